@@ -17,7 +17,7 @@ Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"discard-75": 0.75, "discard-all": 1.0}
 """The fraction of the tool calls that each method removes from the context."""
 
-ASK_FOR_SUMMARY = (
+_ASK_FOR_SUMMARY = (
     "The conversation is about to outgrow its window. Write down what is needed to go on without "
     "it: what was asked, what was done and found out, with names and figures, and what is left to "
     "do. Call no tool."
@@ -88,7 +88,7 @@ class ContextManager:
             return shorter
         if not steps or (not fits and shorter is None):
             return None
-        question: Message = {"role": "user", "content": ASK_FOR_SUMMARY}
+        question: Message = {"role": "user", "content": _ASK_FOR_SUMMARY}
         return AskFirst(
             messages=(question,),
             before=None if fits else shorter,

@@ -87,7 +87,7 @@ class EpisodeRunner:
         self._thread.start()
         if has_programs:
             try:
-                endpoint = Endpoint(most=connection_limit(len(PURPOSES) * most_open))
+                endpoint = Endpoint(most=_connection_limit(len(PURPOSES) * most_open))
                 start = asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), self._loop)
                 self._endpoint = start.result(_CLOSE_S)
             except BaseException:
@@ -225,7 +225,7 @@ _SPARE_FILES = 512
 def make_room(episodes: int, *, programs: bool = False) -> None:
     """Raise the open-file limit for `episodes` concurrent episodes, some driven by `programs`."""
     files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
-    files += connection_limit(episodes) if programs else 0
+    files += _connection_limit(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= files:
         return
@@ -237,6 +237,6 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
-def connection_limit(episodes: int) -> int:
+def _connection_limit(episodes: int) -> int:
     """Return how many connections may be open when agent programs drive `episodes` episodes."""
     return (_FILES_PER_DRIVEN_EPISODE - _FILES_PER_EPISODE) * episodes + _SPARE_CONNECTIONS

@@ -17,9 +17,9 @@ from keel.rl import strict_json
 from keel.rl.turns import USER_ROLES, Message, ToolSpec
 from keel.rl.types import FinishReason
 
-MAX_TOOL_CHARACTERS = 256 << 10
+_MAX_TOOL_CHARACTERS = 256 << 10
 _MAX_DEPTH = 120
-MAX_VALUES = 1 << 20
+_MAX_VALUES = 1 << 20
 """Maximum number of commas and opening brackets in a request, which block the event loop."""
 _DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"
 _STRUCTURED = (
@@ -213,8 +213,8 @@ class ChatRequest(_Model):
     async def check_tools(self) -> None:
         """Raise ApiError if a tool is invalid. This uses a thread, since large schemas take
         seconds."""
-        if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MAX_TOOL_CHARACTERS:
-            limit = f"must have at most {MAX_TOOL_CHARACTERS:,} characters as JSON"
+        if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > _MAX_TOOL_CHARACTERS:
+            limit = f"must have at most {_MAX_TOOL_CHARACTERS:,} characters as JSON"
             raise invalid_field("tools", limit)
         try:
             await asyncio.to_thread(arguments_of, self.tools)
@@ -300,8 +300,8 @@ class _TooManyValues(ValueError):
 def load_json(text: bytes | str) -> Any:
     """Parse a program's JSON. Raises ValueError if it is invalid, too deep or too large."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
-    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise _TooManyValues(f"more than {MAX_VALUES:,} values do not fit the model's context")
+    if sum(map(raw.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise _TooManyValues(f"more than {_MAX_VALUES:,} values do not fit the model's context")
     return replace_surrogates(strict_json.load(text, max_depth=_MAX_DEPTH))
 
 

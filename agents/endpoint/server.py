@@ -21,7 +21,7 @@ from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import ApiError, ChatRequest, load_object, read_request
 from keel.agents.env_runtime.processes import socket_folder
 
-MAX_REQUEST_BYTES = 16 << 20
+_MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of a request. 131,072 tokens need at most 12 MiB."""
 _MAX_BODIES = 4
 """Maximum number of requests of one trajectory that are received at once."""
@@ -84,7 +84,7 @@ class Endpoint:
         self._folder = ""
 
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(middlewares=[self._format_errors], client_max_size=MAX_REQUEST_BYTES)
+        app = web.Application(middlewares=[self._format_errors], client_max_size=_MAX_REQUEST_BYTES)
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._models)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
@@ -212,7 +212,7 @@ class Endpoint:
                 message = f"the request did not arrive within {_READ_S:g} s"
                 raise ApiError(408, message, code="too_slow") from error
             except web.HTTPRequestEntityTooLarge as error:
-                limit = f"a request may have {MAX_REQUEST_BYTES >> 20} MiB"
+                limit = f"a request may have {_MAX_REQUEST_BYTES >> 20} MiB"
                 raise ApiError(413, limit, code="too_large") from error
             except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
                 message = f"the request's body is malformed: {error}"

@@ -84,7 +84,7 @@ class TurnIndex:
                 author = {"name": PROGRAM} if message["role"] == "assistant" else {}
                 self._recorded.append({**message, **author})
         self._recorded.append(turn.message)
-        key = extend_key(keys[-1], turn.message)
+        key = _extend_key(keys[-1], turn.message)
         self._keys.add(key)
         self._turns.append(turn)
         self._by_messages.setdefault(key, []).append(turn)
@@ -165,11 +165,11 @@ def prefix_keys(messages: Sequence[Message]) -> list[str]:
     """Return a key for each prefix of the messages. Entry i is the key for the first i messages."""
     keys = [""]
     for message in messages:
-        keys.append(extend_key(keys[-1], message))
+        keys.append(_extend_key(keys[-1], message))
     return keys
 
 
-def extend_key(key: str, message: Message) -> str:
+def _extend_key(key: str, message: Message) -> str:
     """Return the key for a message list after appending `message`, given the key for the list."""
     is_turn = message["role"] == "assistant"
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()

@@ -31,7 +31,7 @@ _READ_S = 1.0
 _INHERITED_ENV = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
 """The only variables that an environment inherits. It must not see keys or tokens."""
 
-LimitCheck = Callable[[], str]
+_LimitCheck = Callable[[], str]
 """Stops monitoring a sandbox's memory. Returns the limit that ended the sandbox, or ""."""
 
 
@@ -47,7 +47,7 @@ class SandboxLaunch(Protocol):
     @property
     def env(self) -> Mapping[str, str]: ...
 
-    def started(self, pid: int) -> LimitCheck:
+    def started(self, pid: int) -> _LimitCheck:
         """Start monitoring the outer process of a sandbox."""
         ...
 
@@ -75,7 +75,7 @@ class Sandbox(Protocol):
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]: ...
 
-    def hold(self, pid: int, *, inside: bool) -> LimitCheck: ...
+    def hold(self, pid: int, *, inside: bool) -> _LimitCheck: ...
 
 
 class ChildProcess:
@@ -96,11 +96,11 @@ class ChildProcess:
         pidfd: int,
         status: Callable[[], Awaitable[int | None]],
         sandbox: Literal["", "outer", "inside"] = "",
-        limit: LimitCheck | None = None,
+        limit: _LimitCheck | None = None,
     ) -> None:
         self.pid, self.channel, self.limit = pid, channel, limit
         self._pidfd, self._status, self._sandbox = pidfd, status, sandbox
-        self._output = OutputTail(stderr)
+        self._output = _OutputTail(stderr)
         self._close: Callable[[], None] = channel.close
         self._end: asyncio.Task[str] | None = None
         self._limit_hit = ""
@@ -322,7 +322,7 @@ def launch(
     )
 
 
-class OutputTail:
+class _OutputTail:
     """Reads a pipe in the background and keeps the last few KiB."""
 
     def __init__(self, fd: int) -> None:

@@ -31,8 +31,8 @@ class Tool:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._function = function
-        self._hints = hints_of(function, f"tool {name}")
-        description, parameters = docstring_parts(inspect.getdoc(function) or "")
+        self._hints = _hints_of(function, f"tool {name}")
+        description, parameters = _docstring_parts(inspect.getdoc(function) or "")
         properties: dict[str, Any] = {}
         required: list[str] = []
         for key, one in inspect.signature(function).parameters.items():
@@ -43,7 +43,7 @@ class Tool:
             if key not in self._hints and one.default is one.empty:
                 message = f"{where} has no type hint; write `{key}: str`, for example"
                 raise InvalidEnvironment(message)
-            shape = schema_of(self._hints.get(key, Any), where)
+            shape = _schema_of(self._hints.get(key, Any), where)
             if key in parameters:
                 shape.setdefault("description", parameters[key].strip())
             if one.default is one.empty:
@@ -58,7 +58,7 @@ class Tool:
         }
 
     def __call__(self, arguments: dict[str, Any]) -> str:
-        values = {key: value_of(self._hints.get(key, Any), arguments[key]) for key in arguments}
+        values = {key: _value_of(self._hints.get(key, Any), arguments[key]) for key in arguments}
         return text_of(resolve(self._function(**values)))
 
 
@@ -225,37 +225,37 @@ _NUMBERS: tuple[Any, ...] = (int, float)
 _OBJECTS: tuple[Any, ...] = (dict, abc.Mapping)
 
 
-def schema_of(hint: Any, where: str) -> dict[str, Any]:
+def _schema_of(hint: Any, where: str) -> dict[str, Any]:
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
     kind, inner = _parts(hint)
     if hasattr(hint, "__metadata__"):  # Annotated[int, "a description"]
         texts = [one for one in hint.__metadata__ if isinstance(one, str)]
-        schema = schema_of(hint.__origin__, where)
+        schema = _schema_of(hint.__origin__, where)
         return {**schema, "description": texts[0]} if texts else schema
     if kind in _PLAIN:
         return {"type": _PLAIN[kind]}
     if kind is Literal:
         return {"enum": list(inner)}
     if kind in _UNIONS:
-        return {"anyOf": [schema_of(one, where) for one in inner]}
+        return {"anyOf": [_schema_of(one, where) for one in inner]}
     if _is_fixed(kind, inner):
-        shapes = [schema_of(one, where) for one in inner]
+        shapes = [_schema_of(one, where) for one in inner]
         size = len(shapes)
         return {"type": "array", "prefixItems": shapes, "minItems": size, "maxItems": size}
     if kind in _ARRAYS:
-        return {"type": "array", **({"items": schema_of(inner[0], where)} if inner else {})}
+        return {"type": "array", **({"items": _schema_of(inner[0], where)} if inner else {})}
     if kind in _OBJECTS:
-        values = schema_of(inner[1], where) if inner else {}
+        values = _schema_of(inner[1], where) if inner else {}
         return {"type": "object", **({"additionalProperties": values} if values else {})}
     if _is_enum(kind):
         return {"enum": [one.value for one in kind]}
     if _is_dataclass(kind):
-        hints = hints_of(kind, where)
+        hints = _hints_of(kind, where)
         fields = [one for one in dataclasses.fields(kind) if one.init]
         missing = dataclasses.MISSING
         return object_schema(
-            {one.name: schema_of(hints[one.name], f"{where}.{one.name}") for one in fields},
+            {one.name: _schema_of(hints[one.name], f"{where}.{one.name}") for one in fields},
             [f.name for f in fields if f.default is missing and f.default_factory is missing],
         )
     raise InvalidEnvironment(
@@ -271,7 +271,7 @@ def object_schema(properties: dict[str, Any], required: list[str]) -> dict[str, 
     return {**shape, "additionalProperties": False}
 
 
-def hints_of(owner: Any, where: str) -> dict[str, Any]:
+def _hints_of(owner: Any, where: str) -> dict[str, Any]:
     try:
         return get_type_hints(owner, include_extras=True)
     except Exception as error:  # a hint may be any expression
@@ -298,7 +298,7 @@ def _is_dataclass(kind: Any) -> bool:
     return isinstance(kind, type) and hasattr(kind, "__dataclass_fields__")
 
 
-def value_of(hint: Any, value: Any) -> Any:
+def _value_of(hint: Any, value: Any) -> Any:
     """Convert a JSON value to the type `hint`. Raises ValueError if it has another type."""
     kind, inner = _parts(hint)
     if kind is Any:
@@ -306,7 +306,7 @@ def value_of(hint: Any, value: Any) -> Any:
     if kind in _UNIONS:
         for one in inner:
             with suppress(ValueError):
-                return value_of(one, value)
+                return _value_of(one, value)
     elif _is_enum(kind):
         return kind(value)
     elif kind is Literal:
@@ -323,17 +323,17 @@ def value_of(hint: Any, value: Any) -> Any:
         items = cast("list[Any]", value)
         each = inner if _is_fixed(kind, inner) else (inner or (Any,))[:1] * len(items)
         if len(each) == len(items):
-            converted = [value_of(one, item) for one, item in zip(each, items)]  # noqa: B905
+            converted = [_value_of(one, item) for one, item in zip(each, items)]  # noqa: B905
             return cast("Any", kind(converted) if kind in (tuple, set, frozenset) else converted)
     elif isinstance(value, dict):
         fields = cast("dict[str, Any]", value)
         if not _is_dataclass(kind):
             item_hint = inner[1] if inner else Any
-            return {key: value_of(item_hint, one) for key, one in fields.items()}
-        hints = hints_of(kind, kind.__name__)
+            return {key: _value_of(item_hint, one) for key, one in fields.items()}
+        hints = _hints_of(kind, kind.__name__)
         if set(fields) <= set(hints):
             try:
-                return kind(**{key: value_of(hints[key], one) for key, one in fields.items()})
+                return kind(**{key: _value_of(hints[key], one) for key, one in fields.items()})
             except TypeError as error:  # a field is missing
                 raise ValueError(str(error)) from error
     raise ValueError(f"{value!r:.100} does not have the type {hint}")
@@ -344,7 +344,7 @@ _FIELD = re.compile(r":(?:param (?:[\w\[\], ]+ )?(\w+)|\w+[^:]*):\s*(.*)")
 _ARGUMENT = re.compile(r"\s+(\w+)(?: ?\([^)]*\))?:\s*(.*)")
 
 
-def docstring_parts(text: str) -> tuple[str, dict[str, str]]:
+def _docstring_parts(text: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into its description and its parameters' (`Args:` or `:param x:`)."""
     description: list[str] = []
     parameters: dict[str, str] = {}

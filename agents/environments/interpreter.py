@@ -65,7 +65,7 @@ class Interpreter:
         digest = hashlib.blake2b(f"kernel/{seed}".encode(), digest_size=4).digest()
         self._seed = int.from_bytes(digest, "little")
         own_words: Mapping[str, Any] = task["reward"].get("environment") or {}
-        names = put_files(own_words.get("files") or (), self._files, self._where)
+        names = _put_files(own_words.get("files") or (), self._files, self._where)
         self._start()
         text = f"The working directory of the tool has {', '.join(names)}." if names else ""
         return with_instructions(task["messages"], text)
@@ -163,7 +163,7 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
     return min(cell_s, remaining_s), ending_s, start_s
 
 
-def put_files(given: Any, folder: str, where: str) -> list[str]:
+def _put_files(given: Any, folder: str, where: str) -> list[str]:
     """Copy a task's files, named in `folder` or given as texts, to `where`, and describe them."""
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])

@@ -13,7 +13,7 @@ import pytest
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.program import KEEL, Program
 from keel.agents.env_runtime.processes import descendants
-from keel.agents.environments.interpreter import CELL_S, ENDING_S, put_files, split_call_time
+from keel.agents.environments.interpreter import CELL_S, ENDING_S, _put_files, split_call_time
 from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig
 from keel.configs.sections.agents import AgentsConfig
 from keel.data.jsonl import load_jsonl
@@ -82,7 +82,7 @@ def test_kernel_in_the_sandbox() -> None:
         await environment.close()
         wait_for(lambda: not any(map(alive, inside)))
 
-    within_some(lambda cell_s: run(play(cell_s)), (2.0, 10.0, 60.0))
+    within_some(lambda cell_s: run(play(cell_s)), (1.0, 10.0, 60.0))
 
 
 SECRET = ".".join(("4711", "0815"))
@@ -120,13 +120,13 @@ def test_files_come_from_the_folder_or_task(tmp_path: Path) -> None:
     (folder / "a" / "b.csv").write_text("x\n1\n")
     (tmp_path / "secret").write_text("s")
     (folder / "link").symlink_to(tmp_path / "secret")
-    assert put_files(["a/b.csv"], str(folder), str(where)) == ["a/b.csv (4 bytes)"]
-    assert put_files({"c.csv": "ü\r\n"}, "", str(where)) == ["c.csv (4 bytes)"]
+    assert _put_files(["a/b.csv"], str(folder), str(where)) == ["a/b.csv (4 bytes)"]
+    assert _put_files({"c.csv": "ü\r\n"}, "", str(where)) == ["c.csv (4 bytes)"]
     assert (where / "c.csv").read_bytes() == "ü\r\n".encode()
     refused: list[Any] = [["../secret"], [str(tmp_path / "secret")], ["a//b.csv"], ["link"], ["a"]]
     for files in [*refused, "a/b.csv", {"../x": "y"}, {"a.json": {"x": 1}}]:
         with pytest.raises(ValueError, match="files"):
-            put_files(files, str(folder), str(where))
+            _put_files(files, str(folder), str(where))
 
 
 def source(tmp_path: Path, *lines: dict[str, Any], **arguments: Any) -> SourceConfig:

@@ -20,12 +20,12 @@ from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
 from keel.agents.env_runtime.tool_objects import (
     Object,
     Tool,
+    _docstring_parts,
+    _schema_of,
+    _value_of,
     bind_arguments,
-    docstring_parts,
     methods_of,
     parameters_of,
-    schema_of,
-    value_of,
 )
 from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall, ToolSpec
@@ -75,9 +75,9 @@ def test_hints_and_docstrings_become_schemas() -> None:
         "rating": {"type": "number", "description": "Stars.", "default": 4.0},
     }
     text = "Do.\n\n:param int x: the x\n    of it\n:returns: y"
-    assert docstring_parts(text) == ("Do.", {"x": "the x of it"})
+    assert _docstring_parts(text) == ("Do.", {"x": "the x of it"})
     text = "Do.\n\nArgs:\n  x: a: b\n  y:\n    later\n\nMore."
-    assert docstring_parts(text) == ("Do.\n\nMore.", {"x": "a: b", "y": "later"})
+    assert _docstring_parts(text) == ("Do.\n\nMore.", {"x": "a: b", "y": "later"})
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_hints_and_docstrings_become_schemas() -> None:
     ],
 )
 def test_valid_arguments_arrive_as_hinted(hint: Any, value: Any, converted: Any) -> None:
-    shape = {"type": "object", "properties": {"x": schema_of(hint, "x")}}
+    shape = {"type": "object", "properties": {"x": _schema_of(hint, "x")}}
     known = Arguments([ToolSpec(name="t", description="", parameters=shape)])
     assert known.complaint(ToolCall(call_id="1", name="t", arguments={"x": value})) == ""
-    result = value_of(hint, value)
+    result = _value_of(hint, value)
     assert result == converted and type(result) is type(converted)
 
 

@@ -13,10 +13,10 @@ import pytest
 from keel.agents.environments.demonstrations import trip_demonstrations
 from keel.agents.environments.trip.environment import (
     Trip,
-    a_plan,
+    _a_plan,
+    _band_holds,
+    _band_of,
     answers,
-    band_holds,
-    band_of,
     checks,
     judge,
     make_task,
@@ -57,7 +57,7 @@ def test_every_task_is_solvable_with_its_tools(level: int) -> None:
         assert right(world, task, answer)
         assert (world, task) == make_task(seed, LEVELS[level])
         draw = random.Random(seed)
-        guesses = [judge(world, task, a_plan(world, task, draw)) for _ in range(60)]
+        guesses = [judge(world, task, _a_plan(world, task, draw)) for _ in range(60)]
         assert sum(all(met.values()) for met in guesses) < 50  # some well-formed plans are wrong
 
 
@@ -166,10 +166,10 @@ def test_bounds_match_the_task_text() -> None:
 
     def holds(band: Band, meals: list[tuple[int, float]], ticket: int) -> bool:
         places = [{"price": price, "rating": rating} for price, rating in meals]
-        return band_holds(band, places, ticket)
+        return _band_holds(band, places, ticket)
 
     dear, middle, cheap = REPORT
-    bands = [band_of(REPORT, price) for price in (199, 200, 499, 500, 799, 800)]
+    bands = [_band_of(REPORT, price) for price in (199, 200, 499, 500, 799, 800)]
     assert bands == [None, cheap, cheap, middle, middle, dear]
     assert holds(dear, [(175, 4.0), (174, 4.0)], 119)
     assert not holds(dear, [(175, 4.0), (175, 4.0)], 119)

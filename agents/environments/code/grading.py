@@ -105,7 +105,7 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     _, output = processes.run(command, env=env, folder=REPO, within_s=instance["tests_s"])
     seconds = round(time.monotonic() - began, 3)
     processes.stop_all()
-    tests = read_results(folder)
+    tests = _read_results(folder)
     separate = {test: nonce for test in tests for nonce in canaries if nonce in test}
     embedded = {test: good for test in tests for nonce, good in inside.items() if nonce in test}
     others = {k: v for k, v in tests.items() if k not in {*separate, *embedded}}
@@ -143,7 +143,7 @@ def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[st
     return float(passes and trusted), facts
 
 
-def read_results(folder: str) -> dict[str, str]:
+def _read_results(folder: str) -> dict[str, str]:
     """Read the result (passed, failed or skipped) of each test from the valid JUnit files in a
     folder."""
     results: dict[str, str] = {}

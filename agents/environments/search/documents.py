@@ -115,7 +115,7 @@ def _of_file(path: Path, name: str) -> Iterator[tuple[str, Document]]:
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"{path}: a file has at most {_MAX_BYTES >> 20} MiB; split it")
     text = path.read_bytes().decode(errors="replace")
-    title, text = text_of_html(text) if kind in _HTML else (_heading(text), text)
+    title, text = _text_of_html(text) if kind in _HTML else (_heading(text), text)
     yield str(path), made(name, title, text)
 
 
@@ -198,7 +198,7 @@ class _VisibleText(HTMLParser):
             (self.title if self._in_title else self.text).append(data)
 
 
-def text_of_html(source: str) -> tuple[str, str]:
+def _text_of_html(source: str) -> tuple[str, str]:
     """Return the title and the visible text of an HTML page."""
     parser = _VisibleText()
     parser.feed(source)

@@ -215,12 +215,12 @@ def _anything_goes(world: World, task: TripTask) -> bool:
     draw = random.Random(task.text())
     good = bad = 0
     while good <= _GUESSES // 2 and bad < _GUESSES / 2:  # stop once the outcome is certain
-        fits = all(judge(world, task, a_plan(world, task, draw)).values())
+        fits = all(judge(world, task, _a_plan(world, task, draw)).values())
         good, bad = good + fits, bad + (not fits)
     return good > _GUESSES // 2
 
 
-def a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:
+def _a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:
     """Draw a random plan that uses places in the right cities."""
     others = [city for city in world.cities if city != task.start]
     cities = task.cities or draw.sample(others, len(task.dates))
@@ -318,11 +318,11 @@ def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]
 def _rule(world: World, bands: Sequence[Band], day: _Day) -> bool:
     meals = [world.places["restaurant"][day[key]] for key in MEALS if key in day]
     sight = world.places["attraction"].get(day.get("afternoon_attraction", ""), {"ticket": 0})
-    band = band_of(bands, world.places["hotel"][day["hotel"]]["price"])
-    return band is not None and band_holds(band, meals, sight["ticket"])
+    band = _band_of(bands, world.places["hotel"][day["hotel"]]["price"])
+    return band is not None and _band_holds(band, meals, sight["ticket"])
 
 
-def band_of(bands: Sequence[Band], price: int) -> Band | None:
+def _band_of(bands: Sequence[Band], price: int) -> Band | None:
     """Return the price band that contains a hotel's price."""
     for band in bands:
         if band.low <= price and (band.high is None or price < band.high):
@@ -330,7 +330,7 @@ def band_of(bands: Sequence[Band], price: int) -> Band | None:
     return None
 
 
-def band_holds(band: Band, meals: Sequence[Mapping[str, Any]], ticket: int) -> bool:
+def _band_holds(band: Band, meals: Sequence[Mapping[str, Any]], ticket: int) -> bool:
     """Return whether a day's restaurants and ticket meet a price band."""
     ratings = [meal["rating"] for meal in meals]
     return (
@@ -405,12 +405,12 @@ def _day(
     for hotel in lists.get("hotel", []):
         if task.hotel_at_most is not None and hotel["price"] > task.hotel_at_most:
             continue
-        band = band_of(task.bands, hotel["price"]) if day == task.rule_day else None
+        band = _band_of(task.bands, hotel["price"]) if day == task.rule_day else None
         if task.bands and day == task.rule_day and band is None:
             continue
         for sight in sights:
             for meal_places in permutations(lists.get("restaurant", []), len(meals)):
-                if band is None or band_holds(band, meal_places, sight["ticket"]):
+                if band is None or _band_holds(band, meal_places, sight["ticket"]):
                     plan = {"time": task.dates[day], "city": city, "hotel": hotel["name"]}
                     plan["afternoon_attraction"] = sight["name"]
                     plan |= {key: one["name"] for key, one in zip(meals, meal_places, strict=True)}

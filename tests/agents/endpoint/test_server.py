@@ -177,7 +177,7 @@ async def test_invalid_request_names_its_field() -> None:
         packed = gzip.compress(b" " * (1 << 20))
         status, answer = await post(address, packed, {"Content-Encoding": "gzip"})
         assert (status, answer["error"]["code"]) == (400, "unsupported_encoding")
-        assert (await post(address, b" " * (server.MAX_REQUEST_BYTES + 1)))[0] == 413
+        assert (await post(address, b" " * (server._MAX_REQUEST_BYTES + 1)))[0] == 413
         for change in WRONG_FOR_ANTHROPIC:
             body = {**BODY, "messages": [user("a")], **change}
             status, text = await post_anthropic(address, body)

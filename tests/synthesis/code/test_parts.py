@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.code.grading import Results, grade, graded_tree, read_results
+from keel.agents.environments.code.grading import Results, _read_results, grade, graded_tree
 from keel.agents.environments.code.tree import (
     Tree,
     UnreadableTree,
@@ -120,7 +120,7 @@ def test_junit_of_several_runners(tmp_path: Path) -> None:
     for name in ("foo", "shift_jis", "idna"):
         (tmp_path / f"{name}.xml").write_text(f'<?xml version="1.0" encoding="{name}"?><a>b</a>')
     (tmp_path / "deep.xml").write_text("<testsuite>" * 3000 + "</testsuite>" * 3000)
-    assert read_results(str(tmp_path)) == {
+    assert _read_results(str(tmp_path)) == {
         "s::c::good": "passed",
         "s::c::twice": "failed",
         "s::c::error": "failed",

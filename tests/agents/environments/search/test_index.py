@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.agents.environments.search import index as index_module
-from keel.agents.environments.search.documents import cleaned, spans, terms, text_of_html
+from keel.agents.environments.search.documents import _text_of_html, cleaned, spans, terms
 from keel.agents.environments.search.index import SearchIndex, ensure_index
 from tests.agents.environments.search.corpus import write_corpus
 
@@ -66,7 +66,7 @@ def test_html_yields_visible_text_only(index: SearchIndex) -> None:
     assert result is not None and result.title == "Corvane Society"
     assert "31,000 volumes & one globe" in result.text
     assert not any(word in result.text for word in ("Ignore", "hidden words", "comment", "<"))
-    title, text = text_of_html("<p hidden>no<p>no</p></p><br>3 < 4 <b title='a>b'>yes</b><title>x")
+    title, text = _text_of_html("<p hidden>no<p>no</p></p><br>3 < 4 <b title='a>b'>yes</b><title>x")
     assert (title, text.split()) == ("x", ["3", "<", "4", "yes"])
 
 
