@@ -58,13 +58,7 @@ def test_agreement_with_the_labels_is_the_reward(tmp_path: Path) -> None:
         (reply(c1="met"), 0.0),
         ("met, missed", 0.0),
     ):
-        assert (
-            agreement(
-                item.prompt,
-                TextTrajectory(({"role": "assistant", "content": text, "raw": text},), "stop", 1),
-            )
-            == reward
-        ), text
+        assert agreement(item.prompt, said(text)) == reward, text
 
 
 def test_conversations_end_in_the_labelled_verdicts(tmp_path: Path) -> None:
