@@ -185,9 +185,7 @@ def packed_attention(
     causal = getattr(module, "is_causal", True)
     if unsupported or dropout or not causal:
         # Built only in this branch, because a compiled layer cannot trace text.
-        parts = [f"{_UNSUPPORTED[name]} ({name})" for name in unsupported]
-        parts += [f"dropout of {dropout}"] * (dropout > 0)
-        parts += ["attention to later tokens"] * (not causal)
+        parts = [_UNSUPPORTED[name] for name in unsupported] or ["dropout or later tokens"]
         raise UnsupportedAttention(
             f"{type(module).__name__} has {' and '.join(parts)}, which packed rows do not support"
         )
@@ -202,31 +200,17 @@ def packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
     return packed_attention(*args, **options, kernels=_attend4)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Compute attention for a whole row. Takes query [N, Hq, D], and key and value [N, Hkv, D].
-    Returns [N, Hq, Dv]."""
+def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
+    """Compute attention for a whole row. Takes query [N, Hq, D], key and value [N, Hkv, D], the
+    scaling (None for the default) and the window (None if there is no window). Returns [N, Hq,
+    Dv]."""
     operator = _varlen if _has_flash(query, value) else _padded
-    return operator(query, key, value, segments, scaling, window)
+    return operator(query, key, value, segments, *rest)
 
 
-def _attend4(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    key, value, offsets, longest = _keys(key, value, segments)
-    ends = segments.offsets, segments.longest
-    return attend4(query, key, value, *ends, scaling, window, offsets, longest)
+def _attend4(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
+    key, value, *keys = _keys(key, value, segments)
+    return attend4(query, key, value, segments.offsets, segments.longest, *rest, *keys)
 
 
 def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -259,18 +243,8 @@ def _varlen(
     key, value, offsets, longest = _keys(key, value, segments)
     # A window of w tokens includes the token itself.
     reach = (-1 if window is None else window - 1, 0)
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        segments.offsets,
-        offsets,
-        segments.longest,
-        longest,
-        scale=scaling,
-        window_size=reach,
-        **options,
-    )
+    ends = segments.offsets, offsets, segments.longest, longest
+    output = varlen_attn(query, key, value, *ends, scale=scaling, window_size=reach, **options)
     assert isinstance(output, Tensor)  # without statistics
     return output
 
@@ -301,14 +275,9 @@ def _padded(
             step = torch.arange(longest, device=q.device)
             back = step[:, None] - step
             mask = (back >= 0) & (back < window)
+        grouped = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = stop

@@ -22,8 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from keel.configs.schema import ConfigError
 from keel.model.attention import Segments
-from keel.model.batch_invariant import gradients
 from keel.model.batch_invariant import vllm_kernels as engine
+from keel.model.torch_internals import flash_gradients
 from keel.model.transformers_internals import override
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -155,7 +155,7 @@ class _Normed(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight = gradients.rms_norm(x[0][:, None], weight, ctx.eps, grad[0][:, None])
+        of_x, of_weight = _kernels().rms_norm_grad(x[0][:, None], weight, ctx.eps, grad[0][:, None])
         return of_x[:, 0][None], of_weight if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -189,7 +189,7 @@ class _Turned(Function):
         engine.rotate(positions, grad, back)
         of_weight = None
         if weight is not None:
-            grad, of_weight = gradients.rms_norm(x, weight, ctx.eps, grad)
+            grad, of_weight = _kernels().rms_norm_grad(x, weight, ctx.eps, grad)
         return grad, of_weight if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
@@ -207,7 +207,8 @@ class _Attended(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
-        grads = gradients.attention(query, key, value, out, sums, ctx.segments, ctx.scale, grad)
+        ends = ctx.segments.offsets, ctx.segments.longest
+        grads = flash_gradients(grad, query, key, value, out, sums, *ends, ctx.scale)
         return *grads, None, None
 
 
@@ -221,7 +222,7 @@ class _Gated(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (packed,) = ctx.saved_tensors
-        return gradients.swiglu(packed, grad)
+        return _kernels().swiglu_grad(packed, grad)
 
 
 class _Linear(Function):
@@ -247,3 +248,9 @@ class _Linear(Function):
 
 def _concat(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def _kernels() -> Any:
+    from keel.model.batch_invariant import kernels  # noqa: PLC0415  (Triton is on GPU machines)
+
+    return kernels

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 from keel.model.attention import Segments, attend
+from keel.model.torch_internals import flash_gradients
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
 pytestmark = KERNELS
@@ -108,7 +109,7 @@ def test_norms_have_vllms_bits(heads: int, d: int) -> None:
 
 @on_a_gpu
 def test_attention_and_gradients_equal_the_plain_kernel() -> None:
-    from keel.model.batch_invariant import gradients, vllm_kernels  # noqa: PLC0415
+    from keel.model.batch_invariant import vllm_kernels  # noqa: PLC0415
 
     lengths, half, scale = (37, 200, 1, 128), torch.bfloat16, 128**-0.5
     segments = Segments.of(lengths, DEVICE)
@@ -116,7 +117,8 @@ def test_attention_and_gradients_equal_the_plain_kernel() -> None:
     key, value = (with_gaps(sum(lengths), 2, 128, half).roll(n, 0) for n in (1, 2))
     grad = drawn(sum(lengths), 8, 128, dtype=half, seed=5)
     out, sums = vllm_kernels.attention(query, key, value, segments, scale)
-    found = gradients.attention(query, key, value, out, sums, segments, scale, grad)
+    ends = segments.offsets, segments.longest
+    found = flash_gradients(grad, query, key, value, out, sums, *ends, scale)
     plain = attend(query, key, value, segments, scale, None)
     expected = by_autograd(
         lambda q, k, v: attend(q, k, v, segments, scale, None), grad, query, key, value

@@ -6,21 +6,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from keel.model.attention import Segments, use_packed_attention
+from tests.model.layers.plain_attention import FAMILIES
 
 LENGTHS = (3, 17, 1, 9, 16, 8, 2)
-SMALL = {
-    "vocab_size": 31,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-FAMILIES = {"full": Qwen3Config(**SMALL), "sliding": MistralConfig(**SMALL, sliding_window=5)}
 
 
 def test_layout_has_every_token_once() -> None:

@@ -8,83 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import PreTrainedModel
 
 from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, facts_of, load_model_config, load_policy
+from tests.model.families import VOCAB, build
 
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "dense, tied": Qwen3Config(
-        **COMMON, num_hidden_layers=2, head_dim=16, tie_word_embeddings=True
-    ),
-    "qwen3_moe, one dense layer": Qwen3MoeConfig(
-        **COMMON,
-        num_hidden_layers=3,
-        head_dim=16,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-    ),
-    "qwen2_moe, shared expert": Qwen2MoeConfig(
-        **COMMON,
-        num_hidden_layers=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-    ),
-    "mixtral": MixtralConfig(
-        **COMMON, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
-    ),
-    "deepseek_v3, dense first": DeepseekV3Config(
-        **COMMON,
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        moe_intermediate_size=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
-}
-MOE_LAYERS = {
-    "dense, tied": (),
-    "qwen3_moe, one dense layer": (0, 2),
-    "qwen2_moe, shared expert": (0, 1),
-    "mixtral": (0, 1),
-    "deepseek_v3, dense first": (1, 2),
+MOE_LAYERS: dict[str, tuple[int, ...]] = {
+    "qwen3": (),
+    "qwen3_moe": (0, 2),
+    "qwen2_moe": (0, 2),
+    "mixtral": (0, 1, 2),
+    "deepseek_v3": (1, 2),
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+def built(family: str) -> PreTrainedModel:
+    return build(family, tie_word_embeddings=family == "qwen3")
+
+
+@pytest.mark.parametrize("family", MOE_LAYERS)
 @pytest.mark.parametrize("reloaded", [False, True], ids=["built", "loaded"])
 def test_checkpoint_tensors_equal_save_pretrained(
     family: str, reloaded: bool, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model = built(family)
     if reloaded:
         model.save_pretrained(tmp_path / "first")
         model = load_policy(str(tmp_path / "first"), torch.float32)
@@ -97,36 +45,27 @@ def test_checkpoint_tensors_equal_save_pretrained(
         assert not tensor.requires_grad
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", MOE_LAYERS)
 def test_facts_match_the_model(family: str) -> None:
-    config = CONFIGS[family]
-    facts = facts_of(config)
-    model = AutoModelForCausalLM.from_config(config)
-    assert facts.parameters == sum(p.numel() for p in model.parameters())
+    model = built(family)
+    facts = facts_of(model.config)
+    total = sum(p.numel() for p in model.parameters())
+    assert (facts.parameters, facts.layers) == (total, 3)
     assert facts.moe_layer_ids == MOE_LAYERS[family]
-    assert facts.moe_layers == len(MOE_LAYERS[family])
-    assert facts.layers == config.num_hidden_layers
-    assert facts.tied == (family == "dense, tied")
-    assert (facts.vocab_size, facts.hidden_size, facts.max_context) == (64, 32, 128)
+    assert facts.tied == (family == "qwen3")
+    assert (facts.vocab_size, facts.hidden_size, facts.max_context) == (VOCAB, 32, 64)
     counted = facts.expert_parameters + facts.attention_parameters
-    assert 0 < facts.attention_parameters <= counted < facts.parameters
-    if family.startswith("deepseek"):
-        assert (facts.kv_heads, facts.kv_width) == (1, 16 + 8)
+    assert 0 < facts.attention_parameters <= counted < total
+    if family == "deepseek_v3":
+        assert (facts.kv_heads, facts.kv_width) == (1, 16 + 16)
     else:
         projection = next(p for name, p in model.named_parameters() if "k_proj.weight" in name)
-        assert (facts.kv_heads, facts.kv_width) == (2, 2 * len(projection))
-    if facts.moe_layers:
-        assert facts.expert_parameters * (facts.experts - 2) == facts.experts * (
-            facts.parameters - facts.active_parameters
-        )
-        assert facts.experts in (4, 8)
-        assert facts.experts_per_token == 2
-        size = 48 if family == "mixtral" else 16
-        idle = facts.moe_layers * (facts.experts - 2) * 3 * 32 * size
-        assert facts.active_parameters == facts.parameters - idle
-    else:
-        assert (facts.experts, facts.experts_per_token) == (0, 0)
-        assert facts.active_parameters == facts.parameters
+        assert (facts.kv_heads, facts.kv_width) == (1, 2 * len(projection))
+    size = 32 if family == "mixtral" else 16
+    experts = facts.moe_layers * 3 * 32 * size
+    assert (facts.experts, facts.experts_per_token) == ((8, 2) if experts else (0, 0))
+    assert facts.expert_parameters == 8 * experts
+    assert facts.active_parameters == total - 6 * experts
 
 
 @pytest.mark.parametrize(

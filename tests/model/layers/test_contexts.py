@@ -14,7 +14,7 @@ from keel.model import attention
 from keel.model.attention import Segments, use_packed_attention
 from keel.model.layers import flash4
 from keel.model.layers.contexts import Contexts
-from tests.model.layers.test_flash4 import FAMILIES, Plain
+from tests.model.layers.plain_attention import FAMILIES, Plain, varlen
 
 LENGTHS, FOLLOWS = (7, 3, 9, 1, 12, 4, 2, 5), (-1, 0, 0, -1, 0, -1, 5, 5)
 """Two prefixes, shared by three and by two contexts, and a context without one."""
@@ -36,36 +36,6 @@ def positions() -> Tensor:
     begun = [LENGTHS[first] if first >= 0 else 0 for first in FOLLOWS]
     counted = zip(begun, LENGTHS, strict=True)
     return torch.cat([torch.arange(start, start + length) for start, length in counted])
-
-
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    **_: Any,
-) -> Tensor:
-    """Imitate PyTorch's varlen attention on a CPU; queries are the last positions."""
-    assert longest_q == int(cu_q.diff().max()) and longest_k == int(cu_k.diff().max())
-    left, right = window_size
-    assert right == 0
-    outputs: list[Tensor] = []
-    keys = zip(*(x.tensor_split(cu_k[1:-1].long()) for x in (key, value)), strict=True)
-    for q, (k, v) in zip(query.tensor_split(cu_q[1:-1].long()), keys, strict=True):
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        step = torch.arange(len(k))
-        back = step[len(k) - len(q) :, None] - step
-        far = (back < 0) | ((back > left) if left >= 0 else False)
-        scores = torch.einsum("ihd,jhd->hij", q, k) * (scale or q.shape[-1] ** -0.5)
-        weights = scores.masked_fill(far, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hij,jhd->ihd", weights, v))
-    return torch.cat(outputs)
 
 
 def states(model: PreTrainedModel, ids: Tensor, where: Tensor, segments: Segments) -> Tensor:

@@ -183,10 +183,3 @@ def test_content_key_covers_what_weights_depend_on() -> None:
     assert len(keys) == 9
     assert key(replace(TINY, cache_dir="elsewhere", index_top_k=5)) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
-
-
-# --- training in a separate process ---------------------------------------------------------------
-
-
-def fail(**_: Any) -> None:
-    raise AssertionError("a kernel is missing")

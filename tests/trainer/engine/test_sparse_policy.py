@@ -12,7 +12,7 @@ import torch
 from keel.rl.packing import MicroBatch, TrainBatch, pack
 from keel.rl.types import Segment
 from tests.model.families import VOCAB
-from tests.model.sparse.packed_rows import TOP_K, theirs
+from tests.model.test_sparse import TOP_K, theirs
 from tests.rl.rollouts import scored, trajectory
 from tests.trainer.engine.ranks import make_config
 

@@ -1,10 +1,13 @@
-"""The tiny model's tokenizer and chat template."""
+"""The tiny model's tokenizer and chat template, and the solutions that its teacher gives."""
 
 from __future__ import annotations
 
+import pytest
+import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keel.model.tiny.solutions import TAUGHT, solution
 from keel.model.tiny.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -48,3 +51,32 @@ def test_rendering_without_tools() -> None:
     assert thinks == render(turns, add_generation_prompt=True, enable_thinking=True) == expected
     closed = render(turns, add_generation_prompt=True, enable_thinking=False)
     assert closed == expected + "<think>\n\n</think>\n\n"
+
+
+PARAMS = {
+    "basic_arithmetic": {"operators": ["+", "-"], "allow_parentheses": False},
+    "chain_sum": {"allow_negation": True},
+    "gcd": {"max_numbers": 4},
+    "spell_backward": {},
+    "spiral_matrix": {"max_n": 6},
+}
+
+
+def answer_of(turn: str) -> str:
+    return turn.split("</think>\n\n", 1)[1]
+
+
+def steps_of(turn: str) -> str:
+    return turn.removeprefix("<think>\n").split("\n</think>", 1)[0]
+
+
+@pytest.mark.parametrize("task", TAUGHT)
+def test_worked_solutions_are_right_and_hasty_ones_mostly_wrong(task: str) -> None:
+    dataset = reasoning_gym.create_dataset(task, seed=7, size=300, **PARAMS[task])
+    right = {True: 0, False: 0}
+    for entry in dataset:
+        for worked in right:
+            turn = solution(task, entry, worked=worked)
+            assert bool(steps_of(turn)) == worked
+            right[worked] += dataset.score_answer(answer_of(turn), entry) == 1.0
+    assert right[True] == 300 and right[False] < 0.25 * 300

@@ -1,4 +1,4 @@
-"""Routing replay in every supported family."""
+"""Routing replay: every supported family, activation recomputation, and invalid routes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,30 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.model.routing.replay import replay_routes
+from keel.model.routing import replay as routing
+from keel.model.routing.replay import record_routes, replay_routes
 from keel.model.routing.routers import router_modules
-from tests.model.families import FAMILIES, build
-from tests.model.routing.routes import E, K, N, live_routes, logits, other_routes
+from tests.model.families import FAMILIES, VOCAB, build
+
+TOKENS = torch.arange(10).reshape(2, 5) * 7 % VOCAB
+N, K, E = TOKENS.numel(), 2, 8
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(TOKENS, use_cache=False).logits
+
+
+def live_routes(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad(), record_routes(model) as recording:
+        logits(model)
+    return recording.routes()
+
+
+def other_routes(model: PreTrainedModel, seed: int = 0) -> Tensor:
+    """Draw random routes with distinct experts."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = len(router_modules(model))
+    return torch.rand(N, layers, E, generator=generator).argsort(-1)[..., :K].to(torch.int16)
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +194,139 @@ def test_expert_parallel_routers_are_replayed(score_func, norm):
     assert torch.equal(counts, torch.bincount(forced.flatten(), minlength=E).int())
     weights.pow(2).sum().backward()
     assert router.gate.weight.grad.abs().max() > 0
+
+
+# --- activation recomputation
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    actual = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return actual
+
+
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, grad in actual.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def loss_of(model: PreTrainedModel) -> Tensor:
+    return logits(model).float().log_softmax(-1)[..., 3].sum()
+
+
+def checkpointed(model: PreTrainedModel, reentrant: bool) -> None:
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:  # a reentrant checkpoint needs an input that requires grad
+        model.enable_input_require_grads()
+
+
+@pytest.fixture(params=[False, True], ids=["non_reentrant", "reentrant"])
+def reentrant(request) -> bool:
+    return request.param
+
+
+def test_recomputation_repeats_its_replay(qwen, reentrant):
+    routes = other_routes(qwen)
+    with replay_routes(qwen, routes):
+        loss_of(qwen).backward()
+    expected = gradients(qwen)
+    checkpointed(qwen, reentrant)
+    with replay_routes(qwen, routes) as replay:
+        loss_of(qwen).backward()
+    same(gradients(qwen), expected)
+    assert replay.metrics()["routing/overlap"].count == N * 2, "recomputation does not count"
+    with replay_routes(qwen, routes):
+        loss = loss_of(qwen)
+    loss.backward()
+    same(gradients(qwen), expected)
+
+
+def test_recomputation_finds_its_replay_among_others(qwen, reentrant):
+    """Backward of two replays and a live pass runs inside a third replay."""
+    first, second = other_routes(qwen, 1), other_routes(qwen, 2)
+    expected = []
+    for routes in (first, second):
+        with replay_routes(qwen, routes):
+            loss_of(qwen).backward()
+        expected.append(gradients(qwen))
+    loss_of(qwen).backward()
+    expected.append(gradients(qwen))
+
+    checkpointed(qwen, reentrant)
+    losses = []
+    for routes in (first, second):
+        with replay_routes(qwen, routes):
+            losses.append(loss_of(qwen))
+    losses.append(loss_of(qwen))
+    with replay_routes(qwen, other_routes(qwen, 3)):
+        loss_of(qwen)
+        for loss, grads in zip(losses, expected, strict=True):
+            loss.backward()
+            same(gradients(qwen), grads)
+
+
+def test_recomputing_a_dropped_replay_fails(qwen, reentrant, monkeypatch):
+    monkeypatch.setattr(routing, "REMEMBERED", 1)
+    checkpointed(qwen, reentrant)
+    losses = []
+    for seed in (0, 1):
+        with replay_routes(qwen, other_routes(qwen, seed)):
+            losses.append(loss_of(qwen))
+    losses[1].backward()
+    with pytest.raises(RuntimeError, match="more than 1"):
+        losses[0].backward()
+
+
+# --- invalid routes and unknown families
+
+
+def edited(routes: Tensor, at: tuple[int, ...], value: object) -> Tensor:
+    routes = routes.clone()
+    routes[at] = torch.as_tensor(value, dtype=routes.dtype)
+    return routes
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda r: r[0], "routes must be integers"),
+        (lambda r: r.float(), "routes must be integers"),
+        (lambda r: r[:, :1], "L = 1"),
+        (lambda r: r[..., :1], "K = 1"),
+        (lambda r: edited(r, (4, 1), [0, E]), "token 4, MoE layer 1"),
+        (lambda r: edited(r, (4, 1), [0, -2]), "token 4, MoE layer 1"),
+        (lambda r: edited(r, (4, 1), [-1, 0]), "token 4, MoE layer 1"),
+        (lambda r: edited(r, (4, 1), [0, 0]), "token 4, MoE layer 1"),
+        (lambda r: edited(r, (slice(None), 1), 0), "token 0, MoE layer 1"),
+    ],
+)
+def test_invalid_routes_are_located(qwen, edit, message):
+    context = replay_routes(qwen, edit(other_routes(qwen)))
+    with pytest.raises(ValueError, match=message), context:
+        pass
+
+
+def test_wrong_number_of_tokens_is_refused(qwen):
+    with pytest.raises(ValueError, match="9 tokens"), replay_routes(qwen, other_routes(qwen)[:9]):
+        logits(qwen)
+
+
+def test_unapplied_routes_are_an_error(qwen):
+    with pytest.raises(RuntimeError, match=r"\[0, 1\]"), replay_routes(qwen, other_routes(qwen)):
+        pass
+
+
+class MysteryRouter(nn.Linear):
+    pass
+
+
+class MysteryExperts(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize("part", [MysteryRouter(4, 4), MysteryExperts()])
+def test_unknown_families_are_refused(part):
+    with pytest.raises(ValueError, match=r"Mystery"):
+        router_modules(nn.Sequential(part))

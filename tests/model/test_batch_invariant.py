@@ -1,0 +1,258 @@
+"""Batch-invariant layers with plain kernels, and the choice of kernel variants.
+
+tests/gpu/test_invariant.py and test_invariant_kernels.py test them with the engine's kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from keel.configs.schema import ConfigError
+from keel.model import batch_invariant as invariant
+from keel.model.attention import Segments, attend, use_packed_attention
+from keel.model.batch_invariant import kernel_variants, layers
+from keel.model.batch_invariant.layers import check_invariant, use_invariant_layers
+from keel.model.batch_invariant.vllm_kernels import BLOCK, Pages
+
+LENGTHS = (BLOCK + 3, 1, 2 * BLOCK, 7)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
+    cos, sin = (part.repeat(1, 2)[:, None] for part in table[positions].chunk(2, -1))
+    first, second = x.chunk(2, -1)
+    x.copy_(x * cos + torch.cat([-second, first], -1) * sin)
+
+
+def silu_and_mul(packed: Tensor) -> Tensor:
+    gate, up = packed.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, None]:
+    """Attend to keys and values in the kernel's block layout."""
+    pages = Pages.of(segments.lengths, query.device)
+    laid = [pages.lay_out(x) for x in (key, value)]
+    outputs = []
+    for segment, part in enumerate(query.split(list(segments.lengths))):
+        length = len(part)
+        k, v = (x[pages.table[segment].long()].flatten(0, 1)[:length].transpose(0, 1) for x in laid)
+        q = part.transpose(0, 1)
+        out = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs), None
+
+
+def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    size = config.head_dim
+    base = config.rope_parameters["rope_theta"]
+    turns = 1 / base ** (torch.arange(0, size, 2) / size)
+    angles = torch.arange(config.max_position_embeddings)[:, None] * turns
+    return torch.cat([angles.cos(), angles.sin()], -1).to(device, dtype)
+
+
+def _autograd(plain: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    inputs = [tensor.detach().requires_grad_() for tensor in tensors]
+    with torch.enable_grad():
+        return torch.autograd.grad(plain(*inputs), inputs, grad)
+
+
+def flash_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    *_, offsets, _, scale = rest
+    segments = Segments.of(offsets.diff().tolist())
+    return _autograd(lambda *qkv: attend(*qkv, segments, scale, None), grad, q, k, v)
+
+
+ENGINE = SimpleNamespace(
+    prepare=lambda: None,
+    linear=linear,
+    rms_norm=rms_norm,
+    rms_norm_of_sum=rms_norm,
+    rotate=rotate,
+    silu_and_mul=silu_and_mul,
+    attention=attention,
+    rotary_table=rotary_table,
+)
+"""Plain versions of `keel.model.batch_invariant.vllm_kernels`."""
+KERNELS = SimpleNamespace(
+    rms_norm_grad=lambda x, weight, eps, grad: _autograd(
+        lambda x, weight: rms_norm(x, weight, eps), grad, x, weight
+    ),
+    swiglu_grad=lambda packed, grad: _autograd(silu_and_mul, grad, packed)[0],
+)
+
+
+def config(family: str, **more: Any) -> Any:
+    return AutoConfig.for_model(
+        family, vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=0,
+        max_position_embeddings=64, **more,
+    )  # fmt: skip
+
+
+def build(family: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(family, **more))
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:  # norms of 1 and biases of 0 would hide mistakes
+            torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    use_packed_attention(model)
+    return model.train()
+
+
+def forward_backward(model: Any, segments: Segments) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return hidden states and gradients of a random sum of them."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(40, (1, sum(LENGTHS)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    hidden = model.get_decoder()(
+        input_ids=tokens, position_ids=positions, use_cache=False, segments=segments
+    ).last_hidden_state
+    model.zero_grad()
+    (hidden * torch.randn(hidden.shape, generator=generator)).sum().backward()
+    actual = {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}
+    return hidden.detach(), actual
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("family", layers.FAMILIES)
+def test_hidden_states_and_gradients_are_unchanged(
+    family: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "HEAD", 8)
+    model, segments = build(family), Segments.of(LENGTHS)
+    hidden, gradients = forward_backward(model, segments)
+    names = list(model.state_dict())
+    monkeypatch.setattr(layers, "engine", ENGINE)
+    monkeypatch.setattr(layers, "_kernels", lambda: KERNELS)
+    monkeypatch.setattr(layers, "flash_gradients", flash_gradients)
+    use_invariant_layers(model)
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    again, new = forward_backward(model, segments)
+    torch.testing.assert_close(again, hidden, rtol=1e-4, atol=1e-5)
+    assert list(model.state_dict()) == names
+    assert set(new) == set(gradients)
+    for name, gradient in gradients.items():
+        terms = max(1.0, float(gradient.abs().max()))  # scale of cancelling terms
+        torch.testing.assert_close(new[name], gradient, rtol=1e-3, atol=1e-5 * terms, msg=name)
+
+
+def test_segments_have_separate_blocks() -> None:
+    pages = Pages.of(LENGTHS, torch.device("cpu"))
+    count = sum(LENGTHS)
+    x = torch.arange(1, count + 1.0)[:, None, None]
+    laid = pages.lay_out(x)
+    assert laid.shape == (2 + 1 + 2 + 1, BLOCK, 1, 1)
+    for segment, part in enumerate(x.split(list(LENGTHS))):
+        own = laid[pages.table[segment].long()].flatten()[: len(part)]
+        assert own.tolist() == part.flatten().tolist()
+    assert int((laid > 0).sum()) == count
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (config("mixtral"), "mixtral"),
+        (config("qwen3", **WINDOWS), "sliding windows"),
+        (config("llama", rope_parameters=PARTIAL), "partial rotary"),
+        (config("qwen3"), "head size of 8"),
+    ],
+)
+def test_unsupported_models_are_refused(kind: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.batch_invariant.*{what}.*'somewhere'"):
+        check_invariant(kind, "somewhere")
+
+
+# --- kernel variants
+
+WIDE = torch.ones(3, 4, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A fake Hopper GPU whose kernels are PyTorch functions."""
+    fake = SimpleNamespace(
+        capability=(9, 0),
+        capturing=False,
+        kernels=SimpleNamespace(
+            few_rows=lambda *inputs: linear(*inputs), norm_heads=lambda x, weight, eps: x * weight
+        ),
+        seconds=(2.0, 1.0),
+    )
+    monkeypatch.setattr(kernel_variants, "_CHOICES", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: fake.capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(invariant, "kernels", fake.kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "keel.model.batch_invariant.kernels", fake.kernels)
+    monkeypatch.setattr(kernel_variants, "_without_split_k", lambda *inputs: linear(*inputs))
+    monkeypatch.setattr(kernel_variants, "_default", lambda *inputs: linear(*inputs))
+    clock = iter(fake.seconds)
+    monkeypatch.setattr(kernel_variants, "_seconds", lambda _: next(clock))
+    return fake
+
+
+def own(*inputs: Any) -> Tensor:
+    return linear(*inputs)
+
+
+def other(*inputs: Any) -> Tensor:
+    return linear(*inputs) + 1
+
+
+def taken() -> Callable[..., Any]:
+    kernel_variants.linear(own, WIDE[:2], WIDE)
+    (choice,) = kernel_variants._CHOICES.values()
+    return choice
+
+
+@pytest.mark.parametrize("differs", ["few_rows", "whole", "both"])
+def test_variants_must_be_bit_identical(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, differs: str
+) -> None:
+    if differs != "whole":
+        gpu.kernels.few_rows = other
+    if differs != "few_rows":
+        monkeypatch.setattr(kernel_variants, "_without_split_k", other)
+    expected = {
+        "few_rows": kernel_variants._without_split_k,
+        "whole": gpu.kernels.few_rows,
+        "both": own,
+    }
+    assert taken() is expected[differs]
+
+
+def test_row_classes_have_one_tile_height() -> None:
+    """Tiles are as high as the next power of two."""
+    for rows in range(1, 1025):
+        assert 1 << kernel_variants._doublings(rows) == 1 << (rows - 1).bit_length()
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_norms_must_be_bit_identical(gpu: SimpleNamespace, same: bool) -> None:
+    def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x * weight + float(not same)
+
+    kernel_variants.norm_heads(plain, torch.ones(2, 3, 4), torch.ones(4), 1e-6)
+    assert list(kernel_variants._CHOICES.values()) == [gpu.kernels.norm_heads if same else plain]
