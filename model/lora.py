@@ -53,7 +53,7 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
     )
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name and module of each layer that has an adapter."""
     for name, module in model.named_modules():
         if is_adapted(module):
@@ -79,7 +79,7 @@ def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Turn off the adapters, so that `model` computes the base model, which is the reference
     policy."""
-    layers = [layer for _, layer in adapted_layers(model)]
+    layers = [layer for _, layer in _adapted_layers(model)]
     for layer in layers:
         switch_adapter(layer, on=False)
     try:
@@ -94,7 +94,7 @@ def save_adapter(folder: Path, model: PreTrainedModel, config: LoraConfig, base:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight.detach()
-        for name, layer in adapted_layers(model)
+        for name, layer in _adapted_layers(model)
         for part in ("lora_A", "lora_B")
     }
     file = folder / "adapter_model.safetensors"

@@ -35,30 +35,26 @@ _FAR = 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """One call's share of the GRPO loss, with its metrics."""
+    """One call's share of a loss, with its metrics."""
 
     loss: Tensor
     """The scalar loss, which carries the gradient."""
     totals: Tensor
-    """The values from which `metrics` is computed, as [3 + 2·len(means)] float64 on the loss's
-    device. The first three are the loss, the largest ratio and the largest gap in a sequence. A sum
-    and a count for each name in `means` follow."""
-    means: tuple[str, ...]
-    """Names of the metrics that are averages."""
-    masked: bool
-    """True if the sequence mask was applied."""
+    """The numbers of all metrics in the order of `kinds`, float64 on the loss's device. A mean has
+    two numbers: a sum and a count."""
+    kinds: Mapping[str, type[Mean] | type[Sum] | type[Max]]
+    """The type of each metric."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
         """The metrics of this share, which can be merged with those of other shares. Read them
         after the backward pass, because reading waits for the device and copies them from it."""
-        loss, ratio_max, gap_max, *pairs = (float(number) for number in self.totals.cpu())
-        means = zip(self.means, pairs[::2], pairs[1::2], strict=True)
+        numbers = (float(number) for number in self.totals.cpu())
         return {
-            "loss": Sum(loss),
-            "mismatch/ratio_max": Max(ratio_max),
-            **({"mask/logp_gap_max": Max(gap_max)} if self.masked else {}),
-            **{name: Mean(total, count) for name, total, count in means},
+            name: Mean(next(numbers), next(numbers))
+            if issubclass(kind, Mean)
+            else kind(next(numbers))
+            for name, kind in self.kinds.items()
         }
 
 
@@ -173,6 +169,8 @@ def grpo_loss(
         gap_S = torch.where(share_S < 1, 0.0, gap_S)
         far = (ratio < 1 - _FAR) | (ratio > 1 + _FAR)
         share_weight_S = (share_S * weight_S).double()
+        ratio_max = torch.cat([ratio, ratio.new_zeros(1)]).amax().double()
+        gap_max = torch.cat([gap_S, zeros_S.new_zeros(1)]).amax()
         means = {
             "kl/ref": _total(_ESTIMATORS[kl](logp, logp_old, reference), known),
             "mismatch/kl": _total(k3(logp_old, logp), everywhere),
@@ -185,10 +183,15 @@ def grpo_loss(
             ),
             "clip/fraction": _total(clipped, everywhere),
         }
-        ratio_max = torch.cat([ratio, ratio.new_zeros(1)]).amax().double()
-        gap_max = torch.cat([gap_S, zeros_S.new_zeros(1)]).amax()
-        totals = torch.stack([loss.double(), ratio_max, gap_max, *chain(*means.values())])
-    return LossOutput(loss, totals, tuple(means), masked=mask_delta is not None)
+        masked = mask_delta is not None
+        totals = [loss.double(), ratio_max, *[gap_max] * masked, *chain(*means.values())]
+    kinds = {
+        "loss": Sum,
+        "mismatch/ratio_max": Max,
+        **({"mask/logp_gap_max": Max} if masked else {}),
+        **dict.fromkeys(means, Mean),
+    }
+    return LossOutput(loss, torch.stack(totals), kinds)
 
 
 def _surrogate(
@@ -291,24 +294,6 @@ def _check_kl(logp: Tensor, logp_ref: Tensor | None, kl_coef: float | Tensor) ->
         require(not used, "logp_ref is None, but kl_coef is above 0: pass it, or set kl_coef to 0")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NllOutput:
-    """One call's share of the log-likelihood loss, with its metrics."""
-
-    loss: Tensor
-    """The scalar loss, which carries the gradient."""
-    totals: Tensor
-    """The loss, Σ −log p and the number of tokens, as [3] float64 on the loss's device."""
-
-    @property
-    def metrics(self) -> dict[str, Metric]:
-        """The metrics `loss` and `nll`, where `nll` is the unweighted mean of −log p over tokens,
-        in nats. Read them after the backward pass, because reading waits for the device and copies
-        them from it."""
-        loss, total, count = (float(number) for number in self.totals.cpu())
-        return {"loss": Sum(loss), "nll": Mean(total, count)}
-
-
 def nll_loss(
     logp: Tensor,
     sequence: Tensor,
@@ -316,7 +301,7 @@ def nll_loss(
     sequence_tokens: Tensor,
     total_sequences: int,
     sequence_weight: Tensor | None = None,
-) -> NllOutput:
+) -> LossOutput:
     """Compute one call's share of the negative mean log-likelihood.
 
         −1/B Σ_i w_i/|o_i| Σ_t log π_θ(o_{i,t})
@@ -332,7 +317,8 @@ def nll_loss(
         sequence_weight   [S] w, 1 on average over the step; None: all ones
 
     The denominators are global, so however a step is split, the shares and gradients add up. N = 0
-    gives a loss of 0. Raises `ValueError` if an argument is invalid.
+    gives a loss of 0. The metrics are `loss` and `nll`, the unweighted mean of −log p over tokens,
+    in nats. Raises `ValueError` if an argument is invalid.
     """
     _check_step(sequence_tokens, total_sequences)
     require_log_probs(logp)
@@ -344,4 +330,4 @@ def nll_loss(
     with torch.no_grad():
         count = torch.full_like(loss, len(logp)).double()
         totals = torch.stack([loss.double(), -logp.double().sum(), count])
-    return NllOutput(loss, totals)
+    return LossOutput(loss, totals, {"loss": Sum, "nll": Mean})

@@ -10,7 +10,7 @@ import numpy as np
 from keel.rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
 from keel.rl.types import LOST, FinishReason, ScoredGroup, Segment, Trajectory
 
-CUTS: Mapping[str, FinishReason] = {"turn": "turns", "window": "window", "length": "length"}
+_CUTS: Mapping[str, FinishReason] = {"turn": "turns", "window": "window", "length": "length"}
 """Maps each metric `agents/<name>_cuts` to the finish reason that it counts. The reason `deadline`
 is counted in `rollout/deadline_cuts` instead."""
 
@@ -195,6 +195,6 @@ def _agent_metrics(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
         **(contexts if mean("contexts_rendered").total else {}),
         **{
             f"agents/{name}_cuts": Sum(sum(t.finish_reason == reason for t, _ in used))
-            for name, reason in CUTS.items()
+            for name, reason in _CUTS.items()
         },
     }

@@ -196,31 +196,21 @@ class Segment:
     recorded at all."""
 
     def __post_init__(self) -> None:
-        tokens = len(self.token_ids_T)
+        tokens, owner = len(self.token_ids_T), f"segment of {self.prompt_id}"
         for name in _PER_TOKEN:
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
-                raise ValueError(
-                    f"segment of {self.prompt_id}: {name} has {len(value)} entries for {tokens} "
-                    "tokens"
-                )
+                raise ValueError(f"{owner}: {name} has {len(value)} entries for {tokens} tokens")
+            if name.endswith(("_TLK", "_TLk")) and value is not None and value.ndim != 3:
+                raise ValueError(f"{owner}: {name} must have 3 dimensions, has shape {value.shape}")
         if tokens == 0 or self.trainable_T[0]:
             raise ValueError(
-                f"segment of {self.prompt_id}: needs tokens, and the first cannot be trainable, "
-                "since no context precedes it"
+                f"{owner}: needs tokens, and the first cannot be trainable, since no context "
+                "precedes it"
             )
         sampled = self.logp_old_T[self.trainable_T]
         if not np.isfinite(sampled).all() or (sampled > 1e-3).any():
-            raise ValueError(
-                f"segment of {self.prompt_id}: logp_old_T of sampled tokens must be finite and <= 0"
-            )
-        for name in ("routes_TLK", "selected_TLk"):
-            value = getattr(self, name)
-            if value is not None and value.ndim != 3:
-                raise ValueError(
-                    f"segment of {self.prompt_id}: {name} must be [T, L, {name[-1]}], has shape "
-                    f"{value.shape}"
-                )
+            raise ValueError(f"{owner}: logp_old_T of sampled tokens must be finite and <= 0")
 
     def selection(self, layers: int, width: int) -> NDArray[np.int32]:
         """Return `selected_TLk`, padded with −1 to [T, layers, width]. Raises `ValueError` if the
@@ -366,24 +356,15 @@ class ScoredGroup:
     verifier's error. Empty if there are none."""
 
     def __post_init__(self) -> None:
-        count = len(self.group.trajectories)
-        for name in ("rewards_G", "parts_G", "advantages_G"):
-            if len(getattr(self, name)) != count:
-                raise ValueError(
-                    f"group of {self.group.prompt.prompt_id}: {name} has "
-                    f"{len(getattr(self, name))} entries for {count} trajectories"
-                )
-        if self.notes_G and len(self.notes_G) != count:
-            raise ValueError(
-                f"group of {self.group.prompt.prompt_id}: notes_G has {len(self.notes_G)} entries "
-                f"for {count} trajectories"
-            )
+        count, owner = len(self.group.trajectories), f"group of {self.group.prompt.prompt_id}"
+        for name in ("rewards_G", "parts_G", "advantages_G", *["notes_G"] * bool(self.notes_G)):
+            entries = len(getattr(self, name))
+            if entries != count:
+                raise ValueError(f"{owner}: {name} has {entries} entries for {count} trajectories")
         for name in ("rewards_G", "advantages_G"):
-            if not np.isfinite(getattr(self, name)).all():
-                raise ValueError(
-                    f"group of {self.group.prompt.prompt_id}: {name} must be finite, is "
-                    f"{getattr(self, name)}"
-                )
+            numbers = getattr(self, name)
+            if not np.isfinite(numbers).all():
+                raise ValueError(f"{owner}: {name} must be finite, is {numbers}")
 
     @property
     def uniform(self) -> bool:

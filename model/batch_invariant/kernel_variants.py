@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Norm = Callable[[Tensor, Tensor, float], Tensor]
+_Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 HOPPER = 9
 """Major compute capability of the GPUs on which the GEMMs were tested."""
@@ -53,11 +53,11 @@ def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return chosen(x, weight, bias)
 
 
-def norm_heads(local: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_heads(local: _Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D]. The result has the
     same bits as that of `own`, which needs a contiguous copy of x."""
     kind = (x.device, x.dtype, x.shape[1:], eps)
-    chosen: Norm | None = _CHOICES.get(kind)
+    chosen: _Norm | None = _CHOICES.get(kind)
     if chosen is None:
         if not len(x) or torch.cuda.is_current_stream_capturing():
             return local(x, weight, eps)

@@ -54,7 +54,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class _Chunk:
     """Consecutive tokens that share a plan, with their entries (positions in the kept ids)."""
 
     tokens: tuple[int, int]
@@ -77,7 +77,7 @@ class SupportPlan:
     """[T+1] int64."""
     token: Tensor
     """[E] int32, the token of each entry."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[_Chunk, ...]
     full: Tensor | None
     """[F] int64, the tokens that were sampled without truncation. None if all were truncated."""
 
@@ -135,9 +135,9 @@ def _chunks(
     vocabulary: int,
     d: int,
     device: torch.device,
-) -> tuple[Chunk, ...]:
+) -> tuple[_Chunk, ...]:
     tokens = len(host_offsets) - 1
-    chunks: list[Chunk] = []
+    chunks: list[_Chunk] = []
     gathered = 0
     for first in range(0, tokens, CHUNK_TOKENS):
         last = min(first + CHUNK_TOKENS, tokens)
@@ -147,14 +147,14 @@ def _chunks(
             continue
         if gathered < first:
             chunks.append(
-                Chunk((gathered, first), (int(host_offsets[gathered]), int(host_offsets[first])))
+                _Chunk((gathered, first), (int(host_offsets[gathered]), int(host_offsets[first])))
             )
         members, column = (to_device(part, device) for part in union)
-        chunks.append(Chunk((first, last), span, members, column))
+        chunks.append(_Chunk((first, last), span, members, column))
         gathered = last
     if gathered < tokens:
         span = (int(host_offsets[gathered]), int(host_offsets[tokens]))
-        chunks.append(Chunk((gathered, tokens), span))
+        chunks.append(_Chunk((gathered, tokens), span))
     return tuple(chunks)
 
 
@@ -278,7 +278,7 @@ def _union_logits(
     weight: Tensor,
     bias: Tensor | None,
     plan: SupportPlan,
-    chunk: Chunk,
+    chunk: _Chunk,
     shape: HeadShape,
 ) -> None:
     (first, last), (start, stop) = chunk.tokens, chunk.entries
@@ -298,7 +298,7 @@ def _union_gradients(
     hidden: Tensor,
     weight: Tensor,
     plan: SupportPlan,
-    chunk: Chunk,
+    chunk: _Chunk,
     grad_hidden: Tensor,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,

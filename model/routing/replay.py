@@ -91,20 +91,6 @@ def replay_routes(
     replay.check_applied()
 
 
-@contextmanager
-def record_routes(module: nn.Module) -> Iterator[RouteRecording]:
-    """Record which experts the live routers choose inside the block, even if other experts are
-    replayed."""
-    routers = router_modules(module)
-    _hook(routers)
-    recording = RouteRecording(routers)
-    _recordings.append(recording)
-    try:
-        yield recording
-    finally:
-        _recordings.remove(recording)
-
-
 class Replay:
     """Replays the routes of one `replay_routes` block. Its metrics can be read during the block or
     afterwards."""
@@ -217,26 +203,10 @@ class Replay:
         return self._on_device[layer].long()
 
 
-class RouteRecording:
-    """The experts chosen by each router in each forward pass inside a `record_routes` block."""
-
-    def __init__(self, routers: list[nn.Module]) -> None:
-        self._passes: dict[nn.Module, list[Tensor]] = {router: [] for router in routers}
-
-    def add(self, router: nn.Module, experts: Tensor) -> None:
-        if router in self._passes:
-            self._passes[router].append(experts.detach())
-
-    def routes(self, index: int = -1) -> Tensor:
-        """Return the routes from one forward pass (by default the last), [tokens, L, K] int64."""
-        return torch.stack([passes[index] for passes in self._passes.values()], dim=1)
-
-
 # Hooks stay on the routers after a context, because a recomputation may follow. Their state is here
 # and not in the hooks, so that a copy of a model is not replayed like the original.
 _open: list[Replay] = []
 _closed: deque[Replay] = deque(maxlen=_DETECTED)
-_recordings: list[RouteRecording] = []
 _logits: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 """The output of each gate, stored until its router returns."""
 
@@ -264,8 +234,6 @@ def _on_router(router: nn.Module, _arguments: Any, output: Any) -> Any:
             if replay.owns(router, node):
                 return replay.apply(router, output, again=True)
         return None
-    for recording in _recordings:
-        recording.add(router, family.experts(output))
     replay = _replaying(router)
     return replay and replay.apply(router, output, again=False)
 

@@ -18,7 +18,7 @@ Output = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class _Router:
     """Functions for replaying a router class. Its instances must have `top_k` and `num_experts`."""
 
     experts: Callable[[Output], Tensor]
@@ -32,13 +32,13 @@ class Router:
     ZeRO-3 such a call is a collective, and ranks without routes to replay would not take part."""
 
 
-def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Router:
+def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> _Router:
 
     def replay(router: Any, output: Output, experts: Tensor) -> Output:
         logits, weights, _live = output
         return logits, weigh(router, logits, experts).to(weights.dtype), experts
 
-    return Router(experts=lambda output: output[2], replay=replay)
+    return _Router(experts=lambda output: output[2], replay=replay)
 
 
 def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def _autoep(router: Any, output: Output, experts: Tensor) -> Output:
     return (chosen * router.route_scale).to(weights.dtype), experts, counts
 
 
-ROUTERS: Mapping[str, Router] = {
+ROUTERS: Mapping[str, _Router] = {
     "DeepseekV2TopkRouter": _triple(_softmax_scaled),
     "DeepseekV32TopkRouter": _triple(_sigmoid_scaled),
     "DeepseekV3TopkRouter": _triple(_sigmoid_scaled),
@@ -106,7 +106,7 @@ ROUTERS: Mapping[str, Router] = {
     "Qwen3MoeTopKRouter": _triple(_softmax),
     "Qwen3NextTopKRouter": _triple(_softmax),
     "Qwen3_5MoeTopKRouter": _triple(_softmax_normalised),
-    "TokenChoiceTopKRouter": Router(experts=lambda output: output[2], replay=_autoep, gate="gate"),
+    "TokenChoiceTopKRouter": _Router(experts=lambda output: output[2], replay=_autoep, gate="gate"),
 }
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

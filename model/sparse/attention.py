@@ -187,11 +187,11 @@ def _attend(
         queries, keys = [*map(block, per_query)], [*map(block, per_key)]
         size = sparse.chunk or _chunk_size(queries[0], queries[1], count * longest, top_k)
         if sparse.dense or (longest <= top_k and recorded is None):
-            parts = by_chunks(run.dense, queries, keys, size=size)
+            parts = _by_chunks(run.dense, queries, keys, size=size)
         else:
             live = selection(queries[1], queries[2], keys[1], top_k, size)
             chosen = live if recorded is None else _replayed(block(recorded), live)
-            parts = by_chunks(run.chosen, [*queries, chosen], keys, size=size)
+            parts = _by_chunks(run.chosen, [*queries, chosen], keys, size=size)
         outputs.append(tuple(part.flatten(0, 1) for part in parts))
         start = stop
     back = segments.row_of_token
@@ -272,13 +272,13 @@ def selection(
     query: Tensor, weight: Tensor, key: Tensor, top_k: int, size: int, *, first: int = 0
 ) -> Tensor:
     """Select keys for all queries, one chunk at a time. Returns their positions, [B, L, k] int32.
-    `first` is explained in `by_chunks`."""
+    `first` is explained in `_by_chunks`."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, key: Tensor) -> tuple[Tensor]:
         chosen = select(first, index_scores(query, weight, key), top_k)
         return (nn.functional.pad(chosen, (0, top_k - chosen.shape[-1]), value=NONE),)
 
-    return by_chunks(chunk, [query, weight], [key], size=size, first=first)[0]
+    return _by_chunks(chunk, [query, weight], [key], size=size, first=first)[0]
 
 
 def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ _ChunkFunction = Callable[..., tuple[Tensor, ...]]
 [B, s, …] …) → outputs [B, c, …] …. The keys are those up to the last query's position."""
 
 
-def by_chunks(
+def _by_chunks(
     chunk: _ChunkFunction,
     queries: Sequence[Tensor],
     keys: Sequence[Tensor],

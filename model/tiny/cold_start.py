@@ -43,7 +43,7 @@ _WARMUP = 0.1
 IGNORED = -100
 _MARKER = "\x00"
 
-Demonstrate = Callable[[str, int], Sequence[ScriptedPair]]
+_Demonstrate = Callable[[str, int], Sequence[ScriptedPair]]
 """Takes a source and returns about the requested number of scripted conversations."""
 Progress = Callable[[int, float, float], None]
 """A function called after each step with the number of steps so far, the loss in nats per token,
@@ -59,7 +59,7 @@ class Curriculum:
     sources: Sequence[SourceConfig] = ()
     heldout_questions: Collection[str] = ()
     """Questions that must not be used for training."""
-    demonstrate: Demonstrate | None = None
+    demonstrate: _Demonstrate | None = None
     """Function that provides scripted conversations. It must be picklable for training on a GPU."""
     tools_in_thinking: bool = False
     """Whether tool calls are placed inside the thinking block (see `conversation_ids`)."""

@@ -16,7 +16,7 @@ Metadata = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class _Taught:
     """How to solve a task that is taught. Each function takes an entry's metadata."""
 
     working: Callable[[Metadata], str]
@@ -74,14 +74,14 @@ def _spiral_working(metadata: Metadata) -> str:
     return "\n".join(lines)
 
 
-_CHAIN = Taught(working=_chain_working, hasty=_chain_hasty, covers=_chain_covers)
-TAUGHT: Mapping[str, Taught] = {
+_CHAIN = _Taught(working=_chain_working, hasty=_chain_hasty, covers=_chain_covers)
+TAUGHT: Mapping[str, _Taught] = {
     "basic_arithmetic": _CHAIN,
     "chain_sum": _CHAIN,
     # The hasty answer is the smallest number, the word itself, or the matrix row by row.
-    "gcd": Taught(working=_gcd_working, hasty=lambda m: str(min(m["numbers"]))),
-    "spell_backward": Taught(working=_spell_working, hasty=lambda m: str(m["word"])),
-    "spiral_matrix": Taught(
+    "gcd": _Taught(working=_gcd_working, hasty=lambda m: str(min(m["numbers"]))),
+    "spell_backward": _Taught(working=_spell_working, hasty=lambda m: str(m["word"])),
+    "spiral_matrix": _Taught(
         working=_spiral_working,
         hasty=lambda m: " ".join(str(number) for row in m["matrix"] for number in row),
     ),

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT = "<|endoftext|>"
 _TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 THINK_START = "<think>"
 THINK_END = "</think>"
 
-MARKS = (END_OF_TEXT, _TURN_START, TURN_END, THINK_START, THINK_END)
+MARKS = (_END_OF_TEXT, _TURN_START, TURN_END, THINK_START, THINK_END)
 """The tokens with ids 0–4. Thinking tags are not special tokens, so decoding always keeps them."""
 
-PHRASES = (
+_PHRASES = (
     "State the final answer to the following arithmetic problem: ",
     "Calculate ",
     "Spell this word backward (example: sun -> nus): ",
@@ -64,7 +64,7 @@ PHRASES = (
 number (`lower` would break the spelling of `flower`). Append new texts at the end, so that ids do
 not change. Adding more than three would enlarge the embedding and change all random weights."""
 
-VOCAB_MULTIPLE = 32
+_VOCAB_MULTIPLE = 32
 """The number of embedding rows is a multiple of this, which suits CPU kernels."""
 
 CHAT_TEMPLATE = """\
@@ -133,7 +133,7 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Return the tokenizer. The ASCII texts in model.tiny.phrases become additional tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    texts = tuple(dict.fromkeys((*PHRASES, *more)))
+    texts = tuple(dict.fromkeys((*_PHRASES, *more)))
     phrases = ["".join(piece for piece, _ in to_bytes.pre_tokenize_str(text)) for text in texts]
     # A phrase may already be a token: a byte or a mark.
     tokens = dict.fromkeys((*MARKS, *alphabet, *phrases))
@@ -149,7 +149,7 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=END_OF_TEXT,
+        pad_token=_END_OF_TEXT,
         eos_token=TURN_END,
         additional_special_tokens=[_TURN_START],
         clean_up_tokenization_spaces=False,
@@ -161,5 +161,5 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def vocab_rows(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of embedding rows: the vocabulary size rounded up to `VOCAB_MULTIPLE`."""
-    return -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    """Return the number of embedding rows: the vocabulary size rounded up to `_VOCAB_MULTIPLE`."""
+    return -(-len(tokenizer) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from keel.rl.packing.items import PackItem, balance
 from keel.rl.types import Segment
 
-MIN_PREFIX = 16
+_MIN_PREFIX = 16
 """The minimum length of a prefix, in tokens, for which sharing is worthwhile."""
 _SIZES = (1.0, 0.5, 0.25, 0.125)
 """Size limits to try for groups with a shared prefix, as fractions of a micro-batch or of a rank's
@@ -176,12 +176,12 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
         return None, 0
     own = int(segment.trainable_T.argmax()) - 1
     for place, cluster in enumerate(clusters):
-        least = max(MIN_PREFIX, int(_MIN_OVERLAP * max(own, cluster.shared)))
+        least = max(_MIN_PREFIX, int(_MIN_OVERLAP * max(own, cluster.shared)))
         most = min(own, cluster.shared)
         common = _common(cluster.items[0].segments[0], segment, most) if most >= least else 0
         if common >= least:
             return place, common
-    return None, own if own >= MIN_PREFIX else 0
+    return None, own if own >= _MIN_PREFIX else 0
 
 
 def _common(one: Segment, other: Segment, limit: int) -> int:

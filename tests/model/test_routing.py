@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.model.routing import replay as routing
-from keel.model.routing.replay import record_routes, replay_routes
-from keel.model.routing.routers import router_modules
+from keel.model.routing.replay import replay_routes
+from keel.model.routing.routers import ROUTERS, router_modules
 from tests.model.families import FAMILIES, VOCAB, build
 
 TOKENS = torch.arange(10).reshape(2, 5) * 7 % VOCAB
@@ -24,9 +24,19 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def live_routes(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad(), record_routes(model) as recording:
-        logits(model)
-    return recording.routes()
+    chosen: list[Tensor] = []
+    hooks = [
+        router.register_forward_hook(
+            lambda router, _, output: chosen.append(
+                ROUTERS[type(router).__name__].experts(output).detach()
+            )
+        )
+        for router in router_modules(model)
+    ]
+    logits(model)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1)
 
 
 def other_routes(model: PreTrainedModel, seed: int = 0) -> Tensor:

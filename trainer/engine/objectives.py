@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.model.torch_internals import to_device
-from keel.rl.losses import LossOutput, NllOutput, grpo_loss, nll_loss
+from keel.rl.losses import LossOutput, grpo_loss, nll_loss
 from keel.rl.metrics import Max, Mean, Metric, Sum
 from keel.rl.offpolicy import GapTotals, kept_mass_shortfall
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
@@ -106,7 +106,7 @@ def _grpo(
 
 def _nll(
     batch: MicroBatch, inputs: Inputs, logp: Tensor, _: object, total_sequences: int, *rest: object
-) -> NllOutput:
+) -> LossOutput:
     return nll_loss(
         logp,
         inputs.sequence_R,
