@@ -185,7 +185,8 @@ def packed_attention(
     causal = getattr(module, "is_causal", True)
     if unsupported or dropout or not causal:
         # Built only in this branch, because a compiled layer cannot trace text.
-        parts = [_UNSUPPORTED[name] for name in unsupported] or ["dropout or later tokens"]
+        parts = [f"{_UNSUPPORTED[name]} ({name})" for name in unsupported]
+        parts += ["dropout"] * (dropout > 0) + ["attention to later tokens"] * (not causal)
         raise UnsupportedAttention(
             f"{type(module).__name__} has {' and '.join(parts)}, which packed rows do not support"
         )

@@ -184,14 +184,15 @@ def grpo_loss(
             "clip/fraction": _total(clipped, everywhere),
         }
         masked = mask_delta is not None
-        totals = [loss.double(), ratio_max, *[gap_max] * masked, *chain(*means.values())]
+        extremes = [ratio_max, gap_max] if masked else [ratio_max]
+        totals = torch.stack([loss.double(), *extremes, *chain(*means.values())])
     kinds = {
         "loss": Sum,
         "mismatch/ratio_max": Max,
         **({"mask/logp_gap_max": Max} if masked else {}),
         **dict.fromkeys(means, Mean),
     }
-    return LossOutput(loss, torch.stack(totals), kinds)
+    return LossOutput(loss, totals, kinds)
 
 
 def _surrogate(

@@ -16,7 +16,7 @@ selection. Contexts with at most k tokens need no record, because all their toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,45 +99,42 @@ def use_sparse_attention(model: PreTrainedModel) -> None:
             override(layer, _Packed)
 
 
-def _forward(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
-    *,
-    segments: Segments | None = None,
-    sparse: SparsePass | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """Run the layer on packed segments: hidden_states [1, N, D] → ([1, N, D], None)."""
-    if segments is None:
-        raise UnsupportedAttention("sparse attention needs the keyword `segments`")
-    alone = segments.group is None and segments.contexts is None
-    if attention_mask is not None or not alone or self.attention_dropout:
-        raise UnsupportedAttention(
-            "sparse attention supports neither masks nor dropout, sequence parallelism or shared "
-            "prompts. Set trainer.sequence_parallel: 1 and trainer.share_prompts: false"
-        )
-    (hidden,), (cos, sin) = hidden_states, (x[0] for x in position_embeddings)
-    nope, rope, rank = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank
-    low = self.q_a_layernorm(self.q_a_proj(hidden))
-    query, turned = self.q_b_proj(low).unflatten(-1, (-1, nope + rope)).split([nope, rope], -1)
-    latent, shared = self.kv_a_proj_with_mqa(hidden).split([rank, rope], -1)
-    # A call returns the projection's weight, because ZeRO-3 gathers it only for calls.
-    unit = torch.eye(rank, dtype=hidden.dtype, device=hidden.device)
-    up = self.kv_b_proj(unit).view(rank, self.num_heads, -1)  # [r, H, nope + value]
-    query = torch.einsum("nhd,rhd->nhr", query, up[..., :nope])
-    query = torch.cat([query, _rotate_pairs(turned, cos, sin)], -1)
-    turned = _rotate_pairs(shared[:, None], cos, sin)[:, 0]
-    key = torch.cat([self.kv_a_layernorm(latent), turned], -1)
-    index = _index_inputs(self.indexer, hidden.detach(), low.detach(), cos, sin)
-    mixed = _attend(self, query, key, index, segments, sparse or SparsePass())
-    output = torch.einsum("nhr,rhd->nhd", mixed, up[..., nope:])
-    return self.o_proj(output.flatten(1))[None], None
-
-
 class _Packed:
-    forward = _forward
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        *,
+        segments: Segments | None = None,
+        sparse: SparsePass | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        """Run the layer on packed segments: hidden_states [1, N, D] → ([1, N, D], None)."""
+        if segments is None:
+            raise UnsupportedAttention("sparse attention needs the keyword `segments`")
+        alone = segments.group is None and segments.contexts is None
+        if attention_mask is not None or not alone or self.attention_dropout:
+            raise UnsupportedAttention(
+                "sparse attention supports no masks, dropout, sequence parallelism or shared "
+                "prompts. Set trainer.sequence_parallel: 1 and trainer.share_prompts: false"
+            )
+        (hidden,), (cos, sin) = hidden_states, (x[0] for x in position_embeddings)
+        nope, rope, rank = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank
+        low = self.q_a_layernorm(self.q_a_proj(hidden))
+        query, turned = self.q_b_proj(low).unflatten(-1, (-1, nope + rope)).split([nope, rope], -1)
+        latent, shared = self.kv_a_proj_with_mqa(hidden).split([rank, rope], -1)
+        # A call returns the projection's weight, because ZeRO-3 gathers it only for calls.
+        unit = torch.eye(rank, dtype=hidden.dtype, device=hidden.device)
+        up = self.kv_b_proj(unit).view(rank, self.num_heads, -1)  # [r, H, nope + value]
+        query = torch.einsum("nhd,rhd->nhr", query, up[..., :nope])
+        query = torch.cat([query, _rotate_pairs(turned, cos, sin)], -1)
+        turned = _rotate_pairs(shared[:, None], cos, sin)[:, 0]
+        key = torch.cat([self.kv_a_layernorm(latent), turned], -1)
+        index = _index_inputs(self.indexer, hidden.detach(), low.detach(), cos, sin)
+        mixed = _attend(self, query, key, index, segments, sparse or SparsePass())
+        output = torch.einsum("nhr,rhd->nhd", mixed, up[..., nope:])
+        return self.o_proj(output.flatten(1))[None], None
 
 
 def _index_inputs(
@@ -342,15 +339,12 @@ class _Plan:
     """Number of tensors with one entry per query. The other tensors have one entry per key."""
     first: int
 
-    def starts(self, tensors: Sequence[Tensor]) -> range:
-        return range(0, tensors[0].shape[1], self.size)
-
-    def part(self, at: int, start: int) -> slice:
-        stop = start + self.size
-        return slice(start, stop) if at < self.queries else slice(0, self.first + stop)
-
-    def run(self, start: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return self.chunk(self.first + start, *tensors)
+    def parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[slice]]]:
+        """Yield the index of each chunk's first query, and the chunk's part of each tensor."""
+        for start in range(0, tensors[0].shape[1], self.size):
+            stop = start + self.size
+            own, seen = slice(start, stop), slice(0, self.first + stop)
+            yield start, [own if at < self.queries else seen for at in range(len(tensors))]
 
 
 class _ByChunks(Function):
@@ -360,8 +354,10 @@ class _ByChunks(Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         parts = [
-            plan.run(start, [x[:, plan.part(at, start)] for at, x in enumerate(tensors)])
-            for start in plan.starts(tensors)
+            plan.chunk(
+                plan.first + start, *(x[:, part] for x, part in zip(tensors, where, strict=True))
+            )
+            for start, where in plan.parts(tensors)
         ]
         return tuple(torch.cat(part, 1) for part in zip(*parts, strict=True))
 
@@ -372,13 +368,13 @@ class _ByChunks(Function):
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
         leaves = [at for at, need in enumerate(needed) if need]
         sums: list[Tensor | None] = [None] * len(tensors)
-        for start in plan.starts(tensors):
+        for start, where in plan.parts(tensors):
             inputs = [
-                x[:, plan.part(at, start)].detach().requires_grad_(needed[at])
-                for at, x in enumerate(tensors)
+                x[:, part].detach().requires_grad_(need)
+                for x, part, need in zip(tensors, where, needed, strict=True)
             ]
             with torch.enable_grad():
-                outputs = plan.run(start, inputs)
+                outputs = plan.chunk(plan.first + start, *inputs)
             used = [
                 (output, grad[:, start : start + plan.size])
                 for output, grad in zip(outputs, grads, strict=True)
@@ -395,11 +391,10 @@ class _ByChunks(Function):
             for at, grad in zip(leaves, chunk_grads, strict=True):
                 if grad is None:
                     continue
-                x, total = tensors[at], sums[at]
-                if total is None:
-                    dtype = x.dtype if at < plan.queries else torch.float32
-                    total = sums[at] = torch.zeros_like(x, dtype=dtype)
-                total[:, plan.part(at, start)] += grad
+                if (total := sums[at]) is None:
+                    dtype = tensors[at].dtype if at < plan.queries else torch.float32
+                    total = sums[at] = torch.zeros_like(tensors[at], dtype=dtype)
+                total[:, where[at]] += grad
         gradients = (
             None if total is None else total.to(x.dtype)
             for total, x in zip(sums, tensors, strict=True)

@@ -155,18 +155,6 @@ def test_hidden_states_and_gradients_are_unchanged(
         torch.testing.assert_close(new[name], gradient, rtol=1e-3, atol=1e-5 * terms, msg=name)
 
 
-def test_segments_have_separate_blocks() -> None:
-    pages = Pages.of(LENGTHS, torch.device("cpu"))
-    count = sum(LENGTHS)
-    x = torch.arange(1, count + 1.0)[:, None, None]
-    laid = pages.lay_out(x)
-    assert laid.shape == (2 + 1 + 2 + 1, BLOCK, 1, 1)
-    for segment, part in enumerate(x.split(list(LENGTHS))):
-        own = laid[pages.table[segment].long()].flatten()[: len(part)]
-        assert own.tolist() == part.flatten().tolist()
-    assert int((laid > 0).sum()) == count
-
-
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 

@@ -1,4 +1,5 @@
-"""Checks of models and tokenizers before an engine starts."""
+"""Checks of models before an engine starts. tests/trainer/placement/test_supported.py covers the
+supported families."""
 
 from __future__ import annotations
 
@@ -10,43 +11,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    GemmaConfig,
-    GptOssConfig,
-    NemotronConfig,
-    PhimoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import GemmaConfig
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.load import facts_of, load_model_config
-from keel.model.trainable import check_adapters, check_trainable, trainable_facts
+from keel.model.trainable import check_adapters, trainable_facts
 from tests.model.families import build
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-
-
-def test_unknown_routers_and_stateful_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"phi.*outing"):
-        check_trainable("phi", PhimoeConfig(**SMALL, num_hidden_layers=2, num_local_experts=4))
-    with pytest.raises(ConfigError, match=r"next.*linear_attention"):
-        check_trainable("next", Qwen3NextConfig(**SMALL, num_hidden_layers=4, num_experts=4))
-
-
-def test_unsupported_attention_features_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gemma2.*cap on attention scores"):
-        check_trainable("gemma2", Gemma2Config(**SMALL, num_hidden_layers=2, head_dim=16))
-    with pytest.raises(ConfigError, match=r"oss.*attention sinks"):
-        check_trainable("oss", GptOssConfig(**SMALL, num_hidden_layers=2, num_local_experts=4))
-    with pytest.raises(ConfigError, match=r"nemotron.*segments"):
-        check_trainable("nemotron", NemotronConfig(**SMALL, num_hidden_layers=2))
-
 
 Tensors = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Laws of the GRPO loss."""
+"""Laws of the GRPO loss, and its comparison with the naive oracle."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.rl.losses import grpo_loss
+from keel.rl.losses import KL, grpo_loss
 from keel.rl.metrics import Max, Mean, Sum, merge
 from tests.rl.batches import LossInputs
+from tests.rl.reference_grpo import reference_grpo
 
 INF, NAN = float("inf"), float("nan")
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -402,3 +403,38 @@ def test_invalid_arguments_are_named(change: dict[str, Any], named: str) -> None
 )
 def test_boundary_arguments_are_accepted(change: dict[str, Any]) -> None:
     validate(**change)
+
+
+MASKS_SOME = {"seed": 3, "lengths": [3, 1, 4, 2], "drift": 1.0, "kl": "unbiased_k3", "delta": 0.2}
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    drift=st.floats(0, 2),
+    clip_low=st.floats(0, 0.9),
+    clip_high=st.floats(0, 2),
+    delta=st.none() | st.floats(0, 1),
+    kl=st.sampled_from(["unbiased_k3", "k3"]),
+)
+@example(**MASKS_SOME, clip_low=0.2, clip_high=0.2)
+def test_loss_matches_the_oracle(
+    seed: int,
+    lengths: list[int],
+    drift: float,
+    clip_low: float,
+    clip_high: float,
+    delta: float | None,
+    kl: KL,
+) -> None:
+    batch = LossInputs.random(seed, lengths, drift=drift)
+    answers, leaf = batch.answers()
+    knobs = {"clip_low": clip_low, "clip_high": clip_high, "mask_delta": delta, "kl": kl}
+    expected = reference_grpo(answers, **knobs)
+    expected.loss.backward()
+    output, gradient = batch.loss(**knobs)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(gradient, leaf.grad)
+    actual = {name: metric.value for name, metric in output.metrics.items()}
+    assert actual == pytest.approx(expected.metrics, abs=1e-12)

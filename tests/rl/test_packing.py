@@ -1,10 +1,12 @@
-"""Packing keeps every token aligned with its data and does not change the gradient."""
+"""Packing keeps tokens aligned with their data, is balanced, and does not change the gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.buffer import split_updates
-from keel.rl.packing import pack
-from keel.rl.types import NO_ROUTE, ScoredGroup
+from keel.rl.packing import MicroBatch, TrainBatch, balance, items, pack
+from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
 from tests.rl.packed import fresh_table, gradient, micro_batches, oracle
 from tests.rl.rollouts import (
     EXPERTS,
@@ -232,3 +234,175 @@ def test_empty_groups_make_no_updates() -> None:
     lost = scored([], [], dropped=("late",))
     assert split_updates([lost, first, lost, second], 3) == [[first], [second]]
     assert split_updates([lost], 2) == []
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 4), st.integers(1, 100))
+def test_balance_places_every_item_once(tokens, ranks, capacity) -> None:
+    plan = balance(tokens, ranks=ranks, capacity=capacity)
+    assert len(plan) == ranks
+    assert len({len(bins) for bins in plan}) == 1
+    placed = [item for bins in plan for chosen in bins for item in chosen]
+    assert sorted(placed) == list(range(len(tokens)))
+    for chosen in (chosen for bins in plan for chosen in bins):
+        assert len(chosen) <= 1 or sum(tokens[i] for i in chosen) <= capacity
+
+
+def test_balance_is_even() -> None:
+    random = np.random.default_rng(0)
+    tokens = random.lognormal(6, 0.8, 512).astype(int).clip(1, 4096).tolist()
+    plan = balance(tokens, ranks=8, capacity=8192)
+    loads = np.array([[sum(tokens[i] for i in chosen) for chosen in bins] for bins in plan])
+    assert loads.shape[1] == -(-sum(tokens) // (8 * 8192))
+    assert np.ptp(loads.sum(1)) < 0.01 * loads.sum(1).mean()
+    assert np.ptp(loads, axis=0).max() < 0.05 * loads.mean()
+
+
+def test_uneven_bins_alternate_over_ranks() -> None:
+    plan = balance([10, 9, 8, 7], ranks=2, capacity=10)
+    assert plan == [[[0], [3]], [[1], [2]]]
+
+
+def test_bins_may_be_exactly_full() -> None:
+    assert balance([6, 4], ranks=1, capacity=10) == [[[0, 1]]]
+
+
+def test_oversized_items_get_their_own_bin() -> None:
+    assert balance([3, 100, 3, 3], ranks=1, capacity=10) == [[[1], [0, 2, 3]]]
+
+
+def test_large_items_need_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying more bins one by one would take seconds with thousands of items."""
+    counts: list[int] = []
+    fill = items._fill
+
+    def counting(tokens: Any, sizes: Any, order: Any, count: int, capacity: int) -> Any:
+        counts.append(count)
+        return fill(tokens, sizes, order, count, capacity)
+
+    monkeypatch.setattr(items, "_fill", counting)
+    tokens = [4200 + 37 * i % 3800 for i in range(400)]
+    (bins,) = balance(tokens, ranks=1, capacity=8192)
+    assert len(bins) == 400 and counts == [400]
+
+
+def recorded(first: int, tokens: int, width: int) -> Segment:
+    """Build a segment whose selections repeat the token id, to expose misalignment."""
+    plain = segment(first, tokens)
+    rows = np.tile(plain.token_ids_T[:, None, None], (1, 2, width))
+    return replace(plain, selected_TLk=rows)
+
+
+def test_selections_stay_aligned_and_padded() -> None:
+    longer, shorter, none = recorded(10, 6, 4), recorded(30, 5, 3), segment(50, 3)
+    group = scored([trajectory(longer, none), trajectory(shorter, sibling=1)], [1.0, 0.0])
+    for capacity in (100, 9):
+        batches = pack([group], ranks=1, micro_batch_tokens=capacity)
+        seen = 0
+        for row in batches[0].micro_batches:
+            assert row.selected_NLk is not None
+            assert row.selected_NLk.shape == (len(row.token_ids_N), 2, 4)
+            for token, rows in zip(row.token_ids_N, row.selected_NLk, strict=True):
+                width = 4 if token < 30 else 3 if token < 50 else 0
+                assert (rows[:, :width] == token).all() and (rows[:, width:] == -1).all()
+                seen += 1
+        assert seen == batches[0].total_tokens == 14
+    (plain,) = pack([scored([trajectory(none)], [1.0])], ranks=1, micro_batch_tokens=9)
+    assert plain.micro_batches[0].selected_NLk is None
+
+
+def test_invalid_selections_are_refused() -> None:
+    one = recorded(0, 4, 2)
+    other = replace(one, selected_TLk=np.zeros((4, 3, 2), np.int32))
+    group = scored([trajectory(one), trajectory(other, sibling=1)], [1.0, 0.0])
+    with pytest.raises(ValueError, match="selected_TLk"):
+        pack([group], ranks=1, micro_batch_tokens=9)
+    with pytest.raises(ValueError, match="selected_TLk"):
+        replace(one, selected_TLk=np.zeros((3, 2, 2), np.int32))
+    with pytest.raises(ValueError, match="selected_TLk"):
+        replace(one, selected_TLk=np.zeros((4, 2), np.int32))
+
+
+def test_invalid_arguments_are_named() -> None:
+    for knob in ("ranks", "micro_batch_tokens"):
+        with pytest.raises(ValueError, match=knob):
+            pack(random_groups(0), **{"ranks": 1, "micro_batch_tokens": 8, knob: 0})
+    with pytest.raises(ValueError, match="trajectory"):
+        pack([scored([], [], dropped=("late",))], ranks=1, micro_batch_tokens=8)
+
+
+def test_missing_or_different_routes_name_the_prompt() -> None:
+    recorded = segment(routes=True, name="yes")
+    assert recorded.routes_TLK is not None
+    missing = segment(10, name="odd")
+    narrow = replace(missing, routes_TLK=recorded.routes_TLK[:, :1])
+    for other in (missing, narrow):
+        both = [trajectory(recorded), trajectory(other)]
+        with pytest.raises(ValueError, match=r"segment of odd: routes_TLK"):
+            pack([scored(both, [0, 1])], ranks=1, micro_batch_tokens=8)
+    groups = [scored([trajectory(missing)], [1.0]), scored([trajectory(recorded)], [1.0])]
+    with pytest.raises(ValueError, match=r"segment of odd: routes_TLK"):
+        pack(groups, ranks=1, micro_batch_tokens=8)
+
+
+def test_narrow_routes_are_widened() -> None:
+    narrow = replace(segment(), routes_TLK=np.full((4, 1, 1), 200, np.uint8))
+    (batch,) = pack([scored([trajectory(narrow)], [1.0])], ranks=1, micro_batch_tokens=8)
+    routes = batch.micro_batches[0].routes_NLK
+    assert routes is not None
+    assert routes.dtype == np.int16
+    assert (routes == 200).all()
+
+
+GOOD: dict[str, Any] = {
+    "token_ids_N": np.arange(5, dtype=np.int32),
+    "position_N": np.array([0, 1, 2, 0, 1], np.int32),
+    "segment_N": np.array([0, 0, 0, 1, 1], np.int32),
+    "sequence_N": np.array([0, 0, 0, 1, 1], np.int64),
+    "trainable_N": np.array([False, True, True, False, True]),
+    "logp_old_N": np.zeros(5, np.float32),
+    "advantage_N": np.array([1, 1, 1, -1, -1], np.float32),
+    "kl_coef_N": np.zeros(5, np.float32),
+    "sequence_tokens_S": np.array([2, 1], np.int64),
+    "sequence_weight_S": np.ones(2, np.float32),
+}
+EMPTY = {name: values[:0] for name, values in GOOD.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logp_old_N": np.zeros(4, np.float32)}, "logp_old_N"),
+        ({"routes_NLK": np.zeros((4, 1, 1), np.int16)}, "routes_NLK"),
+        ({"position_N": np.arange(5, dtype=np.int32)}, "position_N"),
+        ({"trainable_N": np.ones(5, np.bool_)}, "trainable_N"),
+        ({"sequence_N": np.array([0, 0, 0, 2, 2])}, "sequence_N"),
+        ({"sequence_tokens_S": np.array([1, 1])}, "sequence_tokens_S"),
+        ({"sequence_tokens_S": np.array([2, 2])}, "split_S"),
+        ({"split_S": np.array([-1])}, "split_S"),
+        ({"sequence_weight_S": np.zeros(2, np.float32)}, "sequence_weight_S"),
+        ({"advantage_N": np.array([1, 1, 2, 0, 0], np.float32)}, "advantage_N"),
+        ({"kl_coef_N": np.array([0, 0, 1, 0, 0], np.float32)}, "kl_coef_N"),
+        ({"kl_coef_N": np.full(5, -1, np.float32)}, "kl_coef_N"),
+        (EMPTY, "no tokens"),
+    ],
+)
+def test_invalid_micro_batches_name_the_field(change: dict[str, Any], message: str) -> None:
+    MicroBatch(**GOOD)
+    with pytest.raises(ValueError, match=message):
+        MicroBatch(**{**GOOD, **change})
+
+
+def test_invalid_train_batches_name_the_field() -> None:
+    micro_batch = MicroBatch(**GOOD)
+    TrainBatch(micro_batches=(micro_batch,), total_sequences=2)
+    with pytest.raises(ValueError, match="total_sequences"):
+        TrainBatch(micro_batches=(micro_batch,), total_sequences=1)
+    split = MicroBatch(**{**GOOD, "split_S": np.array([-1, 1])})
+    TrainBatch(micro_batches=(split, split), total_sequences=3, split_sequences=2)
+    with pytest.raises(ValueError, match="total_sequences"):
+        TrainBatch(micro_batches=(split, split), total_sequences=2, split_sequences=2)
+    with pytest.raises(ValueError, match="split_sequences"):
+        TrainBatch(micro_batches=(split,), total_sequences=3, split_sequences=1)
+    with pytest.raises(ValueError, match="no micro-batches"):
+        TrainBatch(micro_batches=(), total_sequences=1)

@@ -1,8 +1,9 @@
-"""The cold start: examples, training, and the cache of trained models."""
+"""The cold start: examples, scripted conversations, training, and the cache of models."""
 
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from keel.agents.environments.demonstrations import Demonstration, trip_demonstrations
 from keel.configs.schema import (
     ColdStartConfig,
+    Config,
     ConfigError,
+    DataConfig,
     EnvironmentConfig,
     SourceConfig,
     TinyModelConfig,
@@ -23,7 +26,10 @@ from keel.model.load import facts_of, load_model_config, load_tokenizer
 from keel.model.tiny import build, cold_start
 from keel.model.tiny.build import build_model, content_key, ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum, ExamplePair, MaskedIds, make_examples, train
-from keel.model.tiny.tokenizer import build_tokenizer
+from keel.model.tiny.demonstrations import conversation_ids, demonstrate
+from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
+from keel.rollout.chat.chat import TemplateChat
+from tests.agents.test_environments_guide import BLOCK, GUIDE
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
@@ -183,3 +189,74 @@ def test_content_key_covers_what_weights_depend_on() -> None:
     assert len(keys) == 9
     assert key(replace(TINY, cache_dir="elsewhere", index_top_k=5)) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
+
+
+TOKENIZER = build_tokenizer()
+
+
+@pytest.mark.parametrize(("thinking", "inside"), [(True, False), (False, False), (True, True)])
+def test_ids_equal_those_of_a_rollout(thinking: bool, inside: bool) -> None:
+    chat = TemplateChat(TOKENIZER, tools_in_thinking=inside)
+    for level in (0, 1):
+        for pair in trip_demonstrations(5, seed=2, arguments={"level": level}):
+            ids, learned = conversation_ids(
+                TOKENIZER, pair.worked, pair.tools, thinking=thinking, tools_in_thinking=inside
+            )
+            context = chat.opening(pair.worked[:1], pair.tools, thinking=thinking)
+            results = [message for message in pair.worked if message["role"] == "tool"]
+            turns = [message for message in pair.worked if message["role"] == "assistant"]
+            end = 0
+            for turn in range(len(results) + 1):
+                start = len(context)
+                assert ids[:start] == context and not learned[start - 1] and learned[start]
+                end = start + learned[start:].index(False) if False in learned[start:] else len(ids)
+                sampled = ids[start:end]
+                assert TOKENIZER.decode(sampled[-1]) == TURN_END
+                parsed = chat.parse(
+                    sampled, pair.tools, thinking=thinking, turn=turn, inside=inside and turn > 0
+                )
+                assert parsed.inside == inside
+                function = turns[turn]["tool_calls"][0]["function"]
+                (call,) = parsed.calls
+                assert call.name == function["name"]  # pyright: ignore
+                assert call.arguments == function["arguments"]  # pyright: ignore
+                if turn < len(results):
+                    extended = chat.extend([*context, *sampled], [results[turn]], thinking=thinking)
+                    assert extended is not None
+                    context = extended
+            assert end == len(ids)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of docs/environments.md."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, text in BLOCK.findall(GUIDE.read_text()):
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    return tmp_path
+
+
+def config_of(folder: Path, demonstrations: str = "demos:shopping") -> Config:
+    environment = EnvironmentConfig(
+        target="shop:Shop",
+        demonstrations=demonstrations,
+        folder=str(folder),
+        arguments={"stalls": 4},
+    )
+    source = SourceConfig(name="shop", source="environment", size=9, environment=environment)
+    return Config(data=DataConfig(sources=(source,)))
+
+
+def test_the_documented_script(folder: Path) -> None:
+    pairs = demonstrate(config_of(folder), "shop", 3)
+    assert len(pairs) == 3
+    for pair in pairs:
+        assert sorted(tool.name for tool in pair.tools) == ["ask", "buy"]
+        turns = [message for message in pair.worked if message["role"] == "assistant"]
+        names = [turn["tool_calls"][0]["function"]["name"] for turn in turns]
+        assert names == [*4 * ["ask"], "buy"]
+        prices = [int(each["content"]) for each in pair.worked if each["role"] == "tool"]
+        bought = turns[-1]["tool_calls"][0]["function"]["arguments"]["stall"]
+        assert bought == f"stall {prices.index(min(prices))}"
+        assert len(pair.hasty) == 2
