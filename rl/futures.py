@@ -47,10 +47,10 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
             pending -= 1
             if pending > 0:
                 return
-        _settle(made, make)
+        settle(made, make)
 
     if not futures:
-        _settle(made, make)
+        settle(made, make)
     for future in futures:
         future.add_done_callback(one_is_done)
     return made
@@ -66,7 +66,7 @@ def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
         if last.cancelled():
             return
         try:
-            start(first.result()).add_done_callback(lambda done: _settle(last, done.result))
+            start(first.result()).add_done_callback(lambda done: settle(last, done.result))
         except BaseException as error:
             with suppress(InvalidStateError):
                 last.set_exception(error)
@@ -76,11 +76,12 @@ def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
     return last
 
 
-def _settle(future: Future[T], make: Callable[[], T]) -> None:
+def settle(future: Future[T], make: Callable[[], T]) -> None:
+    """Store the result or the error of `make` in a future, unless it has one or was cancelled."""
     try:
         result = make()
     except BaseException as error:
-        with suppress(InvalidStateError):  # cancelled in the meantime
+        with suppress(InvalidStateError):
             future.set_exception(error)
     else:
         with suppress(InvalidStateError):

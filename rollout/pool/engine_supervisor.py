@@ -2,21 +2,21 @@
 
 This module runs on the pool's thread and never blocks, except while the engines start for the first
 time. Each slot waits for a future until a deadline. When the future resolves or the deadline
-passes, the pool calls `advance`.
+passes, the pool calls `advance`. `StallDetector` finds engines that answer but make no progress.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.ray_timeouts import POLL_S
+from keel.rl.futures import settle
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
@@ -33,6 +33,12 @@ number of attempts to start an engine when this happens."""
 _TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 """Matches numbers, such as process and actor ids, which differ from one start to the next."""
+PROGRESS_POLL_S = 2.0
+WARN_S, STUCK_S = 20.0, 60.0
+"""Seconds without a finished step before the pool logs a warning, and before it replaces the
+engine."""
+_WARN_STEPS, _STUCK_STEPS = 4.0, 10.0
+"""Lower bounds for these two times, as multiples of the longest step so far."""
 
 
 class RolloutEngine(UpdatableEngine, Protocol):
@@ -64,6 +70,16 @@ Translate = Callable[[Future[int]], Future[int]]
 """Converts errors that a dead or late engine caused in a weight transfer to `EngineError`."""
 
 
+@dataclass(slots=True)
+class _Progress:
+    """What the stall detector knows about one engine."""
+
+    poll: Future[EngineProgress] | None = None
+    last: EngineProgress = field(default_factory=EngineProgress)
+    stalled_s: float = 0.0
+    warned: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class EngineSlot:
     """A place for one engine in the pool. If the engine dies, a new one takes its place."""
@@ -84,6 +100,12 @@ class EngineSlot:
     """Number of completions in flight."""
     load: int = 0
     """Upper bound on the number of tokens that the engine still has to sample."""
+    progress: _Progress = field(default_factory=_Progress)
+
+    def wait_for(self, stage: Stage, pending: Future[Any], seconds: float) -> None:
+        """Enter a stage that ends when `pending` resolves, after at most `seconds`."""
+        self.stage, self.pending = stage, pending
+        self.deadline = time.monotonic() + seconds
 
 
 @dataclass(slots=True)
@@ -127,10 +149,6 @@ class EngineSupervisor:
         """Set by `kill`, which may run on a different thread than `start`."""
 
     @property
-    def restarts(self) -> int:
-        return sum(len(slot.restarts) for slot in self.slots)
-
-    @property
     def pending(self) -> Mapping[Future[Any], EngineSlot]:
         return {slot.pending: slot for slot in self.slots if slot.pending is not None}
 
@@ -151,9 +169,9 @@ class EngineSupervisor:
             slot.stage, slot.pending = self._started, None
         return tuple(warnings)
 
-    def _await_start(self, slot: EngineSlot) -> list[str]:
-        name, warnings = f"rollout engine {slot.index}", list[str]()
-        while True:
+    def _await_start(self, slot: EngineSlot) -> Iterator[str]:
+        name = f"rollout engine {slot.index}"
+        for attempt in range(1, _START_TRIES + 1):
             assert slot.pending is not None
             while not slot.pending.done() and (rest := slot.deadline - time.monotonic()) > 0:
                 self._check_open(slot.engine)
@@ -165,18 +183,17 @@ class EngineSupervisor:
                     f"{name} was not ready within {self._startup_s:g} s (run.startup_timeout_s)"
                 ) from None
             except EngineError as error:
-                if len(warnings) + 1 == _START_TRIES or _MEMORY_RACE not in str(error):
+                if attempt == _START_TRIES or _MEMORY_RACE not in str(error):
                     raise EngineError(f"{name} did not start: {error}") from error
                 slot.engine.kill()
                 slot.engine = self._build(slot.index)
                 slot.pending = slot.engine.ready()
-                warnings.append(
-                    f"{name} was restarted: another process freed GPU memory during its start"
-                )
+                yield f"{name} was restarted: another process freed GPU memory during its start"
             else:
                 for phase, seconds in started.seconds.items():
                     self.start_seconds[phase] = max(seconds, self.start_seconds.get(phase, 0.0))
-                return [*warnings, *started.warnings]
+                yield from started.warnings
+                return
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
         """Make all engines load the new weights or fall asleep.
@@ -212,26 +229,24 @@ class EngineSupervisor:
         assert slot.pending is not None
         if not slot.pending.done():
             return EngineError(f"did not {_TASKS[slot.stage]} in time")
-        error = slot.pending.exception()
-        if isinstance(error, EngineError):
+        try:
+            result = slot.pending.result()
+        except EngineError as error:
             return error
-        if error is not None:
-            raise error
         if slot.stage == "loading":
-            loaded = slot.pending.result()
-            if loaded < slot.version:
+            if result < slot.version:
                 raise RuntimeError(
-                    f"rollout engine {slot.index} reports weights {loaded} after an update to "
+                    f"rollout engine {slot.index} reports weights {result} after an update to "
                     f"{slot.version}"
                 )
-            slot.version = loaded
+            slot.version = result
         stages: dict[Stage, Stage] = {"starting": self._started, "going to sleep": "asleep"}
         slot.stage, slot.pending = stages.get(slot.stage, "ready"), None
         slot.start_failure = ""
         if self.resting is not None:
             self._put_to_sleep(slot)
             if all(slot.stage == "asleep" for slot in self.slots):
-                _settle(self.resting)
+                settle(self.resting, lambda: None)
         elif self.target is not None:
             if slot.stage == "asleep" or self.target.version > slot.version:
                 self._load([slot])
@@ -262,9 +277,8 @@ class EngineSupervisor:
                 f"{window_s / 3600:.3g} hours, the last time with: {error}"
             ) from error
         slot.restarts.append(now)
-        slot.engine = self._build(slot.index)
-        slot.stage, slot.pending, slot.version = "starting", slot.engine.ready(), 0
-        slot.deadline = now + self._startup_s
+        slot.engine, slot.version, slot.progress = self._build(slot.index), 0, _Progress()
+        slot.wait_for("starting", slot.engine.ready(), self._startup_s)
         self._check_updated()
 
     def _check_updated(self) -> None:
@@ -276,12 +290,11 @@ class EngineSupervisor:
         waited_for = self._config.time_share
         rest = [slot for slot in self.slots if slot.stage != "starting" or waited_for]
         if self.target is not None and rest and all(slot.stage == "ready" for slot in rest):
-            _settle(self.target.done)
+            settle(self.target.done, lambda: None)
 
     def _put_to_sleep(self, slot: EngineSlot) -> None:
         if slot.stage == "ready":
-            slot.stage, slot.pending = "going to sleep", slot.engine.sleep()
-            slot.deadline = time.monotonic() + self.update_s
+            slot.wait_for("going to sleep", slot.engine.sleep(), self.update_s)
 
     def _load(self, slots: Sequence[EngineSlot]) -> None:
         assert self.target is not None
@@ -289,11 +302,62 @@ class EngineSupervisor:
             return
         deliveries = self.target.transfer.to([slot.engine for slot in slots])
         for slot, delivery in zip(slots, deliveries, strict=True):
-            slot.stage, slot.version = "loading", self.target.version
-            slot.pending = self._translate(delivery)
-            slot.deadline = time.monotonic() + self.update_s
+            slot.version = self.target.version
+            slot.wait_for("loading", self._translate(delivery), self.update_s)
 
 
-def _settle(future: Future[None]) -> None:
-    with suppress(InvalidStateError):  # done already
-        future.set_result(None)
+class StallDetector:
+    """Detects engines that have work to do but no longer finish any steps.
+
+    A process still answers when its GPU hangs, so the pool polls the number of finished steps. Only
+    the time in which an engine can sample counts. Weight updates, sleep and idle time are excluded.
+    The first step is excluded as well, because it may compile kernels.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last = clock, clock()
+
+    @property
+    def next_poll(self) -> float:
+        return self._last + PROGRESS_POLL_S
+
+    def poll(
+        self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
+    ) -> list[tuple[EngineSlot, EngineError]]:
+        """Poll all engines and return the slots of those that hang. Calls `warn` for engines that
+        may be hanging."""
+        now = self._clock()
+        if now < self.next_poll:
+            return []
+        # Time in which the driver itself was stopped does not count.
+        elapsed_s, self._last = min(now - self._last, 2 * PROGRESS_POLL_S), now
+        stuck: list[tuple[EngineSlot, EngineError]] = []
+        for slot in slots:
+            progress = slot.progress
+            if slot.stage != "ready" or not slot.sequences:
+                progress.stalled_s, progress.warned = 0.0, False
+                continue
+            progress.stalled_s += elapsed_s
+            if (poll := progress.poll) is not None and poll.done():
+                progress.poll = None
+                # The pool replaces an engine that died.
+                if not poll.cancelled() and poll.exception() is None:
+                    last, progress.last = progress.last, poll.result()
+                    if progress.last.steps != last.steps or not progress.last.requests:
+                        progress.stalled_s, progress.warned = 0.0, False
+            if progress.poll is None:
+                progress.poll = slot.engine.progress()
+            message = (
+                f"has finished no step for {progress.stalled_s:.0f} s with {slot.sequences} "
+                f"completions to sample; its longest step took {progress.last.longest_s:.2g} s"
+            )
+            warn_s = max(WARN_S, _WARN_STEPS * progress.last.longest_s)
+            stuck_s = max(STUCK_S, _STUCK_STEPS * progress.last.longest_s)
+            if not progress.last.steps or progress.stalled_s < warn_s:
+                continue
+            if progress.stalled_s >= stuck_s:
+                stuck.append((slot, EngineError(f"hangs: it {message}")))
+            elif not progress.warned:
+                progress.warned = True
+                warn(f"rollout engine {slot.index} {message}. It is restarted at {stuck_s:.0f} s")
+        return stuck

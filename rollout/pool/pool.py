@@ -2,8 +2,10 @@
 
 `RolloutPool` accesses engines through a Protocol based on futures. `keel.rollout.pool.ray_engines`
 implements this Protocol with Ray actors. The pool dispatches requests on its own thread, so that
-engines never wait for a busy driver. `Dispatcher` chooses the engine for each request, and
-`EngineSupervisor` manages the state of each engine.
+engines never wait for a busy driver. `EngineSupervisor` manages the state of each engine.
+
+A group goes to the least loaded engine and is never split across engines. A conversation goes back
+to the engine that has its prefix in the KV cache.
 """
 
 from __future__ import annotations
@@ -12,26 +14,28 @@ import itertools
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.futures import then
+from keel.rl.futures import settle, then
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
-from keel.rollout.pool.dispatcher import Dispatcher, Request
 from keel.rollout.pool.engine_supervisor import (
     EngineSlot,
     EngineSupervisor,
     RolloutEngine,
+    StallDetector,
     Translate,
     WeightUpdate,
 )
-from keel.rollout.pool.stall_detector import StallDetector
 from keel.rollout.spec import EngineError
 from keel.weights.sync import Transfer
 
@@ -39,6 +43,39 @@ _STOP_S = 10.0
 """Time limit for the pool's thread to stop, in seconds. The thread never blocks on an engine."""
 _FREED_S = 3.0
 """Time in seconds until the GPU memory of a killed engine is free."""
+_MAX_HOMES = 100_000
+"""Maximum number of conversations whose engine the pool remembers."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Request:
+    """A request to sample a group or a turn."""
+
+    number: int
+    label: str
+    """Name of the prompt or conversation, for log messages."""
+    purpose: Purpose
+    sequences: int
+    tokens: int
+    """Upper bound on the total number of tokens sampled by the request's sequences."""
+    call: Callable[[RolloutEngine], Future[Any]]
+    prompt_id: str = ""
+    """Id of the prompt, if this request samples a group."""
+    conversation: str = ""
+    """Id of the conversation, if this request samples a turn."""
+    result: Future[Any] = field(default_factory=Future[Any])
+    slot: EngineSlot | None = None
+    """Slot of the engine that works on the request. None while it is queued."""
+    answer: Future[Any] = field(default_factory=Future[Any])
+    """The engine's answer."""
+    deadline: float = 0.0
+    """Time at which the engine counts as unresponsive. Ignored while the slot is not ready."""
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Sort key for the queue. Evaluation requests come first, because the training loop waits
+        for them."""
+        return self.purpose != "eval", self.number
 
 
 class RolloutPool:
@@ -65,9 +102,9 @@ class RolloutPool:
         self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
         # Shared with the callers' threads, under `_lock`:
         self._lock = threading.Lock()
-        self._submitted: list[Request] = []
-        self._cancelled: list[Request] = []
-        self._open: dict[int, Request] = {}
+        self._submitted: list[_Request] = []
+        self._cancelled: list[_Request] = []
+        self._open: dict[int, _Request] = {}
         """Requests that have no result yet, by request number."""
         self._draws: Counter[str] = Counter()
         """Number of groups requested for each prompt with the current weights."""
@@ -77,9 +114,8 @@ class RolloutPool:
         self._ended: Exception | None = None
         self._memory_freed = False
         """True if the engines failed permanently and were killed. Their GPU memory is then free."""
-        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """Events that wake the thread: the number of a finished request, or None for any other
-        event."""
+        self._events: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        """Events that wake the thread: a request with an answer, or None for any other event."""
         # Owned by the thread:
         self._supervisor = EngineSupervisor(
             config,
@@ -88,14 +124,19 @@ class RolloutPool:
             startup_s=startup_timeout_s,
             update_s=update_timeout_s or config.update_timeout_s,
         )
-        self._dispatcher = Dispatcher(config, on_done=self._events.put)
         self._stalls = StallDetector()
         self._watched: set[Future[Any]] = set()
+        self._queue: list[_Request] = []
+        """Waiting requests, sorted by rank."""
+        self._in_flight: dict[int, _Request] = {}
+        """Requests by number, ordered by deadline."""
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        """Slot that sampled each conversation's last turn, least recently used first."""
 
     @property
     def restarts(self) -> int:
         """Number of engine restarts so far."""
-        return self._supervisor.restarts
+        return sum(len(slot.restarts) for slot in self._supervisor.slots)
 
     @property
     def start_seconds(self) -> Mapping[str, float]:
@@ -105,7 +146,7 @@ class RolloutPool:
     @property
     def steps(self) -> int:
         """Total number of decoding steps of all engines. The value may be a few seconds old."""
-        return self._stalls.steps
+        return sum(slot.progress.last.steps for slot in self._supervisor.slots)
 
     def start(self) -> tuple[str, ...]:
         """Start all engines and return their warnings.
@@ -174,13 +215,13 @@ class RolloutPool:
 
     def _enqueue(self, **fields: Any) -> Future[Any]:
         with self._lock:
-            request = Request(number=next(self._numbers), **fields)
+            request = _Request(number=next(self._numbers), **fields)
             if (ended := self._ended) is None:
                 self._submitted.append(request)
                 self._open[request.number] = request
-                self._wake()
+                self._events.put(None)
         if ended is not None:
-            request.fail(ended)
+            request.result.set_exception(ended)
         request.result.add_done_callback(partial(self._on_result, request))
         return request.result
 
@@ -197,19 +238,18 @@ class RolloutPool:
         with self._lock:
             if self._ended is not None:
                 update.done.set_exception(self._ended)
-            elif self._update is not None and not self._update.done.done():
+                return update.done
+            if self._update is not None and not self._update.done.done():
                 raise RuntimeError(
                     f"rollout pool: the update to version {self._update.version} is not finished. "
                     f"Wait for it before sending version {version}"
                 )
-            else:
-                if self._update is None or self._update.version != version:
-                    # Open groups may still be sampled from these weights and keep their draws.
-                    pending = [o for o in self._open.values() if not o.result.done()]
-                    names = {request.prompt_id for request in pending}
-                    self._draws = Counter({name: self._draws[name] for name in names})
-                self._update, self._asleep = update, None
-                self._wake()
+            if self._update is None or self._update.version != version:
+                # Open groups may still be sampled from these weights and keep their draws.
+                names = {o.prompt_id for o in self._open.values() if not o.result.done()}
+                self._draws = Counter({name: self._draws[name] for name in names})
+            self._update, self._asleep = update, None
+            self._events.put(None)
         return update.done
 
     def sleep(self) -> Future[None]:
@@ -225,7 +265,7 @@ class RolloutPool:
                     self._asleep = Future()
                     if self._ended is not None:
                         self._end_sleep(self._asleep)
-                    self._wake()
+                    self._events.put(None)
                 return self._asleep
         return then(update.done, lambda _: self.sleep())
 
@@ -236,27 +276,24 @@ class RolloutPool:
             self._thread.join(_STOP_S)
         self._supervisor.kill()
 
-    def _wake(self) -> None:
-        self._events.put(None)
-
-    def _on_result(self, request: Request, result: Future[Any]) -> None:
+    def _on_result(self, request: _Request, result: Future[Any]) -> None:
         with self._lock:
             self._open.pop(request.number, None)
             if result.cancelled():
                 self._cancelled.append(request)
-                self._wake()
+                self._events.put(None)
 
     def _end(self, error: Exception) -> None:
         with self._lock:
             self._ended = self._ended or error
-            self._wake()
+            self._events.put(None)
 
     # Everything below runs on the pool's thread.
 
     def _run(self) -> None:
         try:
             while self._take_calls():
-                self._dispatcher.send(self._supervisor.slots)
+                self._send()
                 self._handle_events()
         except Exception as error:  # every caller's future must resolve
             if self._config.time_share:  # the trainer may save a last checkpoint in their memory
@@ -266,16 +303,15 @@ class RolloutPool:
             with self._lock:
                 self._memory_freed = self._config.time_share and self._ended is None
             self._end(error)
-        assert self._ended is not None
         with self._lock:
-            requests = [*self._dispatcher.close(), *self._submitted]
+            requests = [*self._in_flight.values(), *self._queue, *self._submitted]
             updates = [u.done for u in (self._supervisor.target, self._update) if u is not None]
             asleep = self._asleep
-        for request in requests:
-            request.fail(self._ended)
-        for done in updates:
-            if not done.done():
-                done.set_exception(self._ended)
+        for request in self._in_flight.values():
+            request.answer.cancel()
+        for future in (*(request.result for request in requests), *updates):
+            with suppress(InvalidStateError):  # done or cancelled
+                future.set_exception(self._ended)
         if asleep is not None and not asleep.done():
             self._end_sleep(asleep)
 
@@ -297,25 +333,86 @@ class RolloutPool:
             cancelled, self._cancelled = self._cancelled, []
             update, resting = self._update, self._asleep
         for request in submitted:
-            self._dispatcher.add(request)
+            self._add(request)
         self._supervisor.follow(update, resting)
         for request in cancelled:
-            self._dispatcher.cancel(request)
+            if request.number in self._in_flight:
+                self._take_back(request)
+                request.answer.cancel()
+            self._queue = [other for other in self._queue if other is not request]
         return True
+
+    def _add(self, request: _Request) -> None:
+        insort(self._queue, request, key=lambda request: request.rank)
+
+    def _send(self) -> None:
+        """Send queued requests to engines until all the engines are full."""
+        slots, capacity, index = self._supervisor.slots, self._config.max_num_seqs, 0
+        while index < len(self._queue):
+            available = [s for s in slots if s.stage == "ready" and s.sequences < capacity]
+            if not available:
+                return
+            request = self._queue[index]  # stays queued, and so fails with the pool, if this raises
+            slot = self._choose_slot(request, slots, available)
+            if slot is None:
+                index += 1
+                continue
+            request.answer = request.call(slot.engine)
+            request.slot, request.deadline = slot, self._deadline()
+            del self._queue[index]
+            self._in_flight[request.number] = request
+            slot.sequences += request.sequences
+            slot.load += request.tokens
+            request.answer.add_done_callback(lambda _, request=request: self._events.put(request))
+
+    def _choose_slot(
+        self, request: _Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
+    ) -> EngineSlot | None:
+        """Choose the engine for a request.
+
+        A conversation goes to the engine that has its prefix, if possible. All other requests go to
+        the least loaded engine. Returns None if the conversation should wait for its own engine.
+        This is the case if that engine is full and no available engine has less than half of its
+        load.
+        """
+        chosen = min(available, key=lambda slot: (slot.load, slot.index))
+        if not request.conversation:
+            return chosen
+        if (home := self._homes.get(request.conversation)) is not None:
+            if slots[home] in available:
+                chosen = slots[home]
+            elif slots[home].stage == "ready" and 2 * chosen.load >= slots[home].load:
+                return None
+        self._homes[request.conversation] = chosen.index
+        self._homes.move_to_end(request.conversation)
+        if len(self._homes) > _MAX_HOMES:
+            self._homes.popitem(last=False)
+        return chosen
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._config.silent_s
+
+    def _take_back(self, request: _Request) -> None:
+        """Remove a request from its engine."""
+        slot = request.slot
+        assert slot is not None
+        del self._in_flight[request.number]
+        slot.sequences -= request.sequences
+        slot.load -= request.tokens
+        request.slot = None
 
     def _handle_events(self) -> None:
         pending = self._supervisor.pending
         for future in pending.keys() - self._watched:
-            future.add_done_callback(lambda _: self._wake())
+            future.add_done_callback(lambda _: self._events.put(None))
         self._watched = set(pending)
         deadlines = [slot.deadline for slot in pending.values()]
-        if (deadline := self._dispatcher.next_deadline()) is not None:
-            deadlines.append(deadline)
+        deadlines += [request.deadline for request in itertools.islice(self._sampling(), 1)]
         if deadlines:  # engines are polled only while something is pending
             deadlines.append(self._stalls.next_poll)
-        for number in self._wait_events(min(deadlines, default=None)):
-            if number is not None and (failure := self._dispatcher.complete(number)) is not None:
-                self._replace(*failure)
+        for request in self._wait_events(min(deadlines, default=None)):
+            if request is not None:
+                self._complete(request)
         for future, slot in pending.items():
             if slot.pending is not future:
                 continue  # replaced meanwhile
@@ -323,26 +420,63 @@ class RolloutPool:
             if over and (error := self._supervisor.advance(slot)) is not None:
                 self._replace(slot, error)
             elif over and slot.stage == "ready":
-                self._dispatcher.restart_deadlines(slot)
-        while (entry := self._dispatcher.overdue()) is not None:
+                for request in self._in_slot(slot):  # now the engine can sample again
+                    request.deadline = self._deadline()
+                    self._in_flight[request.number] = self._in_flight.pop(request.number)
+        while (request := self._overdue()) is not None:
+            assert request.slot is not None
             error = EngineError(
-                f"fell silent: no {entry.request.label} within {self._config.silent_s:g} s, though "
+                f"fell silent: no {request.label} within {self._config.silent_s:g} s, though "
                 f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
             )
-            self._replace(entry.slot, error)
+            self._replace(request.slot, error)
         for slot, error in self._stalls.poll(self._supervisor.slots, lambda line: self.say(line)):
             self._replace(slot, error)
 
-    def _wait_events(self, until: float | None) -> list[int | None]:
+    def _wait_events(self, until: float | None) -> list[_Request | None]:
         timeout = None if until is None else max(0.0, until - time.monotonic())
-        events: list[int | None] = []
+        events: list[_Request | None] = []
         with suppress(queue.Empty):
             events.append(self._events.get(timeout=timeout))
             while True:
                 events.append(self._events.get_nowait())
         return events
 
+    def _complete(self, request: _Request) -> None:
+        """Pass the engine's answer to the caller, or replace the engine if it died."""
+        # An answer that is not done belongs to the next engine of a request sent again.
+        if request.slot is None or not request.answer.done():
+            return
+        error = request.answer.exception()
+        if isinstance(error, EngineError):
+            self._replace(request.slot, error)
+        else:
+            self._take_back(request)
+            settle(request.result, request.answer.result)
+
+    def _sampling(self) -> Iterator[_Request]:
+        for request in self._in_flight.values():
+            if request.slot is not None and request.slot.stage == "ready":
+                yield request
+
+    def _overdue(self) -> _Request | None:
+        """Return a request that has passed its deadline without an answer, if there is one."""
+        now = time.monotonic()
+        late = takewhile(lambda request: request.deadline <= now, self._sampling())
+        return next((request for request in late if not request.answer.done()), None)
+
+    def _in_slot(self, slot: EngineSlot) -> list[_Request]:
+        return [request for request in self._in_flight.values() if request.slot is slot]
+
     def _replace(self, slot: EngineSlot, error: EngineError) -> None:
+        """Start a new engine in a slot and put the requests of the old one back into the queue."""
         self._supervisor.replace(slot, error)
         self.say(f"rollout engine {slot.index} is restarted: {error}")
-        self._dispatcher.requeue(slot)
+        for request in self._in_slot(slot):
+            self._take_back(request)
+            answer = request.answer
+            # An answer that arrived before the engine died is valid.
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                settle(request.result, answer.result)
+            else:
+                self._add(request)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import RolloutConfig
-from keel.rollout.pool import dispatcher, engine_supervisor
+from keel.rollout.pool import engine_supervisor
 from keel.rollout.pool import pool as pool_module
 from keel.rollout.pool.engine_supervisor import MAX_RESTARTS
 from keel.rollout.spec import EngineError, EngineStarted
@@ -229,7 +229,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A fake clock. With it, engines count as unresponsive after 10 s."""
     clock = Clock()
     monkeypatch.setattr(RolloutConfig, "silent_s", 10.0)
-    for module in (pool_module, engine_supervisor, dispatcher):
+    for module in (pool_module, engine_supervisor):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

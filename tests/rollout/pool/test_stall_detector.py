@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from keel.rollout.pool.engine_supervisor import EngineSlot
-from keel.rollout.pool.stall_detector import PROGRESS_POLL_S, STUCK_S, WARN_S, StallDetector
+from keel.rollout.pool.engine_supervisor import (
+    PROGRESS_POLL_S,
+    STUCK_S,
+    WARN_S,
+    EngineSlot,
+    StallDetector,
+)
 from keel.rollout.spec import EngineError, EngineProgress
 from tests.rollout.pool.fake_engines import World, done, failed
 
