@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, ThinkingMarks
 from keel.rl.types import Prompt
 from keel.rollout.chat.parsing import Broken, read_harmony
@@ -119,12 +118,3 @@ def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
     return {**message, "raw": raw}
-
-
-def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
-    """Return the random seed of one completion, in [0, 2⁶³).
-
-    The seed is the same on every engine and in every run. `draw` is the number of groups already
-    sampled for this prompt with the same weights.
-    """
-    return seed_of(seed, version, draw, sibling, prompt_id)

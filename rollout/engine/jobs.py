@@ -1,22 +1,18 @@
-"""The jobs of an engine.
-
-A job samples either a group of completions or one turn of a conversation.
-"""
+"""The jobs of an engine: a group of completions, or one turn of a conversation."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.turns import TurnRequest, TurnResult
+from keel.rl.turns import TurnResult
 from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, Segment, Trajectory
-from keel.rollout.engine.conversion import RenderedPrompt, split_message
+from keel.rollout.engine.conversion import split_message
 from keel.rollout.recording.base import Recording, RecordingOptions
 from keel.rollout.spec import LostTurn
 
@@ -45,7 +41,7 @@ class Completion:
 
 
 @dataclass(slots=True, kw_only=True)
-class Job(ABC):
+class _Job:
     """One or more requests that together produce one result."""
 
     label: str
@@ -55,8 +51,6 @@ class Job(ABC):
     recording: RecordingOptions
     stop_ids: tuple[int, ...] = ()
     conversation: str = ""
-    decode: bool = True
-    """Decode completions to text."""
     requests: dict[str, int] = field(default_factory=dict[str, int])
     """Maps the name of each unfinished request to its number within the group."""
     dropped: list[str] = field(default_factory=list[str])
@@ -64,49 +58,36 @@ class Job(ABC):
     """True if the job has reached its deadline. Each unfinished request then ends with its next
     token."""
 
-    @abstractmethod
-    def add(self, sibling: int, completion: Completion) -> None: ...
-
-    @abstractmethod
-    def result(self) -> Result: ...
-
 
 @dataclass(slots=True, kw_only=True)
-class GroupJob(Job):
+class GroupJob(_Job):
     prompt: Prompt
     thinking: bool
     done: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
 
-    @classmethod
-    def of(
-        cls,
-        prompt: Prompt,
-        rendered: RenderedPrompt,
-        sampling: SamplingConfig,
-        recording: RecordingOptions,
-    ) -> GroupJob:
-        return cls(
-            label=f"prompt {prompt.prompt_id}",
-            context=rendered.token_ids,
-            sampling=sampling,
-            recording=recording,
-            prompt=prompt,
-            thinking=rendered.thinking,
-        )
-
     def add(self, sibling: int, completion: Completion) -> None:
+        """Add a completion as a trajectory with one segment of P prompt and G sampled tokens.
+
+        Raises ValueError if the lengths of the recorded arrays do not match.
+        """
         recording, prompt_id = completion.recording, self.prompt.prompt_id
+        prompt = len(self.context)
         if not np.isfinite(recording.logp).all():
             self.dropped.append(NOT_FINITE)
             return
-        segment = build_segment(
-            prompt_id,
-            self.context,
-            completion.ids,
-            logp=recording.logp,
-            versions=completion.versions,
-            sampling_mask=recording.sampling_mask,
-            routes=recording.routes,
+        routes, masks = recording.routes, recording.sampling_mask
+        if routes is not None:  # [P+G−1, L, K], aligned with the input: the last token has none
+            routes = np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
+        if masks is not None:
+            masks = SamplingMasks.concat([SamplingMasks.empty(prompt), masks])
+        segment = Segment(
+            prompt_id=prompt_id,
+            token_ids_T=np.array([*self.context, *completion.ids], np.int32),
+            trainable_T=np.arange(prompt + len(completion.ids)) >= prompt,
+            logp_old_T=np.concatenate([np.zeros(prompt, np.float32), recording.logp]),
+            version_T=np.concatenate([np.full(prompt, -1, np.int32), completion.versions]),
+            routes_TLK=routes,
+            sampling_mask=masks,
         )
         self.done[sibling] = Trajectory(
             prompt_id=prompt_id,
@@ -122,23 +103,8 @@ class GroupJob(Job):
 
 
 @dataclass(slots=True, kw_only=True)
-class TurnJob(Job):
+class TurnJob(_Job):
     done: TurnResult | LostTurn | None = None
-
-    @classmethod
-    def of(
-        cls, request: TurnRequest, sampling: SamplingConfig, recording: RecordingOptions
-    ) -> TurnJob:
-        routes_from = request.routes_from if recording.routes else 0
-        return cls(
-            label=f"conversation {request.conversation}",
-            context=request.token_ids_T,
-            sampling=replace(sampling, max_tokens=request.max_tokens),
-            recording=replace(recording, routes_from=routes_from),
-            stop_ids=request.stop_ids,
-            conversation=request.conversation,
-            decode=False,
-        )
 
     def add(self, sibling: int, completion: Completion) -> None:
         recording = completion.recording
@@ -166,33 +132,4 @@ class TurnJob(Job):
         )
 
 
-def build_segment(
-    prompt_id: str,
-    prompt_ids: Sequence[int] | NDArray[np.int32],
-    sampled_ids: Sequence[int],
-    *,
-    logp: NDArray[np.float32],
-    versions: NDArray[np.int32],
-    sampling_mask: SamplingMasks | None = None,
-    routes: NDArray[np.int16] | None = None,
-) -> Segment:
-    """Build the segment of one turn with P prompt tokens and G sampled tokens.
-
-    Shapes: `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K]. Routes are
-    aligned with the input tokens, so the last token has none. Raises ValueError if the lengths do
-    not match.
-    """
-    prompt, tokens = len(prompt_ids), len(prompt_ids) + len(sampled_ids)
-    if routes is not None:
-        routes = np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
-    if sampling_mask is not None:
-        sampling_mask = SamplingMasks.concat([SamplingMasks.empty(prompt), sampling_mask])
-    return Segment(
-        prompt_id=prompt_id,
-        token_ids_T=np.array([*prompt_ids, *sampled_ids], np.int32),
-        trainable_T=np.arange(tokens) >= prompt,
-        logp_old_T=np.concatenate([np.zeros(prompt, np.float32), logp]),
-        version_T=np.concatenate([np.full(prompt, -1, np.int32), versions]),
-        routes_TLK=routes,
-        sampling_mask=sampling_mask,
-    )
+Job = GroupJob | TurnJob

@@ -51,8 +51,8 @@ class TemplatedRequests:
         kind: Hashable,
         varying: Mapping[str, int],
         params: Callable[[], SamplingParams],
-    ) -> str:
-        """Add a request for one completion. Returns the id that vLLM assigned to it.
+    ) -> None:
+        """Add a request for one completion, with `name` as vLLM's id for it.
 
         `name` must be unique, and `conversation` may be empty. Two requests have the same `kind` if
         their `params` differ only in `varying`. Raises ValueError if the request is invalid.
@@ -83,7 +83,6 @@ class TemplatedRequests:
         self._core.add_request(prepared, wave)
         if conversation:
             self._open[name] = conversation, ids, prepared
-        return name
 
     def ended(self, name: str) -> None:
         """Keep the block hashes of a request after it has finished or was aborted."""

@@ -7,6 +7,7 @@ vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -21,10 +22,11 @@ from keel.configs.schema import SamplingConfig
 from keel.model.batch_invariant import BLOCK
 from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing.routers import is_moe
+from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, TurnRequest
 from keel.rl.types import Prompt
 from keel.rollout.chat.thinking import marks_of
-from keel.rollout.engine.conversion import decode_all, render_prompt, sibling_seed
+from keel.rollout.engine.conversion import decode_all, render_prompt
 from keel.rollout.engine.jobs import Completion, GroupJob, Job, Result, TurnJob
 from keel.rollout.engine.patches import (
     bounded_kv_cache,
@@ -79,8 +81,6 @@ class VllmEngine:
         self._jobs: dict[int, Job] = {}
         self._owners: dict[str, int] = {}
         """Maps the name of each unfinished request to its job."""
-        self._internal: dict[str, str] = {}
-        """Maps the name of each unfinished request to vLLM's id for it."""
         self._asleep = False
 
         config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
@@ -148,24 +148,25 @@ class VllmEngine:
     ) -> None:
         """Start sampling a group. `step` returns it under the number `job` when it is complete.
 
-        `draw` is described in `sibling_seed`. Raises ValueError if the prompt does not fit.
+        `draw` is the number of groups already sampled for this prompt with the same weights. Raises
+        ValueError if the prompt does not fit.
         """
-        self._check_weights(f"prompt {prompt.prompt_id}")
         rendered = render_prompt(self._tokenizer, prompt, self._marks)
-        tokens, limit = len(rendered.token_ids), self.spec.max_model_len
-        if tokens + sampling.max_tokens > limit:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: its {tokens} tokens and rollout.sampling.max_tokens = "
-                f"{sampling.max_tokens} exceed the engine's context of {limit}. Lower max_tokens "
-                "or data.max_prompt_tokens"
-            )
-        # One request per sibling: each has its seed, and they share the prompt's blocks.
+        # One request per sibling: each has its seed, which is the same on every engine and in every
+        # run, and they share the prompt's blocks.
         seeds = [
-            sibling_seed(self.spec.seed, prompt.prompt_id, self.version, draw, sibling)
+            seed_of(self.spec.seed, self.version, draw, sibling, prompt.prompt_id)
             for sibling in range(group_size)
         ]
-        options = self._recording_options(sampling, record)
-        self._begin(job, GroupJob.of(prompt, rendered, sampling, options), seeds)
+        group = GroupJob(
+            label=f"prompt {prompt.prompt_id}",
+            context=rendered.token_ids,
+            sampling=sampling,
+            recording=self._recording_options(sampling, record),
+            prompt=prompt,
+            thinking=rendered.thinking,
+        )
+        self._begin(job, group, seeds)
 
     def add_turn(
         self, job: int, request: TurnRequest, *, sampling: SamplingConfig, record: bool
@@ -174,22 +175,18 @@ class VllmEngine:
 
         The request's `max_tokens` takes precedence. Raises ValueError if the turn does not fit.
         """
-        self._check_weights(f"conversation {request.conversation}")
-        context, limit = len(request.token_ids_T), self.spec.max_model_len
-        if context + request.max_tokens > limit:
-            raise ValueError(
-                f"conversation {request.conversation}: a context of {context} tokens and a turn of "
-                f"{request.max_tokens} exceed the engine's {limit}"
-            )
-        options = self._recording_options(sampling, record)
-        self._begin(job, TurnJob.of(request, sampling, options), [request.seed])
-
-    def _check_weights(self, label: str) -> None:
-        if self.updating:
-            raise EngineError(
-                f"{label}: cannot be sampled, because the engine's weights are incomplete (an "
-                "update is under way or has failed)"
-            )
+        recording = self._recording_options(sampling, record)
+        if recording.routes:
+            recording = replace(recording, routes_from=request.routes_from)
+        turn = TurnJob(
+            label=f"conversation {request.conversation}",
+            context=request.token_ids_T,
+            sampling=replace(sampling, max_tokens=request.max_tokens),
+            recording=recording,
+            stop_ids=request.stop_ids,
+            conversation=request.conversation,
+        )
+        self._begin(job, turn, [request.seed])
 
     def _recording_options(self, sampling: SamplingConfig, record: bool) -> RecordingOptions:
         return RecordingOptions(
@@ -198,8 +195,17 @@ class VllmEngine:
         )
 
     def _begin(self, number: int, job: Job, seeds: Sequence[int]) -> None:
-        self._jobs[number] = job
+        if self.updating:
+            raise EngineError(f"{job.label}: the engine's weights are incomplete (see its update)")
         sampling, options = job.sampling, job.recording
+        tokens, limit = len(job.context), self.spec.max_model_len
+        if tokens + sampling.max_tokens > limit:
+            raise ValueError(
+                f"{job.label}: its {tokens} tokens and {sampling.max_tokens} new ones exceed the "
+                f"engine's context of {limit}. Lower rollout.sampling.max_tokens or "
+                "data.max_prompt_tokens"
+            )
+        self._jobs[number] = job
         recording_args = self._recorder.sampling_args(sampling, options)
         varying = {"max_tokens": sampling.max_tokens}
         if _ROUTES_START in recording_args:
@@ -220,7 +226,7 @@ class VllmEngine:
         }
         for sibling, seed in enumerate(seeds):
             name, own = f"{number}.{sibling}", {**varying, "seed": seed}
-            internal = self._requests.add(
+            self._requests.add(
                 name,
                 job.context,
                 conversation=job.conversation,
@@ -228,9 +234,8 @@ class VllmEngine:
                 varying=own,
                 params=lambda own=own: SamplingParams(**{**args, **own}),
             )
-            self._recorder.expect(internal, options)
+            self._recorder.expect(name, options)
             job.requests[name], self._owners[name] = sibling, number
-            self._internal[name] = internal
 
     def step(self) -> Iterator[tuple[int, Result]]:
         """Run one forward pass and yield the jobs that it completes."""
@@ -240,18 +245,17 @@ class VllmEngine:
             for output in self._llm.step()
             if isinstance(output, RequestOutput) and output.request_id in self._owners
         ]
-        decoding = [o for o in finished if self._jobs[self._owners[o.request_id]].decode]
-        sampled = [output.outputs[0].token_ids for output in decoding]
+        jobs = [self._jobs[self._owners[output.request_id]] for output in finished]
+        groups = [o for o, job in zip(finished, jobs, strict=True) if isinstance(job, GroupJob)]
+        sampled = [output.outputs[0].token_ids for output in groups]
         decoded = decode_all(self._tokenizer, sampled, self._marks)
-        texts = dict(zip((output.request_id for output in decoding), decoded, strict=True))
+        texts = dict(zip((output.request_id for output in groups), decoded, strict=True))
         for output in finished:
-            number = self._owners.pop(output.request_id)
+            name = output.request_id
+            number = self._owners.pop(name)
             job = self._jobs[number]
-            sibling = job.requests.pop(output.request_id)
-            internal = self._internal.pop(output.request_id)
-            text = texts.get(output.request_id, "")
-            job.add(sibling, self._completion(job, internal, output, text))
-            self._requests.ended(internal)
+            job.add(job.requests.pop(name), self._completion(job, output, texts.get(name, "")))
+            self._requests.ended(name)
             if not job.requests:
                 yield number, self._jobs.pop(number).result()
 
@@ -264,8 +268,8 @@ class VllmEngine:
         job = self._jobs[number]
         job.cut = True
         scheduler = scheduler_of(self._llm)
-        begun = {name: end_at_next_token(scheduler, self._internal[name]) for name in job.requests}
-        return self._drop(number, [name for name in begun if not begun[name]], _NO_TOKEN)
+        empty = [name for name in job.requests if not end_at_next_token(scheduler, name)]
+        return self._drop(number, empty, _NO_TOKEN)
 
     def drop_unfinished(self, number: int) -> list[tuple[int, Result]]:
         """Drop a job's unfinished completions and return its result."""
@@ -284,13 +288,11 @@ class VllmEngine:
             self._abort_requests(job, list(job.requests))
 
     def _abort_requests(self, job: Job, names: list[str]) -> None:
-        internal = [self._internal.pop(name) for name in names]
+        self._llm.abort_request(names, internal=True)
         for name in names:
             del self._owners[name], job.requests[name]
-        self._llm.abort_request(internal, internal=True)
-        for request in internal:
-            self._recorder.forget(request)
-            self._requests.ended(request)
+            self._recorder.forget(name)
+            self._requests.ended(name)
 
     def sleep(self) -> list[tuple[int, Result]]:
         """Release GPU memory until the next update. A CPU engine keeps its memory.
@@ -365,7 +367,7 @@ class VllmEngine:
         pause(self._llm, lambda: completed.extend(self.step()))
         return completed
 
-    def _completion(self, job: Job, internal: str, output: RequestOutput, text: str) -> Completion:
+    def _completion(self, job: Job, output: RequestOutput, text: str) -> Completion:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         if completion.finish_reason not in ("stop", "length"):
@@ -382,7 +384,7 @@ class VllmEngine:
         return Completion(
             ids=ids,
             text=text,
-            recording=self._recorder.take(internal, len(job.context), completion),
+            recording=self._recorder.take(output.request_id, len(job.context), completion),
             versions=versions,
             finish_reason=finish,
             cached_tokens=output.num_cached_tokens or 0,

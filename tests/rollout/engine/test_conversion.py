@@ -1,16 +1,13 @@
-"""Tests the conversion of prompts to ids, of text to messages, and of recordings to segments."""
+"""Tests the conversion of token ids to text, and of text to messages."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.rl.types import SamplingMasks
-from keel.rollout.engine.conversion import decode_all, sibling_seed, split_message
-from keel.rollout.engine.jobs import build_segment
+from keel.rollout.engine.conversion import decode_all, split_message
 
 
 @pytest.mark.parametrize(
@@ -47,54 +44,3 @@ def test_batch_decoding_equals_decoding_one_by_one(clean_up: bool) -> None:
     assert decode_all(tokenizer, completions) == alone
     assert alone[-1] == "" != tokenizer.decode([end])
     assert decode_all(tokenizer, []) == []
-
-
-def segment(**changes: Any) -> Any:
-    fields: dict[str, Any] = {
-        "logp": np.array([-1, -2], np.float32),
-        "versions": np.array([4, 5], np.int32),
-        "sampling_mask": SamplingMasks.from_lists([[7, 8], [9]]),
-        "routes": np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2),
-    }
-    return build_segment("p", [1, 2, 3], [7, 9], **{**fields, **changes})
-
-
-def test_segments_align_recordings() -> None:
-    built = segment()
-    assert built.token_ids_T.tolist() == [1, 2, 3, 7, 9]
-    assert built.trainable_T.tolist() == [False, False, False, True, True]
-    assert built.logp_old_T.tolist() == [0, 0, 0, -1, -2]
-    assert built.version_T.tolist() == [-1, -1, -1, 4, 5]
-    assert [built.sampling_mask[t].tolist() for t in range(5)] == [[], [], [], [7, 8], [9]]
-    assert built.routes_TLK.shape == (5, 3, 2)
-    assert built.routes_TLK[3].tolist() == [[18, 19], [20, 21], [22, 23]]
-    assert (built.routes_TLK[4] == -1).all()
-    empty = segment(sampling_mask=None, routes=None)
-    assert empty.sampling_mask is None and empty.routes_TLK is None
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("logp", np.zeros(3, np.float32)),
-        ("version", np.zeros(1, np.int32)),
-        ("sampling_mask", SamplingMasks.empty(5)),
-        ("routes", np.zeros((5, 3, 2), np.int16)),
-    ],
-)
-def test_recordings_of_a_wrong_length_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        segment(**{"versions" if name == "version" else name: value})
-
-
-def test_seeds_differ_and_are_reproducible() -> None:
-    seeds = {
-        sibling_seed(seed, name, version, draw, sibling)
-        for seed in (0, 1)
-        for name in ("p1", "p11")
-        for version in (0, 1)
-        for draw in (0, 1)
-        for sibling in range(8)
-    }
-    assert len(seeds) == 128 and all(0 <= seed < 2**63 for seed in seeds)
-    assert sibling_seed(0, "p1", 1, 0, 2) == sibling_seed(0, "p1", 1, 0, 2)

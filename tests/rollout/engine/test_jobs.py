@@ -3,45 +3,82 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.turns import TurnRequest
-from keel.rollout.engine.conversion import RenderedPrompt
+from keel.rl.types import Group, SamplingMasks
 from keel.rollout.engine.jobs import NOT_FINITE, Completion, GroupJob, TurnJob
 from keel.rollout.recording.base import Recording, RecordingOptions
 from keel.rollout.spec import LostTurn
 from tests.rl.rollouts import prompt
 
-OPTIONS = RecordingOptions(routes=False, sampling_mask=False)
+JOB: dict[str, Any] = {
+    "label": "a job",
+    "context": [1, 2, 3],
+    "sampling": SamplingConfig(),
+    "recording": RecordingOptions(routes=False, sampling_mask=False),
+}
 
 
-def completion(*logp: float) -> Completion:
+def group(*recordings: dict[str, Any]) -> Group:
+    """Return the group of a job whose completions sampled the ids 7 and 9."""
+    job = GroupJob(**JOB, prompt=prompt(), thinking=False)
+    for sibling, recording in enumerate(recordings):
+        job.add(sibling, completion(**recording))
+    return job.result()
+
+
+def completion(versions: Any = (4, 5), **recording: Any) -> Completion:
+    fields = {"logp": (-1, -2), "sampling_mask": None, "routes": None, **recording}
     return Completion(
-        ids=range(5, 5 + len(logp)),
+        ids=[7, 9],
         text="four",
-        recording=Recording(logp=np.array(logp, np.float32), sampling_mask=None, routes=None),
-        versions=np.zeros(len(logp), np.int32),
+        recording=Recording(**{**fields, "logp": np.array(fields["logp"], np.float32)}),
+        versions=np.array(versions, np.int32),
         finish_reason="stop",
         cached_tokens=0,
     )
 
 
+def test_segments_align_recordings() -> None:
+    masks = SamplingMasks.from_lists([[7, 8], [9]])
+    routes = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
+    whole, empty = group({"sampling_mask": masks, "routes": routes}, {}).trajectories
+    (built,) = whole.segments
+    assert built.token_ids_T.tolist() == [1, 2, 3, 7, 9]
+    assert built.trainable_T.tolist() == [False, False, False, True, True]
+    assert built.logp_old_T.tolist() == [0, 0, 0, -1, -2]
+    assert built.version_T.tolist() == [-1, -1, -1, 4, 5]
+    assert built.sampling_mask is not None and built.routes_TLK is not None
+    assert [built.sampling_mask[t].tolist() for t in range(5)] == [[], [], [], [7, 8], [9]]
+    assert built.routes_TLK[:4].tolist() == routes.tolist()
+    assert (built.routes_TLK[4] == -1).all()
+    assert empty.segments[0].sampling_mask is None and empty.segments[0].routes_TLK is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logp", np.zeros(3, np.float32)),
+        ("version", np.zeros(1, np.int32)),
+        ("sampling_mask", SamplingMasks.empty(5)),
+        ("routes", np.zeros((5, 3, 2), np.int16)),
+    ],
+)
+def test_recordings_of_a_wrong_length_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        group({"versions" if name == "version" else name: value})
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 def test_non_finite_completions_are_dropped_alone(value: float) -> None:
-    rendered = RenderedPrompt(token_ids=[1, 2], thinking=False)
-    job = GroupJob.of(prompt(), rendered, SamplingConfig(), OPTIONS)
-    job.add(0, completion(-1.0, value, -0.5))
-    job.add(1, completion(-1.0, -0.5))
-    group = job.result()
-    assert [trajectory.sibling for trajectory in group.trajectories] == [1]
-    assert group.dropped == (NOT_FINITE,)
-    request = TurnRequest(
-        conversation="p/train/0/0/0", token_ids_T=np.array([1, 2], np.int32), max_tokens=8, seed=0
-    )
-    turn = TurnJob.of(request, SamplingConfig(), OPTIONS)
-    turn.add(0, completion(-1.0, value))
+    sampled = group({"logp": (-1, value)}, {})
+    assert [trajectory.sibling for trajectory in sampled.trajectories] == [1]
+    assert sampled.dropped == (NOT_FINITE,)
+    turn = TurnJob(**JOB)
+    turn.add(0, completion(logp=(-1, value)))
     lost = pickle.loads(pickle.dumps(turn.result()))  # as from the engine's process
     assert isinstance(lost, LostTurn) and str(lost) == NOT_FINITE
