@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 from math import inf
-from typing import Any
 
 import numpy as np
 
 from keel.rl.seeds import seed_of
 from keel.rl.turns import (
-    MALFORMED,
     Chat,
-    Malformed,
     Message,
     Parsed,
     ToolSpec,
     TurnRequest,
     TurnResult,
+    message_of,
 )
 from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
@@ -262,19 +260,3 @@ class Conversation:
             self._records.pop()
         ids = self._chat.opening(self.view, self.tools, thinking=self.thinking)
         self._records.append(SegmentRecord(self._prompt_id, ids))
-
-
-def message_of(parsed: Parsed) -> dict[str, Any]:
-    """Convert a parsed turn to a message. Malformed calls become calls of the tool `MALFORMED`."""
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    calls: list[dict[str, Any]] = []
-    for call in parsed.calls:
-        function = (
-            {"name": MALFORMED, "arguments": {"text": call.text}}
-            if isinstance(call, Malformed)
-            else {"name": call.name, "arguments": dict(call.arguments)}
-        )
-        calls.append({"id": call.call_id, "type": "function", "function": function})
-    return {**message, "tool_calls": calls} if calls else message

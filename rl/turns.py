@@ -103,6 +103,22 @@ class Parsed:
     (`tools_in_thinking`)."""
 
 
+def message_of(parsed: Parsed) -> dict[str, Any]:
+    """Convert a parsed turn to a message. Malformed calls become calls of the tool `MALFORMED`."""
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    calls: list[dict[str, Any]] = []
+    for call in parsed.calls:
+        function = (
+            {"name": MALFORMED, "arguments": {"text": call.text}}
+            if isinstance(call, Malformed)
+            else {"name": call.name, "arguments": dict(call.arguments)}
+        )
+        calls.append({"id": call.call_id, "type": "function", "function": function})
+    return {**message, "tool_calls": calls} if calls else message
+
+
 class Chat(Protocol):
     """A model's chat format, which converts between messages and token ids."""
 

@@ -24,7 +24,6 @@ import numpy as np
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl import strict_json
 from keel.rl.turns import (
-    MALFORMED,
     THINK,
     USER_ROLES,
     Malformed,
@@ -34,6 +33,7 @@ from keel.rl.turns import (
     ToolSpec,
     TurnRequest,
     TurnResult,
+    message_of,
     prompt_of,
 )
 from keel.rl.types import Group, Prompt, Purpose, Segment, Trajectory
@@ -119,18 +119,18 @@ class EndpointCompletions:
         return self
 
     def __exit__(self, *_: object) -> None:
+        async def close() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._client.close()
+
         try:
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
+            self.schedule(close()).result(_CLOSE_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
-
-    async def _close(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._client.close()
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
         """Sample a group of completions and return a future for it.
@@ -138,32 +138,27 @@ class EndpointCompletions:
         The group lists failed completions with the reason. The future fails with RuntimeError if
         the endpoint is unusable for all requests.
         """
-        return self.schedule(self._group(prompt, group_size, sampling))
+
+        async def group() -> Group:
+            options: dict[str, Any] = {"max_tokens": sampling.max_tokens}
+            options["thinking"] = prompt.thinking
+            request = prompt.messages, prompt.tools, sampling
+            replies = await asyncio.gather(
+                *(self.complete(*request, **options) for _ in range(group_size))
+            )
+            trajectories = tuple(
+                _trajectory(prompt, sibling, reply)
+                for sibling, reply in enumerate(replies)
+                if not isinstance(reply, str)
+            )
+            dropped = tuple(reply for reply in replies if isinstance(reply, str))
+            return Group(prompt=prompt, trajectories=trajectories, dropped=dropped)
+
+        return self.schedule(group())
 
     def schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on this object's event loop and return a future for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def _group(self, prompt: Prompt, size: int, sampling: SamplingConfig) -> Group:
-        results = await asyncio.gather(
-            *(
-                self.complete(
-                    prompt.messages,
-                    prompt.tools,
-                    sampling,
-                    max_tokens=sampling.max_tokens,
-                    thinking=prompt.thinking,
-                )
-                for _ in range(size)
-            )
-        )
-        trajectories = tuple(
-            _trajectory(prompt, sibling, reply)
-            for sibling, reply in enumerate(results)
-            if not isinstance(reply, str)
-        )
-        dropped = tuple(reply for reply in results if isinstance(reply, str))
-        return Group(prompt=prompt, trajectories=trajectories, dropped=dropped)
 
     async def complete(
         self,
@@ -190,6 +185,7 @@ class EndpointCompletions:
         if config.tells_thinking:
             mode = {"enable_thinking": thinking, "thinking": thinking}
             extra["chat_template_kwargs"] = {**extra.get("chat_template_kwargs", {}), **mode}
+        late = f"no reply within endpoint.timeout_s = {config.timeout_s:g}"
         limit_s = min(within_s, config.timeout_s * (1 + config.retries))
         try:
             async with self._slots, asyncio.timeout(limit_s):
@@ -210,25 +206,23 @@ class EndpointCompletions:
         except TimeoutError:  # while the client retries
             if limit_s == within_s:
                 raise
-            return LATER + self._late
+            return LATER + late
         except openai.APITimeoutError:
-            return self._late
+            return late
         except openai.APIStatusError as error:
-            status, line = error.status_code, f"the endpoint returned HTTP {error.status_code}"
+            status = error.status_code
+            why = self._printable(f"the endpoint returned HTTP {status}: {error.message}")
             if status in _SHARED_STATUS or (status == _FORBIDDEN and self._fails_again()):
-                raise self._unusable(f"{line}: {error.message}") from error
-            return LATER * (status in _BUSY_STATUS) + self._printable(f"{line}: {error.message}")
+                raise self._unusable(why) from error
+            return LATER * (status in _BUSY_STATUS) + why
         except openai.APIConnectionError as error:
-            why = str(error.__cause__ or error)
+            cause = error.__cause__ or error
+            why = self._printable(f"the connection to the endpoint failed: {cause}")
             if self._fails_again():
-                raise self._unusable(f"cannot be reached ({why})") from error
-            return LATER + self._printable(f"the connection to the endpoint was lost: {why}")
+                raise self._unusable(why) from error
+            return LATER + why
         except (openai.APIError, ValueError, AttributeError) as error:
             return self._printable(f"the endpoint's reply is invalid: {error}")
-
-    @property
-    def _late(self) -> str:
-        return f"no reply within endpoint.timeout_s = {self._config.timeout_s:g}"
 
     def _fails_again(self) -> bool:
         """Count a failure. Returns True after so many consecutive failures that the endpoint,
@@ -237,7 +231,7 @@ class EndpointCompletions:
         return self._failures > MAX_FAILURES
 
     def _unusable(self, why: str) -> RuntimeError:
-        return RuntimeError(f"endpoint.base_url = {self._config.base_url}: {self._printable(why)}")
+        return RuntimeError(f"endpoint.base_url = {self._config.base_url}: {why}")
 
     def _printable(self, text: str) -> str:
         text = (text.replace(self._key, "***") if self._key else text)[:_MAX_SHOWN]
@@ -320,9 +314,9 @@ class EndpointTurns:
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        sent = tuple(map(_as_sent, messages))
-        part = _Part(messages=sent, tools=tuple(tools), thinking=thinking)
-        return self._add(part, [*self._with_thinking(sent), *(tool.as_json() for tool in tools)])
+        part = _Part(messages=tuple(map(_as_sent, messages)), tools=tuple(tools), thinking=thinking)
+        shown = [*self._with_thinking(part.messages), *(tool.as_json() for tool in tools)]
+        return self._add(part, shown)
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
@@ -353,11 +347,12 @@ class EndpointTurns:
 
     def forget(self, prompt: Prompt) -> Future[None]:
         """Delete the stored conversations of a prompt. Call this once they have finished."""
-        return self._completions.schedule(self._forget(prompt.prompt_id))
 
-    async def _forget(self, prompt_id: str) -> None:
-        for number in self._by_prompt.pop(prompt_id, ()):
-            self._parts.pop(number, None)
+        async def forget() -> None:
+            for number in self._by_prompt.pop(prompt.prompt_id, ()):
+                self._parts.pop(number, None)
+
+        return self._completions.schedule(forget())
 
     async def _turn(self, request: TurnRequest, sampling: SamplingConfig) -> TurnResult:
         numbers = [int(one) for one in request.token_ids_T if one != _UNKNOWN_ID]
@@ -365,12 +360,10 @@ class EndpointTurns:
         known.update(numbers)
         parts = [self._parts[number] for number in numbers]
         within_s = min(request.timeout_s, _MAX_TURN_S)
-        messages = self._with_thinking([message for part in parts for message in part.messages])
-        tools = [tool.as_json() for tool in parts[0].tools]
         try:
             reply = await self._completions.complete(
-                messages,
-                tools,
+                self._with_thinking([message for part in parts for message in part.messages]),
+                [tool.as_json() for tool in parts[0].tools],
                 sampling,
                 max_tokens=request.max_tokens,
                 thinking=parts[0].thinking,
@@ -383,29 +376,13 @@ class EndpointTurns:
         if reply.reasoning:
             self._reasoning_field = reply.reasoning_field
         number = next(self._numbers)
-        calls = [_call(f"call_{number}_{n}", *call) for n, call in enumerate(reply.calls)]
         parsed = Parsed(
             content=reply.content,
             reasoning=reply.reasoning,
             closed=not reply.cut,
-            calls=tuple(calls),
+            calls=tuple(_call(f"call_{number}_{n}", *call) for n, call in enumerate(reply.calls)),
         )
-        functions = [
-            (call.name, call.arguments)
-            if isinstance(call, ToolCall)
-            else (MALFORMED, {"text": call.text})
-            for call in calls
-        ]
-        message = {
-            "role": "assistant",
-            "content": reply.content,
-            _THINKING: reply.reasoning,
-            "tool_calls": [
-                {"id": call.call_id, "function": {"name": name, "arguments": arguments}}
-                for call, (name, arguments) in zip(calls, functions, strict=True)
-            ],
-        }
-        self._parts[number] = _Part(messages=(_as_sent(message),), reply=parsed)
+        self._parts[number] = _Part(messages=(_as_sent(message_of(parsed)),), reply=parsed)
         known.add(number)
         ids = [number, *[_UNKNOWN_ID] * (min(reply.tokens, request.max_tokens) - 1)]
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keel.agents.conversation import message_of
 from keel.agents.endpoint.requests import replace_surrogates
-from keel.rl.turns import Message, Parsed
+from keel.rl.turns import Message, Parsed, message_of
 from keel.rl.types import FinishReason
 
 MODEL = "policy"
