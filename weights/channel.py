@@ -4,7 +4,7 @@ The bytes of a bucket are sent through a `Channel`, which uses NCCL between GPUs
 CPUs. Each channel is a separate process group, so an engine that dies does not affect the others.
 If the rank and the engine share a GPU, the bytes go through a `SharedMemory` instead.
 
-Control messages go through the rendezvous store (`Outbox` and `Inbox`). This takes a fraction of a
+Control messages go through the rendezvous store (`Mailbox`). This takes a fraction of a
 millisecond, while an actor call takes several milliseconds.
 """
 
@@ -89,21 +89,17 @@ class Channel:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
 
+    def receive(self, data: ChannelData) -> Tensor:
+        """Receive the bytes of the next bucket. Raises the same errors as `send`."""
+        flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
+        self.send(flat)  # every rank takes part in the broadcast
+        return flat
+
     def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
         """Broadcast `flat` and return once all bytes have been sent. `check` is called from time to
         time and should raise an error if the other end has failed. Raises TimeoutError if the
         broadcast takes too long, and ConnectionError if the channel breaks or is closed. Any error
         closes the channel."""
-        self._broadcast(flat, check)
-
-    def receive(self, data: ChannelData) -> Tensor:
-        """Receive the bytes of the next bucket. Raises the same errors as `send`."""
-        flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
-        self._broadcast(flat, lambda: None)
-        return flat
-
-    def _broadcast(self, flat: Tensor, check: Callable[[], None]) -> None:
-        """Take part in a broadcast. Rank 0 sends `flat`, and the other ranks receive into it."""
         if self._group is None:
             raise ConnectionError("the weight channel is closed")
         end = time.monotonic() + self._timeout_s
@@ -207,7 +203,10 @@ class Finish:
 Message = Begin | Bucket | Finish
 
 
-class _Mailbox:
+class Mailbox:
+    """One end of the control channel. The trainer sends with `put`, `wait` and `close`, and the
+    engine receives with `next` and `taken`."""
+
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
         """Connect to the store. `name` must be unique, and identical at both ends. `timeout_s` is
         the time limit for each message."""
@@ -220,10 +219,6 @@ class _Mailbox:
     @property
     def _key(self) -> str:
         return str(self._acknowledged)
-
-
-class Outbox(_Mailbox):
-    """The sender's end of the control channel."""
 
     def put(self, message: Message) -> None:
         """Send a message. Call `wait` before sending the next one."""
@@ -238,19 +233,14 @@ class Outbox(_Mailbox):
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until the engine has acknowledged the last message. `check` is called as in
         `Channel.send`. Raises TimeoutError if the acknowledgement takes too long."""
-        timeout_s = self._timeout_s
-        late = f"waited {timeout_s:g} s (rollout.update_timeout_s) for the engine to take weights"
-        end = time.monotonic() + timeout_s
+        late = f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for an engine's answer"
+        end = time.monotonic() + self._timeout_s
         _poll(lambda: not self._store.check([self._key]), check, end, late)
         self._acknowledged += 1
 
     def close(self) -> None:
         """Delete the last message from the store."""
         self._store.delete_key(self._key)
-
-
-class Inbox(_Mailbox):
-    """The engine's end of the control channel."""
 
     def next(self) -> Message:
         """Wait for the next message and return it. Raises TimeoutError if none arrives in time, and
@@ -316,31 +306,23 @@ def gpu_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-_CHANNEL_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ConnectionError, TimeoutError)
-}
-"""Errors after which the engine is replaced."""
+def call_workers(llm: Any, method: str, *args: Any) -> None:
+    """Call a method on every vLLM worker and raise any error.
 
-
-def call_workers(llm: Any, method: str, *args: Any, several: bool) -> None:
-    """Call a method on every vLLM worker and raise any error. `several` must be set if there is
-    more than one worker. In that case, the workers are separate processes and vLLM returns their
-    errors only as text. Channel errors are therefore returned as data and raised again here."""
-    if not several:
-        llm.collective_rpc(method, args=args)
-        return
+    Several workers are separate processes, and vLLM returns their errors only as text. Channel
+    errors, after which the engine is replaced, are therefore returned as data and raised here.
+    """
     for failure in llm.collective_rpc("keel_attempt", args=(method, args)):
         if failure is not None:
             kind, text = failure
-            raise _CHANNEL_ERRORS[kind](text)
+            raise kind(text)
 
 
-def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
+def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[type[OSError], str] | None:
     """Call a method on a worker. If it raises a channel error, return the error's kind and message.
     Otherwise return None."""
     try:
         getattr(worker, method)(*args)
-    except tuple(_CHANNEL_ERRORS.values()) as error:
-        kind = next(name for name, kind in _CHANNEL_ERRORS.items() if isinstance(error, kind))
-        return kind, str(error)
+    except (ConnectionError, TimeoutError) as error:
+        return TimeoutError if isinstance(error, TimeoutError) else ConnectionError, str(error)
     return None

@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from keel.model import ray_timeouts
 from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket
-from keel.weights.channel import Begin, Channel, Finish, Outbox, Rendezvous, SharedMemory, gpu_id
+from keel.weights.channel import Begin, Channel, Finish, Mailbox, Rendezvous, SharedMemory, gpu_id
 from keel.weights.sync import Outcome, Receiver
 
 GRACE_S = 5.0
@@ -32,7 +32,7 @@ class _EngineLink:
     actor_hash: int
     """Used to detect that the engine was replaced. Storing the actor handle would keep the actor
     alive."""
-    outbox: Outbox
+    outbox: Mailbox
     channel: Channel | None
     """None if the engine and the rank share a GPU."""
 
@@ -121,7 +121,7 @@ class Sender:
             if channel is not None:
                 channel.close()
             raise
-        outbox = Outbox(self._rendezvous, name, timeout_s=self._timeout_s)
+        outbox = Mailbox(self._rendezvous, name, timeout_s=self._timeout_s)
         return _EngineLink(hash(actor), outbox, channel)
 
     def _get(self, answer: Any, what: str) -> Any:

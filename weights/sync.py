@@ -6,13 +6,13 @@ An update makes these calls:
       Learner.make_room               waits until the weights fit on the GPUs
       Learner.put_weights             waits until all buckets are in the object store; not if direct
       RolloutPool.update              EngineSupervisor on the pool's thread
-        EngineSupervisor              Transfer.to(engines), again for engines that restart
-          _DirectTransfer             Learner.send, then TrainerWorker.send on every rank
+        EngineSupervisor              calls the `Transfer`, again for engines that restart
+          Learner.send                TrainerWorker.send on every rank
             Sender (rank)             calls RolloutWorker.receive on each of its engines;
                                       Begin, Bucket …, Finish through the control channel;
                                       bytes through NCCL or gloo, or in place on a shared GPU
             RolloutWorker.receive     EngineThread.receive, which carries out each message
-          StoreTransfer               RolloutWorker.update on every engine;
+          through_store               RolloutWorker.update on every engine;
                                       bytes through Ray's object store
 
 Both paths end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
@@ -57,13 +57,9 @@ class UpdatableEngine(Protocol):
         ...
 
 
-class Transfer(Protocol):
-    """A version of the weights that is ready to be sent to engines."""
-
-    def to(self, engines: Sequence[UpdatableEngine], /) -> Sequence[Future[int]]:
-        """Start sending to `engines`. Each future resolves to the version that its engine then
-        samples from."""
-        ...
+Transfer = Callable[[Sequence[UpdatableEngine]], Sequence[Future[int]]]
+"""Starts to send one version of the weights to engines. Each future resolves to the version that
+its engine then samples from."""
 
 
 class _WeightSource(Protocol):
@@ -80,27 +76,12 @@ class _WeightTarget(Protocol):
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
-@dataclass(frozen=True)
-class _DirectTransfer:
-    """Sends the trainer's current weights directly from its ranks to the engines, either over NCCL
-    or through memory on a shared GPU (see `keel.weights.sender`)."""
+def through_store(version: int, buckets: Sequence[Any]) -> Transfer:
+    """Send weights through Ray's object store, which copies them to each node once.
 
-    source: _WeightSource
-
-    def to(self, engines: Sequence[UpdatableEngine], /) -> Sequence[Future[int]]:
-        return self.source.send(engines)
-
-
-@dataclass(frozen=True)
-class StoreTransfer:
-    """Sends the weights through Ray's object store. The store copies them to each node once."""
-
-    version: int
-    buckets: Sequence[Any]
-    """Ray object references to `keel.weights.buckets.Bucket` objects."""
-
-    def to(self, engines: Sequence[UpdatableEngine], /) -> Sequence[Future[int]]:
-        return [engine.update(self.version, self.buckets) for engine in engines]
+    `buckets` are Ray object references to `keel.weights.buckets.Bucket` objects.
+    """
+    return lambda engines: [engine.update(version, buckets) for engine in engines]
 
 
 def sends_directly(config: RolloutConfig, *, gpu: bool) -> bool:
@@ -129,11 +110,9 @@ class WeightSync:
         """Start sending the trainer's current weights, which have this `version`, to every engine.
         Blocks until the weights fit on the GPUs and, without direct transfer, until all of them are
         in Ray's object store. The future resolves as in `RolloutPool.update`."""
-        self._source.make_room()
-        transfer: Transfer = (
-            _DirectTransfer(self._source)
-            if self._direct
-            else StoreTransfer(version, self._source.put_weights())
-        )
+        source = self._source
+        source.make_room()
+        # Direct transfers use NCCL, or memory on a shared GPU (`keel.weights.sender`).
+        transfer = source.send if self._direct else through_store(version, source.put_weights())
         self._before(version)
         return self._engines.update(version, transfer)

@@ -22,7 +22,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.jobs import Result
 from keel.rollout.spec import EngineError, EngineProgress, LostTurn, RecordingError
 from keel.weights.buckets import Bucket
-from keel.weights.channel import Begin, Finish, Inbox, Rendezvous
+from keel.weights.channel import Begin, Finish, Mailbox, Rendezvous
 
 if TYPE_CHECKING:
     from keel.rollout.engine.vllm_engine import VllmEngine
@@ -71,7 +71,7 @@ class EngineThread:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         """Held while a command is queued or the queue is closed, so that no command is lost."""
-        self._inbox: Inbox | None = None
+        self._inbox: Mailbox | None = None
         self._ended: Exception | None = None
         self._busy_s = 0.0
         self._step_begin: float | None = None
@@ -164,7 +164,7 @@ class EngineThread:
         """
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
-        self._inbox = Inbox(rendezvous, name, timeout_s=timeout_s)
+        self._inbox = Mailbox(rendezvous, name, timeout_s=timeout_s)
         if not shares:
             joined = self._enqueue(lambda engine: engine.join(rendezvous, name))
             self._await(joined, "the channel to open")

@@ -329,7 +329,7 @@ class VllmEngine:
     def join(self, rendezvous: Rendezvous, name: str) -> None:
         """Open a channel for weights to the peer that joins under `name`."""
         timeout_s = self.spec.config.update_timeout_s
-        self._over_channel("keel_join", rendezvous, name, timeout_s)
+        call_workers(self._llm, "keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Load one bucket of weights.
@@ -338,10 +338,7 @@ class VllmEngine:
         errors of `Channel.receive`.
         """
         self._manifest.arrived(bucket)
-        self._over_channel("keel_load_bucket", bucket)
-
-    def _over_channel(self, method: str, *args: Any) -> None:
-        call_workers(self._llm, method, *args, several=self.spec.config.tensor_parallel > 1)
+        call_workers(self._llm, "keel_load_bucket", bucket)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Finish a weight update and switch sampling to the new weights.

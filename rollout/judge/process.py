@@ -18,13 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keel.configs.schema import JudgeConfig
 from keel.rollout.judge import reaper
 
 _MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """Module that `vllm serve` runs. The command itself fails on the CPU build, because it looks for a
 distribution named `vllm`."""
-GIB = 2**30
 _HEALTH_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0
@@ -60,14 +58,10 @@ class VllmServer:
         # Bound but not listening: reserves the port until the server listens on it.
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._reserved.bind((host, port))
-        except BaseException:
-            self._reserved.close()
-            raise
+        self._reserved.bind((host, port))
         self._port = int(self._reserved.getsockname()[1])
         address = {"host": host, "port": self._port}
-        command = [sys.executable, "-m", _MODULE, *flags({**options, **address})]
+        command = [sys.executable, "-m", _MODULE, *_flags({**options, **address})]
         keys = {"VLLM_API_KEY": key} if key else {}
         with log.open("ab") as output:
             self._reaper = subprocess.Popen(
@@ -125,11 +119,7 @@ class VllmServer:
         if not output.closed:
             select.select([output], [], [], STOP_TIMEOUT_S)
             output.close()
-        try:
-            self._reaper.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._reaper.kill()
-            self._reaper.wait()
+        self._reaper.wait(STOP_TIMEOUT_S)
 
     def _is_healthy(self) -> bool:
         # http.client ignores proxy settings, which must not apply here.
@@ -143,28 +133,6 @@ class VllmServer:
             connection.close()
 
 
-def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
-    """Return the vLLM options for the judge's server, except its address."""
-    server = config.server
-    vllm_options: dict[str, Any] = {
-        **common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib),
-        "model": config.model,
-        "served_model_name": config.model,
-        "dtype": server.dtype,
-        "max_num_seqs": config.max_concurrent,
-        # Weak judges otherwise emit endless white space.
-        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-    }
-    if server.max_model_len:
-        vllm_options["max_model_len"] = server.max_model_len
-    if gpu:
-        vllm_options |= {
-            "gpu_memory_utilization": server.gpu_memory_utilization,
-            "tensor_parallel_size": server.tensor_parallel,
-        }
-    return {**vllm_options, **server.options}
-
-
 def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
     """Return the vLLM options that all of Keel's servers share. `kv_cache_gib` is used only on
     CPUs."""
@@ -173,13 +141,13 @@ def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
         return quiet
     return {
         **quiet,
-        "kv_cache_memory_bytes": int(kv_cache_gib * GIB),
+        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
         "enforce_eager": True,  # compiling takes a minute
         "distributed_executor_backend": "uni",
     }
 
 
-def flags(options: Mapping[str, Any]) -> list[str]:
+def _flags(options: Mapping[str, Any]) -> list[str]:
     """Convert `options` to command-line arguments of vLLM's server."""
     arguments: list[str] = []
     for name, value in options.items():

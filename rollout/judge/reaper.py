@@ -20,11 +20,15 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 _GRACE_S = 5.0
 """Seconds to wait between SIGTERM and SIGKILL."""
-_POLL_S = 1.0
+_KILLED_S = 10.0
+"""Seconds to wait for killed processes. One that hangs in the kernel may never end."""
+_POLL_S, _KILL_POLL_S = 1.0, 0.02
 _MAX_STOPPED_POLLS = 5
 """Number of consecutive polls that must find the command suspended before the reaper kills it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -58,12 +62,9 @@ def main(command: list[str]) -> None:
             server.kill()
             break
     server.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         server.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
-    _end_children()
+    _kill_children(server)
     print(server.returncode, flush=True)
 
 
@@ -77,15 +78,18 @@ def _stopped(pid: int) -> bool:
     return state == "T" or any(_stopped(int(child)) for child in children)
 
 
-def _end_children() -> None:
+def _kill_children(server: subprocess.Popen[bytes]) -> None:
+    """Kill all children. Their own children are then adopted, and are killed in the next round."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while True:
-        for pid in children.read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
+    end = time.monotonic() + _KILLED_S
+    while (pids := children.read_text().split()) and time.monotonic() < end:
+        for pid in map(int, pids):
+            os.kill(pid, signal.SIGKILL)
+            if pid == server.pid:
+                server.poll()
+            else:
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(_KILL_POLL_S)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,13 @@ from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
 from keel.model import ray_timeouts
-from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer, environment, options
+from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer, common_options, environment
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
 """Maximum number of restarts within `RECENT_S` seconds. If the server dies again within that time,
 the run fails."""
-REPLY_S = 30.0
-"""Time limit in seconds for a call to the actor.
-
-It is also added to the server's startup timeout.
-"""
+_REPLY_S = 30.0
+"""Time limit in seconds for a call to the actor. Also added to the server's startup timeout."""
 _PLACED_S = 1.0
 """If an actor does not answer within this many seconds, Ray has not scheduled it yet. It therefore
 has no server."""
@@ -39,7 +36,7 @@ has no server."""
 log = logging.getLogger(__name__)
 
 
-class JudgeActor:
+class _JudgeActor(VllmServer):
     """Ray actor that runs the server process. The server stops when the actor ends."""
 
     def __init__(self, config: JudgeConfig, gpu: bool, key: str) -> None:
@@ -47,11 +44,26 @@ class JudgeActor:
         folder = Path(os.readlink(stderr)).parent if stderr.exists() else Path()
         if not folder.is_dir() or not folder.is_absolute() or folder == Path("/dev"):
             folder = Path(tempfile.gettempdir())
-        self._timeout_s = config.server.startup_timeout_s
-        self._process = VllmServer(
+        server = config.server
+        self._timeout_s = server.startup_timeout_s
+        options: dict[str, Any] = {
+            **common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib),
+            "model": config.model,
+            "served_model_name": config.model,
+            "dtype": server.dtype,
+            "max_num_seqs": config.max_concurrent,
+            # Weak judges otherwise emit endless white space.
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        }
+        if server.max_model_len:
+            options["max_model_len"] = server.max_model_len
+        if gpu:
+            options["gpu_memory_utilization"] = server.gpu_memory_utilization
+            options["tensor_parallel_size"] = server.tensor_parallel
+        super().__init__(
             f"rewards.judge.model = {config.model!r}",
-            options(config, gpu=gpu),
-            environment(gpu=gpu, threads=config.server.threads),
+            {**options, **server.options},
+            environment(gpu=gpu, threads=server.threads),
             host=get_node_ip_address(),
             key=key,
             log=folder / f"judge-server-{os.getpid()}.log",  # among Ray's logs of this session
@@ -59,14 +71,8 @@ class JudgeActor:
 
     def start(self) -> str:
         """Wait until the server answers requests, and return its URL."""
-        self._process.wait(self._timeout_s, "rewards.judge.server.startup_timeout_s")
-        return self._process.url
-
-    def ended(self) -> str:
-        return self._process.ended()
-
-    def stop(self) -> None:
-        self._process.stop()
+        self.wait(self._timeout_s, "rewards.judge.server.startup_timeout_s")
+        return self.url
 
 
 class JudgeServer:
@@ -134,14 +140,14 @@ class JudgeServer:
         if self._gpu:
             options |= {"num_cpus": 1, "num_gpus": self._config.server.tensor_parallel}
         self._actor = ray_timeouts.create(
-            JudgeActor, "judge", {**options, **self._options}, self._config, self._gpu, self.key
+            _JudgeActor, "judge", {**options, **self._options}, self._config, self._gpu, self.key
         )
         self._starting = ray_timeouts.call(self._actor.start)
         if self._stopped:  # by another thread
             ray_timeouts.kill(self._actor)
 
     def _wait(self) -> str:
-        limit = self._config.server.startup_timeout_s + REPLY_S
+        limit = self._config.server.startup_timeout_s + _REPLY_S
         try:
             return str(ray_timeouts.get(self._starting, seconds=limit))
         except RayTaskError as error:
@@ -157,7 +163,7 @@ class JudgeServer:
 
     def _ended(self) -> str:
         try:
-            return str(ray_timeouts.get(ray_timeouts.call(self._actor.ended), seconds=REPLY_S))
+            return str(ray_timeouts.get(ray_timeouts.call(self._actor.ended), seconds=_REPLY_S))
         except RayActorError as error:
             return f"its actor died: {error}"
         except GetTimeoutError:

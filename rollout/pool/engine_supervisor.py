@@ -300,7 +300,7 @@ class EngineSupervisor:
         assert self.target is not None
         if not slots:
             return
-        deliveries = self.target.transfer.to([slot.engine for slot in slots])
+        deliveries = self.target.transfer([slot.engine for slot in slots])
         for slot, delivery in zip(slots, deliveries, strict=True):
             slot.version = self.target.version
             slot.wait_for("loading", self._translate(delivery), self.update_s)

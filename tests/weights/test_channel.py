@@ -20,9 +20,8 @@ from keel.weights.channel import (
     Begin,
     Channel,
     Finish,
-    Inbox,
+    Mailbox,
     Message,
-    Outbox,
     Rendezvous,
     attempt,
     call_workers,
@@ -194,8 +193,8 @@ ENTRIES = tuple(TensorEntry(f"layer.{i}", "bfloat16", (4,), 64 * i) for i in ran
 OTHERS = tuple(TensorEntry(f"layer.{i}", "float32", (4, 8), 128 * i) for i in range(3))
 
 
-def ends(rendezvous: Rendezvous, timeout_s: float = PATIENCE_S) -> tuple[Outbox, Inbox]:
-    outbox, inbox = (kind(rendezvous, "engine", timeout_s=timeout_s) for kind in (Outbox, Inbox))
+def ends(rendezvous: Rendezvous, timeout_s: float = PATIENCE_S) -> tuple[Mailbox, Mailbox]:
+    outbox, inbox = (Mailbox(rendezvous, "engine", timeout_s=timeout_s) for _ in range(2))
     return outbox, inbox
 
 
@@ -292,7 +291,7 @@ class Worker:
             raise self.error
         self.loaded.append(bucket)
 
-    def keel_attempt(self, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
+    def keel_attempt(self, method: str, args: tuple[Any, ...]) -> Any:
         return attempt(self, method, args)
 
 
@@ -320,5 +319,5 @@ class Workers:
 def test_channel_errors_keep_their_type(error: Exception, kind: type[Exception]) -> None:
     good = Worker()
     with pytest.raises(kind, match=str(error)) as raised:
-        call_workers(Workers(good, Worker(error)), "keel_load_bucket", "a", several=True)
+        call_workers(Workers(good, Worker(error)), "keel_load_bucket", "a")
     assert type(raised.value) is kind and good.loaded == ["a"]

@@ -11,7 +11,7 @@ from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
-from keel.weights.sync import StoreTransfer
+from keel.weights.sync import through_store
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
 
@@ -103,7 +103,7 @@ class World:
         return done(version)
 
     def send(self, version: int) -> Future[None]:
-        return self.pool.update(version, StoreTransfer(version, []))
+        return self.pool.update(version, through_store(version, []))
 
     def update_all(self, version: int) -> None:
         self.send(version).result(timeout=PATIENCE_S)

@@ -21,7 +21,7 @@ import ray
 from keel.rollout.pool import stall_detector
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
-from keel.weights.sync import StoreTransfer
+from keel.weights.sync import Transfer, through_store
 from tests.buckets import pack_buckets
 from tests.rollout.pool.fake_engines import generate
 from tests.rollout.remote_engine import engine_spec, prompts
@@ -53,8 +53,8 @@ def pool(folder: Path, buckets: list[Any]) -> Iterator[RolloutPool]:
     ray.shutdown()
 
 
-def stored(version: int, buckets: list[Any]) -> StoreTransfer:
-    return StoreTransfer(version, [ray.put(bucket) for bucket in buckets])
+def stored(version: int, buckets: list[Any]) -> Transfer:
+    return through_store(version, [ray.put(bucket) for bucket in buckets])
 
 
 def actors(pool: RolloutPool) -> list[Any]:
