@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from keel.weights.buckets import TensorEntry
 
@@ -65,6 +67,8 @@ Placed = Mapping[str, tuple[TensorEntry, tuple[CopyPiece, ...]]]
 _Copies = tuple[list[Tensor], list[Layout]]
 """Target tensors, and the layouts of the bucket parts to copy into them. All are copied in one
 call. For this, they must have the same types, and either all or none of them have gaps."""
+_Program = list[tuple[torch.dtype, _Copies]]
+"""The copies of a bucket, with the type of their source."""
 
 
 class CopyPlan:
@@ -76,9 +80,7 @@ class CopyPlan:
         """Create a plan that copies the pieces in `placed` into `kernels`. `fills` are the parts of
         the kernels' tensors that always have the same value, such as padding."""
         self.kernels, self.placed, self._fills = kernels, placed, fills
-        self._programs: dict[
-            str, tuple[tuple[TensorEntry, ...], list[tuple[torch.dtype, _Copies]]]
-        ] = {}
+        self._programs: dict[str, tuple[tuple[TensorEntry, ...], _Program]] = {}
         """The table and the copies of each known bucket, keyed by the name of its first tensor."""
 
     def begin(self) -> None:
@@ -104,7 +106,7 @@ class CopyPlan:
                 [window(flat, dtype, (first + at, size, stride)) for at, size, stride in sources],
             )
 
-    def _program(self, pieces: Iterable[CopyPiece]) -> list[tuple[torch.dtype, _Copies]]:
+    def _program(self, pieces: Iterable[CopyPiece]) -> _Program:
         groups: dict[tuple[torch.dtype, torch.dtype, bool], _Copies] = {}
         for piece in pieces:
             kernel = self.kernels[piece.kernel]
@@ -239,26 +241,26 @@ class _Target:
 class _Bucket:
     alive: StorageWeakRef
     entries: tuple[TensorEntry, ...]
-    starts: list[int]
-    """Byte offset of each entry in the storage."""
+    start: int
+    """Byte offset of the bucket in its storage."""
 
 
-class LoadRecorder:
+class LoadRecorder(TorchDispatchMode):
     """Records how vLLM's loader carries out one update."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
         """Create the recorder before the update starts. `deferred` are the layers that process
         their weights after loading. They do this again in every update, so the processing is not
         recorded and may compute anything."""
+        super().__init__()
         self.refusal = ""
         """The reason why no plan can be made. Empty as long as a plan is possible."""
-        self._model, self._deferred = model, deferred
-        self._mode, self._paused = _Observer(self._operation), False
+        self._model, self._deferred, self._paused = model, deferred, False
         self._targets: dict[int, _Target] = {}
         self._buckets: dict[int, _Bucket] = {}
         self._arrived: dict[str, TensorEntry] = {}
         self._addresses = _addresses(model)
-        for name, tensor in _tensors(model):
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             if tensor.is_meta:
                 self.refuse(f"{name} was left unfinished by an earlier update")
                 continue
@@ -273,8 +275,7 @@ class LoadRecorder:
     def bucket(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Iterator[None]:
         """Context manager that records how a bucket is loaded."""
         alive = StorageWeakRef(flat.untyped_storage())
-        starts = [int(flat.storage_offset()) + entry.offset for entry in entries]
-        self._buckets[_key(flat)] = _Bucket(alive, entries, starts)
+        self._buckets[_key(flat)] = _Bucket(alive, entries, int(flat.storage_offset()))
         for entry in entries:
             if entry.name in self._arrived:
                 self.refuse(f"{entry.name} came twice")
@@ -295,7 +296,7 @@ class LoadRecorder:
         for layer in self._deferred:
             layer.__dict__[_AFTER_LOADING] = self._unobserved(getattr(layer, _AFTER_LOADING))
         try:
-            with self._mode:
+            with self:
                 yield
         finally:
             for layer in self._deferred:
@@ -344,12 +345,17 @@ class LoadRecorder:
         placed = {name: (entry, tuple(pieces[name])) for name, entry in self._arrived.items()}
         return CopyPlan(kernels, placed, fills)
 
-    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        inputs = [] if self.refusal or self._paused else _leaves((args, kwargs))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [] if self.refusal or self._paused else _tensors_in((args, kwargs))
         keys = {_key(tensor) for tensor in inputs if not tensor.is_meta and tensor.numel()}
         known = any(key in self._buckets or key in self._targets for key in keys)
         if known and func in (_ATEN.fill_.Scalar, _ATEN.zero_.default):
-            self._fill(args[0], 0.0 if func is _ATEN.zero_.default else float(args[1]))
+            if _key(args[0]) in self._buckets:
+                self.refuse("a tensor of the checkpoint is written to")
+            else:
+                value = 0.0 if func is _ATEN.zero_.default else float(args[1])
+                self._write(args[0], _Write(None, value=value))
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if not known or func.overloadpacket in _SHAPE_ONLY:
@@ -357,7 +363,7 @@ class LoadRecorder:
         if func.overloadpacket is _ATEN.copy_:
             self._copy(args[0], args[1])
             return result
-        made = {_key(tensor) for tensor in _leaves(result)}
+        made = {_key(tensor) for tensor in _tensors_in(result)}
         if func._schema.is_mutable or not made or not made <= keys:
             for key in keys:
                 self._read(key, str(func))
@@ -394,10 +400,10 @@ class LoadRecorder:
     def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
         """Record the copy of a part of a checkpoint tensor."""
         offset, shape, stride = _layout(source)
-        begin = offset * source.dtype.itemsize
-        index = max(bisect_right(bucket.starts, begin) - 1, 0)
-        entry = bucket.entries[index]
-        start, rest = divmod(begin - bucket.starts[index], source.dtype.itemsize)
+        at = offset * source.dtype.itemsize - bucket.start
+        index = bisect_right(bucket.entries, at, key=lambda entry: entry.offset) - 1
+        entry = bucket.entries[max(index, 0)]
+        start, rest = divmod(at - entry.offset, source.dtype.itemsize)
         last = start + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         wrong_type = str(source.dtype) != f"torch.{entry.dtype}"
         if wrong_type or start < 0 or rest or last >= entry.numel:
@@ -407,12 +413,6 @@ class LoadRecorder:
         # Tensors loaded into a kernel directly are small, such as a bias; `plan` compares them.
         data = source if self._target(to).kernel is None else source.clone()
         self._write(to, _Write(data, entry.name, start, source.stride()))
-
-    def _fill(self, to: Tensor, value: float) -> None:
-        if _key(to) in self._buckets:
-            self.refuse("a tensor of the checkpoint is written to")
-        else:
-            self._write(to, _Write(None, value=value))
 
     def _write(self, to: Tensor, write: _Write) -> None:
         target = self._target(to)
@@ -476,21 +476,8 @@ class LoadRecorder:
         return self._targets[key]
 
 
-class _Observer(TorchDispatchMode):
-    def __init__(self, operation: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()
-        self._operation = operation
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._operation(func, args, kwargs or {})
-
-
-def _leaves(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(each)
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _key(tensor: Tensor) -> int:
@@ -501,15 +488,10 @@ def _layout(tensor: Tensor) -> Layout:
     return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def _addresses(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     return {
         name: (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        for name, tensor in _tensors(model)
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
         if not tensor.is_meta
     }
 
