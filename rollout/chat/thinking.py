@@ -74,12 +74,31 @@ def split_thinking(
     Set `opened` if the prompt or an earlier turn has already opened the thinking, and `inside` if
     the thinking may contain calls.
     """
-    scanner = _Scanner(text, bounds, marks, inside=inside)
+    opening, closing = re.escape(marks.open), re.escape(marks.close)
+    call, end = bounds.start or r"(?!)", re.escape(bounds.end)
+    # A call that ends before the next one starts, or else only the start of a call.
+    closed = rf"{call}(?:(?:(?!{call}|{end}).)*+{end})?" if end else call
+    to_end = rf"{call}(?:.*?{end}|.*)" if end else f"{call}.*"
+
+    def first(pattern: str, position: int) -> re.Match[str] | None:
+        matches = re.compile(pattern, re.MULTILINE | re.DOTALL).finditer(text, position)
+        return next((m for m in matches if m[0] in (marks.open, marks.close)), None)
+
+    def only_calls(position: int) -> bool:
+        return bounds.whole is not None and bounds.whole.match(text, position) is not None
+
     thinks = opened and not text.lstrip().startswith(marks.open)
-    thinks = thinks or scanner.starts_in_thinking()
+    if not thinks and not only_calls(0):
+        mark = first(f"{opening}|{closing}|{closed if end else to_end}", 0)
+        thinks = mark is not None and mark[0] == marks.close
     position, thoughts, answer = 0, list[str](), list[str]()
     while True:
-        mark = scanner.next_close(position) if thinks else scanner.next_open(position, answer)
+        if thinks:
+            mark = first(f"{closing}|{closed}" if inside else closing, position)
+        elif only_calls(position) and not any(map(str.strip, answer[-1:])):
+            mark = None
+        else:
+            mark = first(f"{opening}|{to_end}", position)
         part = text[position : mark.start() if mark else None]
         (thoughts if thinks else answer).append(part)
         if mark is None:
@@ -88,61 +107,3 @@ def split_thinking(
     if thinks:
         return "\n".join([*answer, *thoughts]).strip(), "", True
     return "\n".join(part.strip() for part in thoughts), "".join(answer), False
-
-
-class _Scanner:
-    """Finds the thinking marks of a turn in one pass, skipping marks inside calls."""
-
-    def __init__(
-        self, text: str, bounds: CallBounds, marks: ThinkingMarks, *, inside: bool
-    ) -> None:
-        self._text, self._bounds, self._marks = text, bounds, marks
-        opening, closing = re.escape(marks.open), re.escape(marks.close)
-        start = f"|{bounds.start}" if bounds.start else ""
-        self._open = re.compile(opening + start, re.MULTILINE)
-        self._close = re.compile(closing + start * inside, re.MULTILINE)
-        self._any = re.compile(f"{opening}|{closing}{start}", re.MULTILINE)
-        either = f"{bounds.start}|{re.escape(bounds.end)}" if bounds.end else ""
-        self._call_edge = re.compile(either, re.MULTILINE) if either else None
-
-    def starts_in_thinking(self) -> bool:
-        position = 0
-        if self._all_calls(0):
-            return False
-        while mark := self._any.search(self._text, position):
-            if mark[0] in (self._marks.open, self._marks.close):
-                return mark[0] == self._marks.close
-            if not self._bounds.end:
-                return False
-            position = self._after_closed(mark)
-        return False
-
-    def next_open(self, position: int, answer: Sequence[str]) -> re.Match[str] | None:
-        if not any(map(str.strip, answer[-1:])) and self._all_calls(position):
-            return None
-        while mark := self._open.search(self._text, position):
-            if mark[0] == self._marks.open:
-                return mark
-            end = self._bounds.end
-            stop = self._text.find(end, mark.end()) if end else -1
-            position = len(self._text) if stop < 0 else stop + len(end)
-        return None
-
-    def next_close(self, position: int) -> re.Match[str] | None:
-        while mark := self._close.search(self._text, position):
-            if mark[0] == self._marks.close:
-                return mark
-            position = self._after_closed(mark)
-        return None
-
-    def _after_closed(self, call: re.Match[str]) -> int:
-        """Return the position after a call. If the next call starts before this one is closed, only
-        its opening is skipped."""
-        following = self._call_edge.search(self._text, call.end()) if self._call_edge else None
-        if following is not None and following[0] == self._bounds.end:
-            return following.end()
-        return call.end()
-
-    def _all_calls(self, position: int) -> bool:
-        whole = self._bounds.whole
-        return whole is not None and whole.match(self._text, position) is not None
