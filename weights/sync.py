@@ -77,10 +77,8 @@ class _WeightTarget(Protocol):
 
 
 def through_store(version: int, buckets: Sequence[Any]) -> Transfer:
-    """Send weights through Ray's object store, which copies them to each node once.
-
-    `buckets` are Ray object references to `keel.weights.buckets.Bucket` objects.
-    """
+    """Send weights through Ray's object store, which copies them to each node once. `buckets` are
+    Ray object references to `keel.weights.buckets.Bucket` objects."""
     return lambda engines: [engine.update(version, buckets) for engine in engines]
 
 

@@ -24,11 +24,9 @@ _PROBE = ToolSpec(
 
 
 class TemplateChat:
-    """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer.
-
-    The template also determines the text between a sampled turn and the next turn. To find this
-    text, the class renders a short conversation and takes everything after its assistant message.
-    """
+    """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer. The
+    template also determines the text between a sampled turn and the next turn. To find this text,
+    the class renders a short conversation and takes everything after its assistant message."""
 
     def __init__(
         self,
@@ -77,9 +75,7 @@ class TemplateChat:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
         """Start a new conversation and return its ids, up to the start of the policy's first turn.
-
-        Thinking before the last user message is left out. See `Chat.opening`.
-        """
+        Thinking before the last user message is left out. See `Chat.opening`."""
         if tools:
             self.tool_modes.add(thinking)
         text, marks = self.text(messages, tools, thinking=thinking)
@@ -92,10 +88,8 @@ class TemplateChat:
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        """Append new messages to `ids`. Returns None if the conversation cannot be extended.
-
-        See `Chat.extend`.
-        """
+        """Append new messages to `ids`. Returns None if the conversation cannot be extended. See
+        `Chat.extend`."""
         roles = [message["role"] for message in messages]
         if not messages or "assistant" in roles:
             raise ValueError(f"a conversation continues with new messages, not with roles {roles}")
@@ -187,11 +181,9 @@ class TemplateChat:
         thinking: bool,
     ) -> list[int]:
         """Return the ids that the policy would sample for `reply`, including the end of the turn.
-
         `after` contains the messages that follow. They matter for formats in which the start of the
         next message ends a turn. Raises ValueError if the template renders `messages` differently
-        once `reply` follows.
-        """
+        once `reply` follows."""
         before, _ = self.text(messages, tools, thinking=thinking)
         whole, marks = self.text([*messages, reply], tools, thinking=thinking, speak=False)
         # Some templates omit a think block at the end of the prompt from the history.

@@ -24,10 +24,8 @@ _PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Two characters that mark text from outside the template.
-
-    Neither of them occurs anywhere in the conversation.
-    """
+    """Two characters that mark text from outside the template. Neither of them occurs anywhere in
+    the conversation."""
 
     inside: str
     """Character inserted into text that looks like a control token, to break it up."""
@@ -106,11 +104,8 @@ class Encoder:
 
     def shield_whole(self, text: str, marks: Marks) -> str:
         """Escape text so that it cannot combine with adjacent template text to form a control
-        token.
-
-        Leading and trailing whitespace stays outside the marks, so that templates can still strip
-        it.
-        """
+        token. Leading and trailing whitespace stays outside the marks, so that templates can still
+        strip it."""
         core = text.strip()
         sizes = range(1, min(len(core), self._longest) + 1)
         open_ended = any(
@@ -144,10 +139,8 @@ class Encoder:
         return ids + self._encode_plain(text[end:], marks, left=strip, right=False)
 
     def decode(self, ids: Sequence[int], marks: Marks) -> str:
-        """Decode ids to text.
-
-        Text that only looks like a control token is broken up with a mark.
-        """
+        """Decode ids to text. Text that only looks like a control token is broken up with a
+        mark."""
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:

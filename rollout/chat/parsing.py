@@ -110,11 +110,9 @@ def _read_tagged(
     inside: bool,
     marks: ThinkingMarks = THINK,
 ) -> ParsedTurn:
-    """Parse a turn whose thinking is enclosed in `marks`.
-
-    Set `opened` if the prompt or an earlier turn has already opened the thinking. If `inside` is
-    set, only calls made while thinking are valid.
-    """
+    """Parse a turn whose thinking is enclosed in `marks`. Set `opened` if the prompt or an earlier
+    turn has already opened the thinking. If `inside` is set, only calls made while thinking are
+    valid."""
     reasoning, content, is_open = split_thinking(
         text, bounds, opened=opened, inside=inside, marks=marks
     )
@@ -186,11 +184,8 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _without_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
-    """Return the text outside the two marks, and the calls.
-
-    Unpaired marks are removed. If there are no calls after an opening mark, a malformed call is
-    added.
-    """
+    """Return the text outside the two marks, and the calls. Unpaired marks are removed. If there
+    are no calls after an opening mark, a malformed call is added."""
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)
@@ -232,11 +227,9 @@ _LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:'
 
 
 def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse tool calls in the format of Llama 3.
-
-    A turn with calls consists of JSON objects with `name` and `parameters`, separated by `;`. If a
-    tool takes `code`, the turn may instead contain code after `<|python_tag|>`.
-    """
+    """Parse tool calls in the format of Llama 3. A turn with calls consists of JSON objects with
+    `name` and `parameters`, separated by `;`. If a tool takes `code`, the turn may instead contain
+    code after `<|python_tag|>`."""
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
     is_json = _LLAMA3_JSON.match(body)
@@ -262,11 +255,8 @@ def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse the tool calls of the tiny test model.
-
-    Each call is a line such as `@name 1, "two"`. The JSON arguments follow the order in the tool's
-    schema.
-    """
+    """Parse the tool calls of the tiny test model. Each call is a line such as `@name 1, "two"`.
+    The JSON arguments follow the order in the tool's schema."""
     if not tools:
         return text, []
     lines = text.split("\n")
@@ -286,11 +276,8 @@ def read_harmony(
     inside: bool,
     marks: ThinkingMarks = HARMONY,
 ) -> ParsedTurn:
-    """Parse a turn of gpt-oss.
-
-    A turn consists of messages. Each message has a channel and, if it is a call, a recipient. Calls
-    in the `analysis` channel are valid only if `inside` is set.
-    """
+    """Parse a turn of gpt-oss. A turn consists of messages. Each message has a channel and, if it
+    is a call, a recipient. Calls in the `analysis` channel are valid only if `inside` is set."""
     reasoning: list[str] = []
     content: list[str] = []
     items: list[_Item] = []
@@ -328,11 +315,9 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _C
 
 
 def _from_value(value: Any, key: str, body: str) -> _Item:
-    """Read a tool call from a JSON object.
-
-    `key` is the key under which this format stores the arguments, but `arguments` and `parameters`
-    are accepted as well. If there are no arguments, the object may contain only the name.
-    """
+    """Read a tool call from a JSON object. `key` is the key under which this format stores the
+    arguments, but `arguments` and `parameters` are accepted as well. If there are no arguments, the
+    object may contain only the name."""
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
         return Broken(body, form)
@@ -363,11 +348,8 @@ def _named(name: Any, arguments: Any, body: str) -> _Item:
 
 
 def _by_schema(value: str, schema: Any) -> Any:
-    """Parse a value as JSON.
-
-    The value stays a string if it is not valid JSON, or if the schema allows a string but not the
-    parsed type.
-    """
+    """Parse a value as JSON. The value stays a string if it is not valid JSON, or if the schema
+    allows a string but not the parsed type."""
     kinds = _kinds(schema)
     try:
         parsed = strict_json.load(value)

@@ -21,11 +21,9 @@ _DEVELOPER = re.compile("[\"']developer[\"']")
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages` without the thinking that precedes the last user message.
-
-    Thinking is kept as long as only tool results follow it, and dropped once a new user message
-    arrives. Tool calls and results are always kept (DeepSeek-V3.2, 2025, section 3.2.1).
-    """
+    """Return `messages` without the thinking that precedes the last user message. Thinking is kept
+    as long as only tool results follow it, and dropped once a new user message arrives. Tool calls
+    and results are always kept (DeepSeek-V3.2, 2025, section 3.2.1)."""
     users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
     last = users[-1] if users else -1
     return [
@@ -76,11 +74,8 @@ class Renderer:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """Render a conversation as text with marks.
-
-        If `speak` is set, the text ends with the start of the policy's turn. Raises ValueError if
-        the template rejects the messages.
-        """
+        """Render a conversation as text with marks. If `speak` is set, the text ends with the start
+        of the policy's turn. Raises ValueError if the template rejects the messages."""
         shielded = [self._shield_message(message, marks) for message in messages]
         offered: Any = [self._shield_all(tool, marks) for tool in tools]
         if offered and self._omits_tools:
@@ -149,12 +144,10 @@ def render(
     thinking: bool,
     speak: bool = True,
 ) -> str:
-    """Render a conversation with the chat template or with DeepSeek-V3.2's code.
-
-    If `speak` is set, the text ends with the start of the policy's turn. A template that does not
-    know the role developer gets these messages as system messages. Errors from the template are
-    raised unchanged.
-    """
+    """Render a conversation with the chat template or with DeepSeek-V3.2's code. If `speak` is set,
+    the text ends with the start of the policy's turn. A template that does not know the role
+    developer gets these messages as system messages. Errors from the template are raised
+    unchanged."""
     if written_by_code(tokenizer):
         return _deepseek_v32(messages, tools, thinking=thinking)
     if not _DEVELOPER.search(str(tokenizer.chat_template)):

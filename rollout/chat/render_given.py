@@ -98,12 +98,10 @@ def _check_shown(
     first: int,
     way: tuple[bool, bool | None],
 ) -> None:
-    """Check that the template shows every message that was not written by the assistant.
-
-    A template may skip unknown roles, or a system message that is not first. The check replaces the
-    contents with probe words and renders them with `write`. It runs once for each sequence of roles
-    and way of rendering. `first` is the index of the first message.
-    """
+    """Check that the template shows every message that was not written by the assistant. A template
+    may skip unknown roles, or a system message that is not first. The check replaces the contents
+    with probe words and renders them with `write`. It runs once for each sequence of roles and way
+    of rendering. `first` is the index of the first message."""
     roles = tuple(
         str(one["role"]) if _plain(one.get("content")) else "" for one in messages
     )  # an empty message loses nothing

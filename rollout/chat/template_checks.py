@@ -47,12 +47,10 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Check that the policy can call tools while it thinks, and only then.
-
-    The check parses a call, adds its result in the usual way, and continues the thinking. It also
-    checks that a call after the thinking counts as malformed. `chat` must have `tools_in_thinking`
-    set and must pass `check_prefix_law`. Raises ValueError naming the template and a fix.
-    """
+    """Check that the policy can call tools while it thinks, and only then. The check parses a call,
+    adds its result in the usual way, and continues the thinking. It also checks that a call after
+    the thinking counts as malformed. `chat` must have `tools_in_thinking` set and must pass
+    `check_prefix_law`. Raises ValueError naming the template and a fix."""
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
     reply = _reply(0, 1, tools, thinking=True)
     after, close = _answers(reply), chat.marks.close
@@ -85,11 +83,8 @@ def _check_conversation(
     chat: TemplateChat, tools: Sequence[ToolSpec], calls: Sequence[int], *, thinking: bool
 ) -> None:
     """Check a conversation in which turn i makes `calls[i]` calls, followed by an answer and
-    another user question.
-
-    Every turn is extended in two ways: as if the policy had ended it, and as if it had been
-    truncated at its length limit.
-    """
+    another user question. Every turn is extended in two ways: as if the policy had ended it, and as
+    if it had been truncated at its length limit."""
     messages: list[Message] = [
         {"role": "system", "content": "Help."},
         {"role": "user", "content": "Which?"},
@@ -202,11 +197,9 @@ def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") ->
 
 
 def ends_of(path: str) -> tuple[int, ...]:
-    """Return the `eos_token_id`s of a model, which end every completion in the engine.
-
-    They are read from generation_config.json or, if that file does not exist, from config.json, as
-    in vLLM. `path` is a folder or a hub name. Raises ConfigError if neither file exists.
-    """
+    """Return the `eos_token_id`s of a model, which end every completion in the engine. They are
+    read from generation_config.json or, if that file does not exist, from config.json, as in vLLM.
+    `path` is a folder or a hub name. Raises ConfigError if neither file exists."""
     try:
         config = GenerationConfig.from_pretrained(path, **hub_options(path))
     except OSError:

@@ -25,10 +25,8 @@ _FAMILIES = (
 
 def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
     """Return the strings that open and close a tokenizer's thinking, or None if they are unknown.
-
     `named` is the setting `model.thinking_marks` and takes precedence. If it is not set, the marks
-    are looked up first in the chat template and then among the added tokens.
-    """
+    are looked up first in the chat template and then among the added tokens."""
     if named:
         return ThinkingMarks(*named)
     template, added = str(tokenizer.chat_template or ""), tokenizer.get_added_vocab()
@@ -42,10 +40,8 @@ def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
 
 @dataclass(frozen=True, slots=True)
 class CallBounds:
-    """Patterns that match the start and end of a model family's tool calls.
-
-    Thinking marks inside a call are ordinary text.
-    """
+    """Patterns that match the start and end of a model family's tool calls. Thinking marks inside a
+    call are ordinary text."""
 
     start: str = ""
     """Pattern that matches the start of a call. Empty if the family has no calls."""
@@ -67,13 +63,10 @@ def split_thinking(
     inside: bool = False,
     marks: ThinkingMarks = THINK,
 ) -> tuple[str, str, bool]:
-    """Split a turn into its reasoning and its content.
-
-    Returns (reasoning, content, whether the turn ends while thinking). If the thinking is never
-    closed, there is no content. If the first mark closes thinking, the text before it is reasoning.
-    Set `opened` if the prompt or an earlier turn has already opened the thinking, and `inside` if
-    the thinking may contain calls.
-    """
+    """Split a turn into its reasoning and its content. Returns (reasoning, content, whether the
+    turn ends while thinking). If the thinking is never closed, there is no content. If the first
+    mark closes thinking, the text before it is reasoning. Set `opened` if the prompt or an earlier
+    turn has already opened the thinking, and `inside` if the thinking may contain calls."""
     opening, closing = re.escape(marks.open), re.escape(marks.close)
     call, end = bounds.start or r"(?!)", re.escape(bounds.end)
     # A call that ends before the next one starts, or else only the start of a call.

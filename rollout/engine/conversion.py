@@ -26,12 +26,9 @@ class RenderedPrompt:
 
 
 def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> RenderedPrompt:
-    """Convert a prompt to token ids.
-
-    Messages are rendered with the chat template. A raw prompt is encoded after the tokenizer's
-    start token. `marks` are the strings that open and close thinking in this model family. Raises
-    ValueError if the prompt is empty.
-    """
+    """Convert a prompt to token ids. Messages are rendered with the chat template. A raw prompt is
+    encoded after the tokenizer's start token. `marks` are the strings that open and close thinking
+    in this model family. Raises ValueError if the prompt is empty."""
     if prompt.raw:
         (message,) = prompt.messages
         text = str(message["content"])
@@ -79,11 +76,9 @@ def _hidden_ids(tokenizer: Any, marks: ThinkingMarks) -> set[int] | None:
 
 
 def _translate_marks(text: str, marks: ThinkingMarks) -> str:
-    """Replace a completion's thinking marks with `THINK`, the marks that rewards look for.
-
-    If a model with different marks happens to write `THINK` as text, a space is inserted so that it
-    is not mistaken for a mark.
-    """
+    """Replace a completion's thinking marks with `THINK`, the marks that rewards look for. If a
+    model with different marks happens to write `THINK` as text, a space is inserted so that it is
+    not mistaken for a mark."""
     if marks == THINK:
         return text
     for usual in (THINK.open, THINK.close):
@@ -99,12 +94,10 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
 
 
 def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
-    """Convert a completion to an assistant message.
-
-    The message has `content`, `raw` and, if there is any reasoning, `reasoning_content`. Set
-    `thinking` if the prompt has already opened the think block. If the block is never closed, the
-    whole text is reasoning, so an answer inside it does not count.
-    """
+    """Convert a completion to an assistant message. The message has `content`, `raw` and, if there
+    is any reasoning, `reasoning_content`. Set `thinking` if the prompt has already opened the think
+    block. If the block is never closed, the whole text is reasoning, so an answer inside it does
+    not count."""
     opens = raw.lstrip().startswith(THINK.open)
     text = THINK.open + raw if thinking and not opens else raw
     # No block begins after the last closing mark; searching there would take quadratic time.

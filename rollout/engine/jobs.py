@@ -67,9 +67,7 @@ class GroupJob(_Job):
 
     def add(self, sibling: int, completion: Completion) -> None:
         """Add a completion as a trajectory with one segment of P prompt and G sampled tokens.
-
-        Raises ValueError if the lengths of the recorded arrays do not match.
-        """
+        Raises ValueError if the lengths of the recorded arrays do not match."""
         recording, prompt_id = completion.recording, self.prompt.prompt_id
         prompt = len(self.context)
         if not np.isfinite(recording.logp).all():

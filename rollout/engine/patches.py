@@ -106,12 +106,9 @@ def _free_memory() -> int:
 @contextmanager
 def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
     """Skip the parts of vLLM's warm-up that Keel does not need, for engines built inside this
-    context.
-
-    These parts take about 40 of 112 seconds on an H100 host. The model classes in `architectures`
-    are inspected in this process, which loads them anyway. Without this, vLLM would start a new
-    process to inspect them, and that process would import vLLM again.
-    """
+    context. These parts take about 40 of 112 seconds on an H100 host. The model classes in
+    `architectures` are inspected in this process, which loads them anyway. Without this, vLLM would
+    start a new process to inspect them, and that process would import vLLM again."""
     for name in architectures:
         known = ModelRegistry.models.get(name)
         if known is not None:
@@ -143,12 +140,9 @@ def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
 
 def install_invariant_kernels() -> None:
     """Replace vLLM's batch-invariant kernels with faster ones that return bitwise identical
-    results.
-
-    vLLM's GEMM uses tile sizes that suit large batches for all but five shapes, and its
+    results. vLLM's GEMM uses tile sizes that suit large batches for all but five shapes, and its
     normalisation of attention heads copies its input. The calls themselves are patched, because
-    vLLM's registry can only replace whole layers.
-    """
+    vLLM's registry can only replace whole layers."""
     from keel.model.batch_invariant import kernel_variants  # noqa: PLC0415  (needs Triton)
 
     if hasattr(_linear.linear_batch_invariant, "keel_patch"):
@@ -181,12 +175,9 @@ _wide_outputs: list[_SummedLinearMethod] = []
 @contextmanager
 def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
     """Build engines with a float32 residual stream if `wide` is set, as in the trainer
-    (`keel.model.layers.residual`).
-
-    In vLLM, a norm layer adds a block's output to the residual stream and passes the sum on. This
-    patch does not round the sum, so the stream is float32 from the first sum on. Raises
-    RuntimeError unless the attention of all `layers` layers was set up.
-    """
+    (`keel.model.layers.residual`). In vLLM, a norm layer adds a block's output to the residual
+    stream and passes the sum on. This patch does not round the sum, so the stream is float32 from
+    the first sum on. Raises RuntimeError unless the attention of all `layers` layers was set up."""
     _wide_outputs.clear()
     for kind in (_Float32Norm, _Float32Output):
         name = kind.__bases__[0].__name__

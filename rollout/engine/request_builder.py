@@ -52,11 +52,9 @@ class TemplatedRequests:
         varying: Mapping[str, int],
         params: Callable[[], SamplingParams],
     ) -> None:
-        """Add a request for one completion, with `name` as vLLM's id for it.
-
-        `name` must be unique, and `conversation` may be empty. Two requests have the same `kind` if
-        their `params` differ only in `varying`. Raises ValueError if the request is invalid.
-        """
+        """Add a request for one completion, with `name` as vLLM's id for it. `name` must be unique,
+        and `conversation` may be empty. Two requests have the same `kind` if their `params` differ
+        only in `varying`. Raises ValueError if the request is invalid."""
         ids = np.asarray(context, np.int32)
         prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
         if (template := self._templates.get(kind)) is None:

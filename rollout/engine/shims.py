@@ -29,11 +29,9 @@ def install() -> None:
 
 
 def _prepack_experts(original: Any) -> Any:
-    """Pack expert weights for the CPU kernel each time weights are loaded.
-
-    vLLM does not do this when weights are updated. The kernel would then read unpacked weights as
-    packed ones, and every expert would silently compute wrong results.
-    """
+    """Pack expert weights for the CPU kernel each time weights are loaded. vLLM does not do this
+    when weights are updated. The kernel would then read unpacked weights as packed ones, and every
+    expert would silently compute wrong results."""
 
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         updating, before = self.moe_kernel is not None, layer.w13_weight
@@ -47,11 +45,8 @@ def _prepack_experts(original: Any) -> Any:
 
 def _rotate_3d_queries(original: Any) -> Any:
     """Apply rotary embeddings correctly to queries of shape [T, heads, D] (multi-head latent
-    attention).
-
-    vLLM's CPU kernel mixes up the heads of a 3-D query if the rotation is interleaved. The torch
-    implementation does not.
-    """
+    attention). vLLM's CPU kernel mixes up the heads of a 3-D query if the rotation is interleaved.
+    The torch implementation does not."""
 
     def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         if query.dim() == 3:
@@ -62,12 +57,10 @@ def _rotate_3d_queries(original: Any) -> Any:
 
 
 def _keep_seeded_streams(original: Any) -> Any:
-    """Make a seeded request draw random numbers only for the tokens that it keeps.
-
-    During a chunked prefill, vLLM samples a token after every chunk, discards it and rewinds the
-    request's random generator. CPU generators cannot be rewound, so completions would depend on how
-    their prompts were split into chunks. This patch sets the generators aside during such steps.
-    """
+    """Make a seeded request draw random numbers only for the tokens that it keeps. During a chunked
+    prefill, vLLM samples a token after every chunk, discards it and rewinds the request's random
+    generator. CPU generators cannot be rewound, so completions would depend on how their prompts
+    were split into chunks. This patch sets the generators aside during such steps."""
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         batch = self.input_batch

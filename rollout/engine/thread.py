@@ -46,10 +46,8 @@ class _Command:
 
 @dataclass(slots=True)
 class _JobInFlight:
-    """A job that is being sampled.
-
-    Its time limits count only the time in which the engine is busy, excluding updates and sleep.
-    """
+    """A job that is being sampled. Its time limits count only the time in which the engine is busy,
+    excluding updates and sleep."""
 
     future: Future[Any]
     begin: float
@@ -112,11 +110,8 @@ class EngineThread:
         self, request: TurnRequest, *, sampling: SamplingConfig | None = None, record: bool = True
     ) -> Future[TurnResult]:
         """Sample one turn of a conversation and return a future for it, as `submit` does for a
-        group.
-
-        The turn has no tokens if its deadline passed before the first token. The future fails with
-        LostTurn if a log-probability is not finite.
-        """
+        group. The turn has no tokens if its deadline passed before the first token. The future
+        fails with LostTurn if a log-probability is not finite."""
         options = sampling or self._config.sampling
         return self._begin(
             lambda engine, job: engine.add_turn(job, request, sampling=options, record=record),
@@ -157,11 +152,8 @@ class EngineThread:
         return self._await(self._enqueue(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
-        """Connect to the trainer rank that sends weights.
-
-        Set `shares` if that rank runs on the engine's own GPU. No channel is then needed to
-        transfer the weights.
-        """
+        """Connect to the trainer rank that sends weights. Set `shares` if that rank runs on the
+        engine's own GPU. No channel is then needed to transfer the weights."""
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
         self._inbox = Mailbox(rendezvous, name, timeout_s=timeout_s)
@@ -170,13 +162,10 @@ class EngineThread:
             self._await(joined, "the channel to open")
 
     def receive(self) -> None:
-        """Receive the weights that the trainer rank sends, and load them.
-
-        Raises TimeoutError if no message arrives for (1 + engines) × `rollout.update_timeout_s`, or
-        if the engine takes longer than `rollout.update_timeout_s` to process one. Raises ValueError
-        naming the tensor if a tensor is unknown or missing. After an error, the engine cannot be
-        used any more.
-        """
+        """Receive the weights that the trainer rank sends, and load them. Raises TimeoutError if no
+        message arrives for (1 + engines) × `rollout.update_timeout_s`, or if the engine takes
+        longer than `rollout.update_timeout_s` to process one. Raises ValueError naming the tensor
+        if a tensor is unknown or missing. After an error, the engine cannot be used any more."""
         inbox = self._inbox
         assert inbox is not None
         while True:
@@ -197,9 +186,7 @@ class EngineThread:
 
     def begin_update(self) -> None:
         """Begin a weight update. The engine does not sample again until `finish_update` is called.
-
-        Depending on `rollout.weight_updates`, running completions either pause or finish first.
-        """
+        Depending on `rollout.weight_updates`, running completions either pause or finish first."""
         self._interrupt(lambda engine: engine.begin_update())
 
     def _interrupt(self, act: Callable[[VllmEngine], Iterable[tuple[int, Result]]]) -> None:

@@ -147,10 +147,8 @@ class VllmEngine:
         draw: int = 0,
     ) -> None:
         """Start sampling a group. `step` returns it under the number `job` when it is complete.
-
         `draw` is the number of groups already sampled for this prompt with the same weights. Raises
-        ValueError if the prompt does not fit.
-        """
+        ValueError if the prompt does not fit."""
         rendered = render_prompt(self._tokenizer, prompt, self._marks)
         # One request per sibling: each has its seed, which is the same on every engine and in every
         # run, and they share the prompt's blocks.
@@ -171,10 +169,8 @@ class VllmEngine:
     def add_turn(
         self, job: int, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a turn. `step` returns it under the number `job` when it is complete.
-
-        The request's `max_tokens` takes precedence. Raises ValueError if the turn does not fit.
-        """
+        """Start sampling a turn. `step` returns it under the number `job` when it is complete. The
+        request's `max_tokens` takes precedence. Raises ValueError if the turn does not fit."""
         recording = self._recording_options(sampling, record)
         if recording.routes:
             recording = replace(recording, routes_from=request.routes_from)
@@ -261,10 +257,7 @@ class VllmEngine:
 
     def cut(self, number: int) -> list[tuple[int, Result]]:
         """End a job's unfinished completions with their next token. Returns the job if it is now
-        complete.
-
-        Completions without any token are dropped, which does not bias the lengths.
-        """
+        complete. Completions without any token are dropped, which does not bias the lengths."""
         job = self._jobs[number]
         job.cut = True
         scheduler = scheduler_of(self._llm)
@@ -295,11 +288,9 @@ class VllmEngine:
             self._requests.ended(name)
 
     def sleep(self) -> list[tuple[int, Result]]:
-        """Release GPU memory until the next update. A CPU engine keeps its memory.
-
-        Running completions pause until the update. Returns the jobs that were completed by tokens
-        already in flight.
-        """
+        """Release GPU memory until the next update. A CPU engine keeps its memory. Running
+        completions pause until the update. Returns the jobs that were completed by tokens already
+        in flight."""
         completed = self._pause()
         self.updating = self._asleep = True
         self._llm.sleep(level=_DISCARD, mode="keep")
@@ -307,11 +298,9 @@ class VllmEngine:
 
     def begin_update(self) -> list[tuple[int, Result]]:
         """Begin a weight update. The engine does not sample again until `finish_update` is called.
-
         Running completions pause and later resume with the new weights. vLLM then recomputes the
         keys and values of their tokens, but each token keeps the route with which it was sampled.
-        Returns the jobs that were completed by tokens already in flight.
-        """
+        Returns the jobs that were completed by tokens already in flight."""
         completed: list[tuple[int, Result]] = []
         if self._asleep:
             self._llm.wake_up(["weights"])
@@ -332,21 +321,15 @@ class VllmEngine:
         call_workers(self._llm, "keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load one bucket of weights.
-
-        Raises ValueError naming the tensor if a tensor is not in the checkpoint. Also raises the
-        errors of `Channel.receive`.
-        """
+        """Load one bucket of weights. Raises ValueError naming the tensor if a tensor is not in the
+        checkpoint. Also raises the errors of `Channel.receive`."""
         self._manifest.arrived(bucket)
         call_workers(self._llm, "keel_load_bucket", bucket)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Finish a weight update and switch sampling to the new weights.
-
-        Raises ValueError if tensors are missing. Raises RuntimeError if the `checksum` does not
-        match the bytes received directly from the trainer. After an error, the weights stay
-        incomplete.
-        """
+        """Finish a weight update and switch sampling to the new weights. Raises ValueError if
+        tensors are missing. Raises RuntimeError if the `checksum` does not match the bytes received
+        directly from the trainer. After an error, the weights stay incomplete."""
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
         if self._asleep:
@@ -389,10 +372,7 @@ class VllmEngine:
 
 
 def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
-    """Return the arguments for vLLM's engine.
-
-    `text` is the config of the model's language part.
-    """
+    """Return the arguments for vLLM's engine. `text` is the config of the model's language part."""
     config = spec.config
     args: dict[str, Any] = {
         "model": spec.model_path,

@@ -31,10 +31,8 @@ _LOG_BYTES = 32_768
 
 
 class VllmServer:
-    """A vLLM server in a child process.
-
-    `keel.rollout.judge.reaper` stops the server when this process ends or is killed.
-    """
+    """A vLLM server in a child process. `keel.rollout.judge.reaper` stops the server when this
+    process ends or is killed."""
 
     def __init__(
         self,
@@ -47,13 +45,10 @@ class VllmServer:
         port: int = 0,
         key: str = "",
     ) -> None:
-        """Start the server without waiting until it answers.
-
-        `name` is used in error messages. `environment` is added to this process's environment
-        variables. If `port` is 0, a free port is chosen. `key` is the API key that clients must
-        send; if it is empty, `VLLM_API_KEY` from the environment applies. Raises OSError if the
-        address cannot be bound.
-        """
+        """Start the server without waiting until it answers. `name` is used in error messages.
+        `environment` is added to this process's environment variables. If `port` is 0, a free port
+        is chosen. `key` is the API key that clients must send; if it is empty, `VLLM_API_KEY` from
+        the environment applies. Raises OSError if the address cannot be bound."""
         self._name, self._host, self._log = name, host, log
         # Bound but not listening: reserves the port until the server listens on it.
         self._reserved = socket.socket()
@@ -78,11 +73,8 @@ class VllmServer:
         return f"http://{self._host}:{self._port}/v1"
 
     def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server answers requests.
-
-        `knob` names the setting that determines `timeout_s`. Raises RuntimeError with the end of
-        the server's log if it does not start.
-        """
+        """Wait until the server answers requests. `knob` names the setting that determines
+        `timeout_s`. Raises RuntimeError with the end of the server's log if it does not start."""
         end = time.monotonic() + timeout_s
         while not self._is_healthy():
             reason = self.ended()

@@ -81,10 +81,8 @@ class JudgeServer:
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Begin starting the server, without waiting until it is ready.
-
-        Ray must be running. `options` are Ray options for the actor and override the defaults.
-        """
+        """Begin starting the server, without waiting until it is ready. Ray must be running.
+        `options` are Ray options for the actor and override the defaults."""
         self._config, self._gpu, self._options = config, gpu, options or {}
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()
@@ -99,10 +97,8 @@ class JudgeServer:
         return len(self._times)
 
     def url(self) -> str:
-        """URL of the running server. If the server has died, it is restarted first.
-
-        Raises RuntimeError with the end of the server's log if the server cannot be started.
-        """
+        """URL of the running server. If the server has died, it is restarted first. Raises
+        RuntimeError with the end of the server's log if the server cannot be started."""
         with self._lock:
             if self._url:
                 reason = self._ended()

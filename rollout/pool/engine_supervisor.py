@@ -42,12 +42,9 @@ _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0
 
 
 class RolloutEngine(UpdatableEngine, Protocol):
-    """The pool's interface to an engine.
-
-    All methods return immediately. Cancelling a future aborts the work. If the engine died, the
-    future fails with `EngineError` and the pool replaces the engine. The pool cannot recover from
-    any other error.
-    """
+    """The pool's interface to an engine. All methods return immediately. Cancelling a future aborts
+    the work. If the engine died, the future fails with `EngineError` and the pool replaces the
+    engine. The pool cannot recover from any other error."""
 
     def ready(self) -> Future[EngineStarted]:
         """Return a future that resolves when the engine can sample or, with `rollout.time_share`,
@@ -129,11 +126,9 @@ class EngineSupervisor:
         startup_s: float,
         update_s: float,
     ) -> None:
-        """Create a supervisor without starting any engine.
-
-        `build(i)` begins to start engine i. `update_s` is the time limit in seconds for a weight
-        update, and for an engine to fall asleep.
-        """
+        """Create a supervisor without starting any engine. `build(i)` begins to start engine i.
+        `update_s` is the time limit in seconds for a weight update, and for an engine to fall
+        asleep."""
         self.slots: list[EngineSlot] = []
         self.update_s = update_s
         self.target: WeightUpdate | None = None
@@ -153,11 +148,9 @@ class EngineSupervisor:
         return {slot.pending: slot for slot in self.slots if slot.pending is not None}
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines and wait until they are ready. Returns their distinct warnings.
-
-        Raises TimeoutError if an engine does not start in time. Raises EngineError if the start of
-        an engine fails, or if `kill` is called meanwhile.
-        """
+        """Start all engines and wait until they are ready. Returns their distinct warnings. Raises
+        TimeoutError if an engine does not start in time. Raises EngineError if the start of an
+        engine fails, or if `kill` is called meanwhile."""
         for index in range(self._config.engines):
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s
@@ -196,10 +189,8 @@ class EngineSupervisor:
                 return
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
-        """Make all engines load the new weights or fall asleep.
-
-        An engine that is busy with another stage does so when that stage ends.
-        """
+        """Make all engines load the new weights or fall asleep. An engine that is busy with another
+        stage does so when that stage ends."""
         self.resting = resting
         if target is not None and target is not self.target:
             self.target = target
@@ -222,10 +213,7 @@ class EngineSupervisor:
 
     def advance(self, slot: EngineSlot) -> EngineError | None:
         """Move a slot to its next stage once its pending result has arrived or its deadline has
-        passed.
-
-        Returns an error if the engine must be replaced.
-        """
+        passed. Returns an error if the engine must be replaced."""
         assert slot.pending is not None
         if not slot.pending.done():
             return EngineError(f"did not {_TASKS[slot.stage]} in time")
@@ -254,11 +242,8 @@ class EngineSupervisor:
         return None
 
     def replace(self, slot: EngineSlot, error: EngineError) -> None:
-        """Start a new engine in this slot.
-
-        Raises EngineError if the slot was restarted too often, or if two starts failed with the
-        same error.
-        """
+        """Start a new engine in this slot. Raises EngineError if the slot was restarted too often,
+        or if two starts failed with the same error."""
         slot.engine.kill()
         if slot.stage == "starting":
             failure = _NUMBER.sub("#", str(error))
@@ -282,11 +267,9 @@ class EngineSupervisor:
         self._check_updated()
 
     def _check_updated(self) -> None:
-        """Resolve the update once all running engines have the new weights.
-
-        Engines that are restarting load the weights later. With `rollout.time_share`, the update
-        waits for them as well, because the trainer needs the GPU memory that they use to start.
-        """
+        """Resolve the update once all running engines have the new weights. Engines that are
+        restarting load the weights later. With `rollout.time_share`, the update waits for them as
+        well, because the trainer needs the GPU memory that they use to start."""
         waited_for = self._config.time_share
         rest = [slot for slot in self.slots if slot.stage != "starting" or waited_for]
         if self.target is not None and rest and all(slot.stage == "ready" for slot in rest):
@@ -307,12 +290,10 @@ class EngineSupervisor:
 
 
 class StallDetector:
-    """Detects engines that have work to do but no longer finish any steps.
-
-    A process still answers when its GPU hangs, so the pool polls the number of finished steps. Only
-    the time in which an engine can sample counts. Weight updates, sleep and idle time are excluded.
-    The first step is excluded as well, because it may compile kernels.
-    """
+    """Detects engines that have work to do but no longer finish any steps. A process still answers
+    when its GPU hangs, so the pool polls the number of finished steps. Only the time in which an
+    engine can sample counts. Weight updates, sleep and idle time are excluded. The first step is
+    excluded as well, because it may compile kernels."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last = clock, clock()

@@ -90,11 +90,9 @@ class RolloutPool:
         update_timeout_s: float | None = None,
         translate: Translate = lambda future: future,
     ) -> None:
-        """Create a pool without starting its engines.
-
-        `build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
-        update and defaults to `rollout.update_timeout_s`.
-        """
+        """Create a pool without starting its engines. `build(i)` begins to start engine i.
+        `update_timeout_s` is the time limit for a weight update and defaults to
+        `rollout.update_timeout_s`."""
         self.say: Callable[[str], Any] = lambda _: None
         """Callback for messages about warnings and restarts. Called on the pool's thread."""
         self._config = config
@@ -149,10 +147,8 @@ class RolloutPool:
         return sum(slot.progress.last.steps for slot in self._supervisor.slots)
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines and return their warnings.
-
-        Raises EngineError or TimeoutError if an engine does not start.
-        """
+        """Start all engines and return their warnings. Raises EngineError or TimeoutError if an
+        engine does not start."""
         warnings = self._supervisor.start()
         if self._config.time_share:
             self._asleep = Future()
@@ -197,11 +193,9 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
-        """Sample one turn of a conversation and return a future for it.
-
-        If possible, the turn runs on the engine that sampled the conversation's previous turn. If
-        that engine dies, the turn is sampled again.
-        """
+        """Sample one turn of a conversation and return a future for it. If possible, the turn runs
+        on the engine that sampled the conversation's previous turn. If that engine dies, the turn
+        is sampled again."""
         options = sampling or self._config.sampling
         record = purpose == "train"
         return self._enqueue(
@@ -253,11 +247,9 @@ class RolloutPool:
         return update.done
 
     def sleep(self) -> Future[None]:
-        """Release the GPU memory of every engine until the next `update`.
-
-        Engines that are loading weights finish loading first. If the engines failed permanently,
-        the future resolves as well, so that the last checkpoint can use their memory.
-        """
+        """Release the GPU memory of every engine until the next `update`. Engines that are loading
+        weights finish loading first. If the engines failed permanently, the future resolves as
+        well, so that the last checkpoint can use their memory."""
         with self._lock:
             update = self._update
             if update is None or update.done.done():
@@ -322,10 +314,8 @@ class RolloutPool:
             asleep.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
-        """Process the calls that other threads have queued.
-
-        Returns False if the thread should stop.
-        """
+        """Process the calls that other threads have queued. Returns False if the thread should
+        stop."""
         with self._lock:
             if self._ended is not None:
                 return False
@@ -368,13 +358,10 @@ class RolloutPool:
     def _choose_slot(
         self, request: _Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
     ) -> EngineSlot | None:
-        """Choose the engine for a request.
-
-        A conversation goes to the engine that has its prefix, if possible. All other requests go to
-        the least loaded engine. Returns None if the conversation should wait for its own engine.
-        This is the case if that engine is full and no available engine has less than half of its
-        load.
-        """
+        """Choose the engine for a request. A conversation goes to the engine that has its prefix,
+        if possible. All other requests go to the least loaded engine. Returns None if the
+        conversation should wait for its own engine. This is the case if that engine is full and no
+        available engine has less than half of its load."""
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
         if not request.conversation:
             return chosen

@@ -93,11 +93,8 @@ def ray_pool(
     update_timeout_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> RolloutPool:
-    """Return a pool for the engines of a run, without starting them.
-
-    `options(i)` returns additional actor options for engine i. It is called each time the engine
-    starts.
-    """
+    """Return a pool for the engines of a run, without starting them. `options(i)` returns
+    additional actor options for engine i. It is called each time the engine starts."""
     return RolloutPool(
         spec.config,
         lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
@@ -108,11 +105,9 @@ def ray_pool(
 
 
 def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
-    """Return a future for the result of an actor call. Cancelling the future cancels the call.
-
-    The errors in `gone` and timeouts inside the actor are converted to `EngineError`. Other errors
-    are raised unchanged.
-    """
+    """Return a future for the result of an actor call. Cancelling the future cancels the call. The
+    errors in `gone` and timeouts inside the actor are converted to `EngineError`. Other errors are
+    raised unchanged."""
     future = with_engine_errors(ref.future(), gone)
 
     def cancelled(outer: Future[Any]) -> None:

@@ -81,11 +81,8 @@ class Recorder(ABC):
 
     @abstractmethod
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        """Remove the recording of a finished request and return it.
-
-        This must be called before the engine's next step. Raises RecordingError if a token is
-        missing.
-        """
+        """Remove the recording of a finished request and return it. This must be called before the
+        engine's next step. Raises RecordingError if a token is missing."""
 
     def forget(self, request_id: str) -> None:
         """Delete the recording of an aborted request."""
@@ -97,10 +94,8 @@ class Recorder(ABC):
 
 
 def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> RecorderName:
-    """Return the name of the recorder to use for the setting `rollout.recorder`.
-
-    `full_attention` is defined in `keel.model.load.full_attention`.
-    """
+    """Return the name of the recorder to use for the setting `rollout.recorder`. `full_attention`
+    is defined in `keel.model.load.full_attention`."""
     name = config.recorder
     if name == "auto" and gpu:
         return "packed" if config.packs(full_attention=full_attention) else "native"
@@ -115,12 +110,9 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
 
 
 class RoutesBeforePreemption:
-    """Saves the routes of requests just before vLLM preempts them.
-
-    A preempted request loses its keys and values. They are computed again later, possibly with new
-    weights. Recorders that read routes from the same cache slots must therefore read them before
-    the preemption.
-    """
+    """Saves the routes of requests just before vLLM preempts them. A preempted request loses its
+    keys and values. They are computed again later, possibly with new weights. Recorders that read
+    routes from the same cache slots must therefore read them before the preemption."""
 
     def __init__(
         self,
@@ -128,11 +120,8 @@ class RoutesBeforePreemption:
         options: Mapping[str, RecordingOptions],
         read: Callable[[Sequence[int], int, int], NDArray[np.int16]],
     ) -> None:
-        """Create an empty store.
-
-        `read(blocks, first, tokens)` returns the rows [tokens − first, L, K] of the request that
-        has these cache blocks, starting at position `first`.
-        """
+        """Create an empty store. `read(blocks, first, tokens)` returns the rows [tokens − first, L,
+        K] of the request that has these cache blocks, starting at position `first`."""
         self._rows: dict[str, NDArray[np.int16]] = {}
         self._read = read
 
@@ -154,11 +143,9 @@ class RoutesBeforePreemption:
         read: Callable[[Sequence[int], int, int], NDArray[np.int16]] | None = None,
     ) -> NDArray[np.int16]:
         """Return the rows [tokens − first, L, K] of a request, and delete those saved before a
-        preemption.
-
-        Rows that were not saved are read with `read`. If a completion was preempted while its last
-        token was in flight, it has no blocks left. All of its rows have been saved in that case.
-        """
+        preemption. Rows that were not saved are read with `read`. If a completion was preempted
+        while its last token was in flight, it has no blocks left. All of its rows have been saved
+        in that case."""
         read = read or self._read
         saved = self._rows.pop(request_id, None)
         if saved is None:
@@ -183,11 +170,9 @@ def check_count(request_id: str, what: str, recorded: int, expected: int) -> Non
 
 
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
-    """Check that every token and every layer has routes.
-
-    Raises RecordingError for a token without a route. Also raises it for a layer in which all
-    entries are zero, because no router sends every token to expert 0 K times.
-    """
+    """Check that every token and every layer has routes. Raises RecordingError for a token without
+    a route. Also raises it for a layer in which all entries are zero, because no router sends every
+    token to expert 0 K times."""
     unrouted = routes == NO_ROUTE
     if unrouted.any():
         missing = np.flatnonzero(unrouted.any(axis=(1, 2)))

@@ -99,10 +99,8 @@ def _sampling_masks(request_id: str, output: CompletionOutput) -> SamplingMasks:
 
 
 def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
-    """Sort the ids in each mask, so that the trainer can check the masks in one pass.
-
-    Raises RecordingError if a mask does not contain the token that was sampled.
-    """
+    """Sort the ids in each mask, so that the trainer can check the masks in one pass. Raises
+    RecordingError if a mask does not contain the token that was sampled."""
     check_count(request_id, "sampling masks", len(masks), len(output.token_ids))
     rows = np.repeat(np.arange(len(masks)), masks.sizes())
     if (np.diff(masks.ids)[rows[1:] == rows[:-1]] < 0).any():

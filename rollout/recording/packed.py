@@ -97,11 +97,9 @@ class PackedRecorder(Recorder):
         return Recording(logp=np.asarray(logp, np.float32), sampling_mask=masks, routes=routes)
 
     def _finished_rows(self, request_id: str, first: int) -> NDArray[np.int16]:
-        """Return the rows, starting at `first`, of a request that finished in the last step.
-
-        The same call also reads the rows of other requests that finished in that step, and keeps
-        them for later.
-        """
+        """Return the rows, starting at `first`, of a request that finished in the last step. The
+        same call also reads the rows of other requests that finished in that step, and keeps them
+        for later."""
         if request_id not in self._ahead:
             blocks: dict[str, list[int]] = self._scheduler.finished_blocks
             others = {

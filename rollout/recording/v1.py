@@ -35,12 +35,10 @@ from keel.weights.loader import moe_runners
 
 
 class _RouteTable:
-    """Stores the experts of every token that is in the KV cache, indexed by cache slot.
-
-    A token keeps its slot as long as another token attends to it. Routes can therefore be found
-    through a request's blocks, even after chunked prefills, with shared prefixes, or when tokens
-    are recomputed after a preemption.
-    """
+    """Stores the experts of every token that is in the KV cache, indexed by cache slot. A token
+    keeps its slot as long as another token attends to it. Routes can therefore be found through a
+    request's blocks, even after chunked prefills, with shared prefixes, or when tokens are
+    recomputed after a preemption."""
 
     def __init__(self, runner: Any) -> None:
         groups = runner.kv_cache_config.kv_cache_groups
@@ -134,10 +132,7 @@ class _DrawLog:
 
     def _supports(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
         """Return the ids with a finite log-probability in each row, for requests whose sampling is
-        truncated.
-
-        Returns None if no request is truncated.
-        """
+        truncated. Returns None if no request is truncated."""
         flags = [self._truncated.get(name, False) for name in names[: len(logprobs)]]
         truncated = torch.tensor(flags)
         if not truncated.any():

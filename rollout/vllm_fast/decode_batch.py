@@ -41,11 +41,9 @@ class ScheduledStep:
 
 
 def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
-    """Return True if a request only needs to sample one token per step until it ends.
-
-    `window` is the size of the model's context window. If `logprobs` is set, a recorder handles
-    log-probabilities, so a request that asks for them qualifies too.
-    """
+    """Return True if a request only needs to sample one token per step until it ends. `window` is
+    the size of the model's context window. If `logprobs` is set, a recorder handles
+    log-probabilities, so a request that asks for them qualifies too."""
     params = request.sampling_params
     known = request.num_tokens + request.num_output_placeholders
     return not (
@@ -60,20 +58,16 @@ def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
 
 
 def _prefix_key(request: Request, block: int) -> tuple[bytes, ...]:
-    """Return a sort key that puts requests with a long common prefix next to each other.
-
-    The key consists of hashes of increasingly long prefixes of the prompt. The last hash covers all
-    its full blocks.
-    """
+    """Return a sort key that puts requests with a long common prefix next to each other. The key
+    consists of hashes of increasingly long prefixes of the prompt. The last hash covers all its
+    full blocks."""
     known = request.block_hashes[: request.num_prompt_tokens // block]
     return (*(known[at] for at in _COMPARED_BLOCKS if at < len(known)), *known[-1:])
 
 
 class DecodeBatch:
-    """Counters and recorded arrays of a batch.
-
-    Arrays of shape [P] are indexed by place. Columns correspond to steps.
-    """
+    """Counters and recorded arrays of a batch. Arrays of shape [P] are indexed by place. Columns
+    correspond to steps."""
 
     def __init__(self, places: int) -> None:
         self.requests: list[Request | None] = [None] * places
@@ -118,11 +112,9 @@ class DecodeBatch:
         return self.received + len(self.in_flight)
 
     def settle(self) -> None:
-        """Update the order of the rows after requests have joined or left.
-
-        Requests with a common prefix become neighbours, so that attention reads the prefix only
-        once (`keel.rollout.vllm_fast.cascade.kernels`).
-        """
+        """Update the order of the rows after requests have joined or left. Requests with a common
+        prefix become neighbours, so that attention reads the prefix only once
+        (`keel.rollout.vllm_fast.cascade.kernels`)."""
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
         order = sorted(present, key=self._prefix_keys.__getitem__)
         self.places = np.array(order, int)
@@ -133,10 +125,8 @@ class DecodeBatch:
 
     def join(self, request: Request, *, window: int, block: int) -> None:
         """Add a request to the batch, starting with the next step. Call `settle` afterwards.
-
         `window` is the size of the model's context window. `block` is the number of tokens per KV
-        block.
-        """
+        block."""
         place, now, params = self.requests.index(None), self.scheduled, request.sampling_params
         assert params is not None
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
@@ -161,10 +151,8 @@ class DecodeBatch:
         self.due[place] = self.room[place] = _NEVER
 
     def as_cached(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
-        """Return the requests of the next step in vLLM's format.
-
-        `blocks` contains the new KV blocks, in the order of `ids`.
-        """
+        """Return the requests of the next step in vLLM's format. `blocks` contains the new KV
+        blocks, in the order of `ids`."""
         now = self.scheduled
         return CachedRequestData(
             req_ids=self.ids,
@@ -212,10 +200,8 @@ class DecodeBatch:
         return [place for place in self.places.tolist() if not self.live[place]]
 
     def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
-        """Update a request with its state in the batch and its new `tokens`.
-
-        If the scheduler schedules ahead, `step` is the number of its last step.
-        """
+        """Update a request with its state in the batch and its new `tokens`. If the scheduler
+        schedules ahead, `step` is the number of its last step."""
         request = self.requests[place]
         assert request is not None
         in_flight = self.scheduled - max(self._known(place), int(self.first[place]))
@@ -229,10 +215,7 @@ class DecodeBatch:
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
         """Receive the tokens of the oldest step. Returns the places of the requests that end with
-        them.
-
-        Returns None and receives nothing if vLLM has to handle the step.
-        """
+        them. Returns None and receives nothing if vLLM has to handle the step."""
         step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
         if output.num_nans_in_logits or column + 1 >= self.end:
             return None

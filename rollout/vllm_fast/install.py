@@ -50,13 +50,10 @@ class SlotRoutes:
     """
 
     def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:
-        """Allocate storage for the routes.
-
-        `captured` [N, all layers, K] int32 holds the experts of the current step, and `slots` [≥ N]
-        holds the cache slot of each token in the step. Both tensors are overwritten in each step,
-        in stream order. `layers` lists the MoE layers, and `size` is the number of slots in the
-        cache.
-        """
+        """Allocate storage for the routes. `captured` [N, all layers, K] int32 holds the experts of
+        the current step, and `slots` [≥ N] holds the cache slot of each token in the step. Both
+        tensors are overwritten in each step, in stream order. `layers` lists the MoE layers, and
+        `size` is the number of slots in the cache."""
         self._captured, self._slots = captured, slots
         every = list(range(captured.shape[1]))
         self._layers = (
@@ -77,10 +74,8 @@ class SlotRoutes:
         """Do nothing. vLLM calls this before the forward pass."""
 
     def prepare_output(self, batch: Any) -> None:
-        """Store the routes of the step on the GPU, without copying anything to the CPU.
-
-        vLLM calls this after sampling.
-        """
+        """Store the routes of the step on the GPU, without copying anything to the CPU. vLLM calls
+        this after sampling."""
         self.store(int(batch.query_start_loc_np[batch.num_reqs]))
 
     def store(self, tokens: int) -> None:
@@ -90,10 +85,8 @@ class SlotRoutes:
         self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
 
     def rows(self, slots: NDArray[np.int64], *, stored: bool = False) -> NDArray[np.int16]:
-        """Return the routes [len(slots), L, K].
-
-        Unless all rows are already `stored`, this waits for the steps in flight.
-        """
+        """Return the routes [len(slots), L, K]. Unless all rows are already `stored`, this waits
+        for the steps in flight."""
         with (
             torch.cuda.stream(self._copy_stream) if stored and self._copy_stream else nullcontext()
         ):
@@ -109,10 +102,8 @@ class FastExtension(WeightsExtension):
 
     def keel_install_fast(self, routes: bool) -> None:
         """Replace the last part of the sampler, the preparation of repeated steps and, if `routes`
-        is set, route capture.
-
-        Raises ValueError if the KV cache does not have exactly one slot per token.
-        """
+        is set, route capture. Raises ValueError if the KV cache does not have exactly one slot per
+        token."""
         runner = self.model_runner
         if sampler.install(runner):
             sample_graphs.install(runner)
@@ -148,10 +139,7 @@ class FastExtension(WeightsExtension):
         self, requests: Sequence[tuple[Sequence[int], int]]
     ) -> list[NDArray[np.int16]]:
         """Return the routes [slots from `first` on, L, K] of several requests that finished in the
-        last step.
-
-        Each request is given as a pair (cache blocks, first).
-        """
+        last step. Each request is given as a pair (cache blocks, first)."""
         slots = [self._keel_slots(blocks)[first:] for blocks, first in requests]
         rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), stored=True)
         return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])

@@ -68,9 +68,7 @@ def gather(
     seeds: Tensor,
 ) -> None:
     """Fill the first `size` rows with the parameters of `requests`, followed by padding.
-
-    `temperature`, `top_k`, `top_p` and `seeds` are indexed by request.
-    """
+    `temperature`, `top_k`, `top_p` and `seeds` are indexed by request."""
     grid, rows = (triton.cdiv(size, BLOCK),), len(requests)
     _gather[grid](requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=BLOCK)
 
@@ -120,11 +118,8 @@ class SampleGraphs:
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """Sample the tokens of a step.
-
-        Takes the same arguments as vLLM's method. Returns the output, and the numbers of sampled
-        and rejected tokens in each row.
-        """
+        """Sample the tokens of a step. Takes the same arguments as vLLM's method. Returns the
+        output, and the numbers of sampled and rejected tokens in each row."""
         if grammar_output is None and (graphs := self._for(hidden_states, input_batch)):
             self._copy = (self._copy + 1) % _COPIES
             graph, result = graphs[self._copy]
@@ -277,11 +272,8 @@ def _empty_like(sampled: SampledRows) -> SampledRows:
 
 
 def install(runner: Any) -> None:
-    """Wrap a model runner's `sample` method so that it uses CUDA graphs.
-
-    Does nothing unless the runner uses one GPU, has a `KeptSampler`, and has few enough steps in
-    flight.
-    """
+    """Wrap a model runner's `sample` method so that it uses CUDA graphs. Does nothing unless the
+    runner uses one GPU, has a `KeptSampler`, and has few enough steps in flight."""
     alone = runner.vllm_config.parallel_config.world_size == 1
     few = runner.vllm_config.max_concurrent_batches <= _COPIES
     if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:

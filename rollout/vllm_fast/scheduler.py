@@ -50,10 +50,8 @@ _BLOCKS_AHEAD = 4
 
 
 class _FastPath(Scheduler):
-    """Adds the fast path to a scheduler (see the module docstring).
-
-    The recorder uses `recordings` and `finished_blocks`.
-    """
+    """Adds the fast path to a scheduler (see the module docstring). The recorder uses `recordings`
+    and `finished_blocks`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -196,10 +194,8 @@ class _FastPath(Scheduler):
             self._join(batch, decoding)
 
     def _next_step(self, batch: DecodeBatch, throttle_prefills: bool) -> SchedulerOutput | None:
-        """Schedule the next step of the batch, together with requests that begin.
-
-        Returns None if vLLM has to schedule the whole step.
-        """
+        """Schedule the next step of the batch, together with requests that begin. Returns None if
+        vLLM has to schedule the whole step."""
         if batch.full or self._pause_state != PauseState.UNPAUSED:
             return None
         joined = self._should_begin(batch) or bool(self._outside)
@@ -305,11 +301,8 @@ class _FastPath(Scheduler):
         return [new.get(place) for place in batch.places.tolist()]
 
     def _finish(self, batch: DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
-        """Report the requests that ended with the last tokens as finished.
-
-        They keep their KV blocks until other requests join, because steps in flight still use the
-        blocks.
-        """
+        """Report the requests that ended with the last tokens as finished. They keep their KV
+        blocks until other requests join, because steps in flight still use the blocks."""
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:
             request = batch.requests[place]

@@ -53,10 +53,8 @@ class StepMasks(NamedTuple):
         return StepMasks(counts, flat, self.ids.clone(), self.bits)
 
     def tolists(self, num_sampled_tokens: Any = None) -> SamplingMaskLists:
-        """Return the kept ids of all rows.
-
-        Row r kept `token_ids[offsets[r]:offsets[r + 1]]`, in ascending order.
-        """
+        """Return the kept ids of all rows. Row r kept `token_ids[offsets[r]:offsets[r + 1]]`, in
+        ascending order."""
         counts, width = self.counts.cpu().numpy(), self.ids.shape[1]
         offsets = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])

@@ -220,10 +220,8 @@ def _advance(
 
 
 def covers(runner: Any) -> bool:
-    """Return True for a text model with full attention that runs on one GPU with CUDA graphs.
-
-    Keel does not enable vLLM's other features.
-    """
+    """Return True for a text model with full attention that runs on one GPU with CUDA graphs. Keel
+    does not enable vLLM's other features."""
     groups = runner.kv_cache_config.kv_cache_groups
     return (
         runner.vllm_config.parallel_config.world_size == 1

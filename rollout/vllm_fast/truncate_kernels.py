@@ -37,10 +37,8 @@ LAST_BIT = tl.constexpr(10)
 
 @triton.jit
 def _order(logits_ptr, ids, inside, temperature):
-    """Divide logits by the temperature and convert them to integers in the same order.
-
-    NaN is treated as infinity, so that the log-probability becomes NaN and is detected.
-    """
+    """Divide logits by the temperature and convert them to integers in the same order. NaN is
+    treated as infinity, so that the log-probability becomes NaN and is detected."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     logits = logits / temperature  # as in vLLM's kernel, to the bit
     logits = tl.where(logits != logits, float("inf"), logits)
@@ -61,11 +59,8 @@ def _maxima(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, maxima_ptr, vocab_size,
     groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum of each of GROUPS groups in one row.
-
-    A group consists of every `groups`-th id. Likely ids are often neighbours, so this puts them in
-    different groups.
-    """
+    """Compute the maximum of each of GROUPS groups in one row. A group consists of every
+    `groups`-th id. Likely ids are often neighbours, so this puts them in different groups."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -135,10 +130,8 @@ def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
 
 @triton.jit
 def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
-    """Store the sort keys of the top_k largest logits of a row, using many passes.
-
-    Used for a flat distribution with more candidates than fit.
-    """
+    """Store the sort keys of the top_k largest logits of a row, using many passes. Used for a flat
+    distribution with more candidates than fit."""
     least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, LEAST)
     for step in range(31):
         higher = least + (1 << (30 - step))
@@ -216,12 +209,9 @@ def truncate(
     width: int,
 ) -> tuple[Tensor, Tensor]:
     """Return each row's kept ids [rows, width] int32, most likely first, and their number [rows]
-    int32.
-
-    `logits` [rows, V] come directly from the model. `states` [rows] is the index of each row's
-    request. `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request. `width`
-    is at most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0.
-    """
+    int32. `logits` [rows, V] come directly from the model. `states` [rows] is the index of each
+    row's request. `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request.
+    `width` is at most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0."""
     rows, vocab_size = logits.shape
     device = logits.device
     group = LARGEST_GROUP
