@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -27,17 +27,52 @@ GRACE_S = 5.0
 """Seconds to wait, after a channel breaks, for the engine to report an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class _EngineLink:
+@dataclass(slots=True)
+class _Link:
+    """The connection to one engine."""
+
     actor_hash: int
     """Used to detect that the engine was replaced. Storing the actor handle would keep the actor
     alive."""
-    outbox: Mailbox
+    mailbox: Mailbox
     channel: Channel | None
     """None if the engine and the rank share a GPU."""
+    memory: SharedMemory = field(default_factory=SharedMemory)
+    receiving: Any = None
+    """The pending call to the engine's actor."""
+    sending: bool = False
+    """True while a bucket is being sent through the channel, and after that has failed."""
+    reached: bool = False
+    """True once a bucket was sent through the channel successfully."""
+
+    def send(self, bucket: FlatBucket) -> None:
+        """Send a bucket, and return once the engine has its bytes. The engine loads them while the
+        next bucket is packed."""
+        entries, flat = bucket
+        self.mailbox.wait(self._check)
+        if self.channel is None:
+            self.mailbox.put(Bucket(entries=entries, data=self.memory.write(flat)))
+            return
+        self.mailbox.put(Bucket(entries=entries, data=ChannelData(flat.numel())))
+        self.sending = True
+        try:
+            self.channel.send(flat, self._check)
+        except ConnectionError:
+            _raise_failure(self.receiving)
+            raise
+        self.sending, self.reached = False, True
+
+    def finish(self, version: int, checksum: int) -> None:
+        self.mailbox.wait(self._check)
+        self.mailbox.put(Finish(version, checksum))
+        self.mailbox.wait(self._check)
+        self.memory = SharedMemory()
+
+    def _check(self) -> None:
+        _raise_failure(self.receiving, wait_s=0)
 
     def close(self) -> None:
-        self.outbox.close()
+        self.mailbox.close()
         if self.channel is not None:
             self.channel.close()
 
@@ -48,7 +83,7 @@ class Sender:
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
         """Create the sender of a rank. `timeout_s` is the time limit for each step of an update."""
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
-        self._links: dict[int, _EngineLink] = {}
+        self._links: dict[int, _Link] = {}
         """The links to the engines, by engine index."""
         self._reached = False
         """True once any channel has worked."""
@@ -59,44 +94,67 @@ class Sender:
         """Send the weights of this `version` to all `receivers`. Returns the outcome for each
         engine index. `buckets` is always read to the end, because under ZeRO-3 the other ranks take
         part in gathering every bucket."""
-        updates = [_Update(receiver) for receiver in receivers]
+        outcomes: dict[int, Outcome] = {}
+        remaining, first = list(receivers), not self._reached
+
+        def for_each(act: Callable[..., None], *args: Any) -> None:
+            for receiver in tuple(remaining):
+                try:
+                    act(receiver, *args)
+                except Exception as error:  # the other engines continue
+                    remaining.remove(receiver)
+                    outcomes[receiver.index] = self._failure(receiver.index, error, first=first)
+
         checksum, begun = Checksum(), False
         for bucket in buckets:
             if not begun:  # by now the rank has freed memory for an engine that wakes up
-                for update in updates:
-                    update.attempt(
-                        lambda update=update: update.begin(self._link_to(update.receiver))
-                    )
-                    update.first = not self._reached
+                for_each(self._begin)
                 begun = True
-            if updates:
+            if receivers:
                 checksum.add(bucket[1])
-            for update in updates:
-                update.attempt(lambda update=update, bucket=bucket: update.send(bucket))
-            self._reached |= any(update.sent for update in updates)
+            for_each(lambda receiver, bucket: self._links[receiver.index].send(bucket), bucket)
+            self._reached |= any(link.reached for link in self._links.values())
             del bucket  # frees memory for the next one
         total = checksum.value()
-        for update in updates:
-            update.attempt(lambda update=update: update.finish(version, total))
-        for update in updates:
-            if update.error is not None:
-                self._unlink(update.receiver.index)
-        return {update.receiver.index: update.error or version for update in updates}
+        for_each(lambda receiver: self._links[receiver.index].finish(version, total))
+        return {**outcomes, **{receiver.index: version for receiver in remaining}}
 
-    def _link_to(self, receiver: Receiver) -> _EngineLink:
-        index = receiver.index
-        if index in self._links and self._links[index].actor_hash != hash(receiver.actor):
+    def _failure(self, index: int, error: Exception, *, first: bool) -> Exception:
+        """Close the link to an engine and return the error that ended its update. `first` is set if
+        no channel to any engine had worked before."""
+        link = self._links.get(index)
+        self._unlink(index)
+        cause = error.cause if isinstance(error, RayTaskError) else None
+        failure = cause if isinstance(cause, Exception) else error
+        if isinstance(failure, ConnectionError):
+            # Either end may have noticed; the other may be gone before Ray knows.
+            failure = TimeoutError(str(failure))
+        unreached = first and link is not None and link.sending and not link.reached
+        if isinstance(failure, TimeoutError) and unreached:
+            failure = RuntimeError(
+                f"engine {index} cannot be reached from {socket.gethostname()}: {failure}. Set "
+                "rollout.weight_transfer to store, or see what NCCL does with NCCL_DEBUG=INFO; "
+                "NCCL_SOCKET_IFNAME names the network interface to use"
+            )
+        for each in (error, failure):
+            _drop_frames(each)
+        return failure
+
+    def _begin(self, receiver: Receiver) -> None:
+        index, actor = receiver.index, receiver.actor
+        if index in self._links and self._links[index].actor_hash != hash(actor):
             self._unlink(index)
         if index not in self._links:
-            self._links[index] = self._open(receiver.actor)
-        return self._links[index]
+            self._links[index] = self._open(actor)
+        link = self._links[index]
+        link.receiving = ray_timeouts.call(actor.receive)
+        link.mailbox.put(Begin())
 
     def _unlink(self, index: int) -> None:
-        link = self._links.pop(index, None)
-        if link is not None:
+        if (link := self._links.pop(index, None)) is not None:
             link.close()
 
-    def _open(self, actor: Any) -> _EngineLink:
+    def _open(self, actor: Any) -> _Link:
         gpus: list[str] = self._get(ray_timeouts.call(actor.gpus), "an engine to report its GPUs")
         shared = gpus == [gpu_id(self._device)] != [""]
         name = uuid4().hex  # the store keeps the addresses of earlier links under their names
@@ -121,8 +179,8 @@ class Sender:
             if channel is not None:
                 channel.close()
             raise
-        outbox = Mailbox(self._rendezvous, name, timeout_s=self._timeout_s)
-        return _EngineLink(hash(actor), outbox, channel)
+        mailbox = Mailbox(self._rendezvous, name, timeout_s=self._timeout_s)
+        return _Link(hash(actor), mailbox, channel)
 
     def _get(self, answer: Any, what: str) -> Any:
         try:
@@ -130,77 +188,6 @@ class Sender:
         except GetTimeoutError as error:
             late = f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for {what}"
             raise TimeoutError(late) from error
-
-
-class _Update:
-    """The update of one engine. After an error, nothing more is sent to this engine."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self.receiver = receiver
-        self.error: Exception | None = None
-        self.first = False
-        """True if no channel to any engine has worked yet."""
-        self.sent = False
-        """True once a bucket was sent through the channel successfully."""
-        self._sending = False
-        self._link: _EngineLink | None = None
-        self._memory = SharedMemory()
-        self._receiving: Any = None
-        """The pending call to the engine's actor."""
-
-    def attempt(self, act: Callable[[], None]) -> None:
-        if self.error is not None:
-            return
-        try:
-            act()
-        except Exception as error:  # the other engines continue
-            cause = error.cause if isinstance(error, RayTaskError) else None
-            self.error = cause if isinstance(cause, Exception) else error
-            if isinstance(self.error, ConnectionError):
-                # Either end may have noticed; the other may be gone before Ray knows.
-                self.error = TimeoutError(str(self.error))
-            unreached = self._sending and self.first and not self.sent
-            if isinstance(self.error, TimeoutError) and unreached:
-                self.error = RuntimeError(
-                    f"engine {self.receiver.index} cannot be reached from {socket.gethostname()}: "
-                    f"{self.error}. Set rollout.weight_transfer to store, or see what NCCL does "
-                    "with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME names the network interface to use"
-                )
-            _drop_frames(error)
-            _drop_frames(self.error)
-            self._memory = SharedMemory()
-
-    def begin(self, link: _EngineLink) -> None:
-        self._link = link
-        self._receiving = ray_timeouts.call(self.receiver.actor.receive)
-        link.outbox.put(Begin())
-
-    def send(self, bucket: FlatBucket) -> None:
-        """Send a bucket, and return once the engine has its bytes. The engine loads them while the
-        next bucket is packed."""
-        assert self._link is not None
-        outbox, channel, (entries, flat) = self._link.outbox, self._link.channel, bucket
-        outbox.wait(self._check)
-        if channel is None:
-            outbox.put(Bucket(entries=entries, data=self._memory.write(flat)))
-            return
-        outbox.put(Bucket(entries=entries, data=ChannelData(flat.numel())))
-        self._sending = True
-        try:
-            channel.send(flat, self._check)
-        except ConnectionError:
-            _raise_failure(self._receiving)
-            raise
-        self._sending, self.sent = False, True
-
-    def finish(self, version: int, checksum: int) -> None:
-        assert self._link is not None
-        self._link.outbox.wait(self._check)
-        self._link.outbox.put(Finish(version, checksum))
-        self._link.outbox.wait(self._check)
-
-    def _check(self) -> None:
-        _raise_failure(self._receiving, wait_s=0)
 
 
 def _drop_frames(error: BaseException | None) -> None:
