@@ -51,7 +51,7 @@ from keel.rl.sft import supervised_segment
 from keel.rl.turns import THINK, ToolSpec
 from keel.rl.types import Prompt, Segment
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.encoding import Encoder, free_marks
+from keel.rollout.chat.encoding import Encoder
 from keel.rollout.chat.render import name_of
 from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
@@ -553,11 +553,7 @@ def text_encoder(tokenizer: Any) -> Encoded:
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
     before = [index for index in tokenizer("")["input_ids"] if index != end]
 
-    def encode(text: str) -> list[int]:
-        marks = free_marks(text)
-        return encoder.encode(encoder.shield(text, marks), marks)
-
-    return Encoded(encode, tuple(before), (end,))
+    return Encoded(lambda text: encoder.encode(encoder.shield(text)), tuple(before), (end,))
 
 
 def chat_renderer(chat: TemplateChat | None) -> Render:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from keel.rl.turns import THINK, USER_ROLES, Malformed, Message, Parsed, ToolCall, ToolSpec
-from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
+from keel.rollout.chat.encoding import Encoder, unmark
 from keel.rollout.chat.parsing import ParsedTurn, Written, format_of
 from keel.rollout.chat.render import Renderer, call_message, check_shown, retained
 from keel.rollout.chat.thinking import marks_of
@@ -78,9 +78,9 @@ class TemplateChat:
         Thinking before the last user message is left out. See `Chat.opening`."""
         if tools:
             self.tool_modes.add(thinking)
-        text, marks = self.text(messages, tools, thinking=thinking)
-        check_shown(messages, marks.remove(text))
-        ids = self.encoder.encode(text, marks)
+        text = self.text(messages, tools, thinking=thinking)
+        check_shown(messages, unmark(text))
+        ids = self.encoder.encode(text)
         if not ids:
             raise ValueError(f"{self.renderer.name} renders the opening to nothing")
         return ids
@@ -106,14 +106,14 @@ class TemplateChat:
             return None
         if not closed and self._between_messages(turn):
             return None
-        after, end, marks = self._continuation(messages, thinking=thinking)
+        after, end = self._continuation(messages, thinking=thinking)
         if not closed:
             closing = self._thinking_end() if inside else ""
-            return [*ids, *self.encoder.encode(closing + end + after, marks)]
+            return [*ids, *self.encoder.encode(closing + end + after)]
         sampled_end = self.encoder.text_of[ids[-1]]
         if sampled_end != end and not (self.format.equal_ends and end in self.ends):
             return None
-        return [*ids, *self.encoder.encode(sampled_end + after, marks)[1:]]
+        return [*ids, *self.encoder.encode(sampled_end + after)[1:]]
 
     def parse(
         self,
@@ -127,23 +127,23 @@ class TemplateChat:
         """Parse a turn from the ids that the policy sampled. See `Chat.parse`."""
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._end_ids
-        text, marks = self._decode(sampled[:-1] if closed else sampled)
+        text = self.decode(sampled[:-1] if closed else sampled)
         opened = inside or self.opened(thinking=thinking)
         parsed = self._parse(text, tools, opened=opened, inside=self.tools_in_thinking)
         calls: list[ToolCall | Malformed] = []
         for item in parsed.items:
             call_id = f"call_{turn}_{len(calls)}"
             if isinstance(item, Written):
-                arguments = _without(item.arguments, marks)
-                name = marks.remove(item.name)
+                arguments = _unmark_all(item.arguments)
+                name = unmark(item.name)
                 calls.append(ToolCall(call_id=call_id, name=name, arguments=arguments))
             else:
-                shown = marks.remove(item.text)[:_MAX_SHOWN]
-                why = marks.remove(item.why)[:_MAX_SHOWN]
+                shown = unmark(item.text)[:_MAX_SHOWN]
+                why = unmark(item.why)[:_MAX_SHOWN]
                 calls.append(Malformed(call_id=call_id, text=shown, why=why))
         return Parsed(
-            content=marks.remove(self.encoder.without_special(parsed.content)).strip(),
-            reasoning=marks.remove(self.encoder.without_special(parsed.reasoning)).strip(),
+            content=unmark(self.encoder.without_special(parsed.content)).strip(),
+            reasoning=unmark(self.encoder.without_special(parsed.reasoning)).strip(),
             closed=closed,
             calls=tuple(calls),
             inside=self.tools_in_thinking and parsed.is_open,
@@ -156,8 +156,8 @@ class TemplateChat:
         *,
         thinking: bool,
         speak: bool = True,
-    ) -> tuple[str, Marks]:
-        """Render a conversation. Returns the text and the mark characters inserted in it."""
+    ) -> str:
+        """Render a conversation as text with marks (see `encoding`)."""
         if tools and not self.format.calls:
             raise ValueError(
                 f"{self.renderer.name} writes calls in an unknown format, so tools such as "
@@ -165,11 +165,7 @@ class TemplateChat:
                 "set model.chat_template to such a template"
             )
         specs = [tool.as_json() for tool in tools]
-        marks = free_marks([dict(message) for message in messages] + specs)
-        text = self.renderer.render(
-            retained(messages), specs, marks, thinking=thinking, speak=speak
-        )
-        return text, marks
+        return self.renderer.render(retained(messages), specs, thinking=thinking, speak=speak)
 
     def turn_ids(
         self,
@@ -184,8 +180,8 @@ class TemplateChat:
         `after` contains the messages that follow. They matter for formats in which the start of the
         next message ends a turn. Raises ValueError if the template renders `messages` differently
         once `reply` follows."""
-        before, _ = self.text(messages, tools, thinking=thinking)
-        whole, marks = self.text([*messages, reply], tools, thinking=thinking, speak=False)
+        before = self.text(messages, tools, thinking=thinking)
+        whole = self.text([*messages, reply], tools, thinking=thinking, speak=False)
         # Some templates omit a think block at the end of the prompt from the history.
         opened, closed = map(re.escape, (self.marks.open, self.marks.close))
         without_mode = re.sub(rf"(?:{opened}\s*)?(?:{closed}\s*)?\Z", "", before)
@@ -195,13 +191,13 @@ class TemplateChat:
         turn = whole[len(start) :]
         reasoning = str(reply.get("reasoning_content") or "")
         if reasoning and turn.startswith(self.marks.close):  # DeepSeek-V3.1 leaves it out
-            turn = self.encoder.shield_whole(reasoning, marks) + turn
+            turn = self.encoder.shield_whole(reasoning) + turn
         ends = [at + len(end) for end in self.ends if (at := turn.find(end)) >= 0]
         if ends:
-            return self.encoder.encode(turn[: min(ends)], marks)
+            return self.encoder.encode(turn[: min(ends)])
         follows = [one for one in after if one["role"] != "assistant"]
         end = self.end_before(follows or [{"role": "user", "content": "?"}], thinking=thinking)
-        return self.encoder.encode(turn + end, marks)
+        return self.encoder.encode(turn + end)
 
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
         """Return the control token text that ends a turn when `messages` follow."""
@@ -211,7 +207,7 @@ class TemplateChat:
         if thinking not in self._prefixes:
             word = "Keelprobe"
             question = [{"role": "user", "content": word}]
-            text, _ = self.text(question, (), thinking=thinking)
+            text = self.text(question, (), thinking=thinking)
             self._prefixes[thinking] = text.rpartition(word)[2]
         return self._prefixes[thinking]
 
@@ -220,7 +216,7 @@ class TemplateChat:
         return self.marks.ends_open(self._prefix(thinking))
 
     def _has_thought(self, ids: Sequence[int]) -> bool:
-        text, _ = self._decode(ids)
+        text = self.decode(ids)
         turns = text.split(self.header)[1:] if self.header else [text]
         return any(self._parse(turn, (), opened=False).reasoning.strip() for turn in turns)
 
@@ -249,12 +245,10 @@ class TemplateChat:
         )
         ids = list(ids)
         at = len(ids) - 1 - ids[::-1].index(first) if first in ids else 0
-        text, _ = self._decode(ids[at:])
+        text = self.decode(ids[at:])
         return text.partition(header)[2] if header and header in text else text
 
-    def _continuation(
-        self, messages: Sequence[Message], *, thinking: bool
-    ) -> tuple[str, str, Marks]:
+    def _continuation(self, messages: Sequence[Message], *, thinking: bool) -> tuple[str, str]:
         word = _unused_word(messages)
         answers = [message for message in messages if message["role"] == "tool"]
         calls = [
@@ -266,18 +260,18 @@ class TemplateChat:
             for i, message in enumerate(answers)
         ]
 
-        def render(calls: list[dict[str, Any]]) -> tuple[str, Marks]:
+        def render(calls: list[dict[str, Any]]) -> str:
             turn = {"role": "assistant", "content": "" if calls else word, "tool_calls": calls}
             tools = (_PROBE,) if calls and self.format.calls else ()
             question = {"role": "user", "content": "?"}
             return self.text([question, turn, *messages], tools, thinking=thinking)
 
         try:
-            text, marks = render(calls)
+            text = render(calls)
         except ValueError:
             if len(calls) < 2:
                 raise
-            text, marks = render(calls[:1])  # Llama 3's template allows one call per turn
+            text = render(calls[:1])  # Llama 3's template allows one call per turn
         _, match, rest = text.rpartition(word)
         known = {*self.ends, *filter(None, [self.format.message_end])}
         ends = [(at, end) for end in known if (at := rest.find(end)) >= 0]
@@ -289,7 +283,7 @@ class TemplateChat:
                 "eos_token is the template's end of a turn"
             )
         at, end = min(ends)
-        return rest[at + len(end) :], end, marks
+        return rest[at + len(end) :], end
 
     def _between_messages(self, turn: str) -> bool:
         if not self.format.message:
@@ -303,7 +297,7 @@ class TemplateChat:
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": answer, "reasoning_content": thought},
         ]
-        text, _ = self.text(messages, (), thinking=True, speak=False)
+        text = self.text(messages, (), thinking=True, speak=False)
         between = text.partition(thought)[2].partition(answer)
         close = self.marks.close
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
@@ -311,24 +305,19 @@ class TemplateChat:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text. Text that only looks like a control token is broken up with a
         private-use character."""
-        return self._decode(ids)[0]
-
-    def _decode(self, ids: Sequence[int]) -> tuple[str, Marks]:
-        marks = free_marks(self.encoder.decode(ids, Marks("", "")))
-        return self.encoder.decode(ids, marks), marks
+        return self.encoder.decode(ids)
 
 
 def _unused_word(messages: Sequence[Message]) -> str:
-    texts = " ".join(strings([dict(message) for message in messages]))
     number = 0
-    while (word := f"Keelword{number}x") in texts:
+    while (word := f"Keelword{number}x") in repr(messages):
         number += 1
     return word
 
 
-def _without(value: Any, marks: Marks) -> Any:
+def _unmark_all(value: Any) -> Any:
     if isinstance(value, str):
-        return marks.remove(value)
+        return unmark(value)
     if isinstance(value, dict):
-        return {marks.remove(key): _without(item, marks) for key, item in value.items()}
-    return [_without(item, marks) for item in value] if isinstance(value, list) else value
+        return {unmark(key): _unmark_all(item) for key, item in value.items()}
+    return [_unmark_all(item) for item in value] if isinstance(value, list) else value

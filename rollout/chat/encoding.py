@@ -11,50 +11,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
-_PRIVATE = range(0x100000, 0x10FFFE)
-"""Private-use code points in Unicode plane 16."""
-_PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
+_INSIDE, _EDGE = "\U0010fffc", "\U0010fffd"
+"""Private-use characters that mark text from outside the template. `_INSIDE` breaks up text that
+looks like a control token. `_EDGE` is placed around text, so that it cannot combine with adjacent
+template text to form a control token. Both are removed from text that happens to contain them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Two characters that mark text from outside the template. Neither of them occurs anywhere in
-    the conversation."""
-
-    inside: str
-    """Character inserted into text that looks like a control token, to break it up."""
-    edge: str
-    """Character placed around text, so that it cannot combine with adjacent template text to form a
-    control token."""
-
-    def remove(self, text: str) -> str:
-        return text.replace(self.inside, "").replace(self.edge, "")
-
-
-def free_marks(values: Any) -> Marks:
-    """Choose two mark characters that do not occur in any string of `values`."""
-    used = {character for text in strings(values) for character in _PRIVATE_TEXT.findall(text)}
-    free = (chr(code) for code in _PRIVATE if chr(code) not in used)
-    return Marks(next(free), next(free))
-
-
-def strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON-like value, including dictionary keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from strings(key)
-            yield from strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from strings(item)
+def unmark(text: str) -> str:
+    """Remove the marks from a text."""
+    return text.replace(_INSIDE, "").replace(_EDGE, "")
 
 
 class Encoder:
@@ -91,18 +61,16 @@ class Encoder:
         self._tails = {text[-size:] for text in self.controls for size in range(1, len(text))}
         self._longest = max(map(len, self.controls), default=0)
 
-    def shield(self, text: str, marks: Marks) -> str:
+    def shield(self, text: str) -> str:
         """Break up everything in `text` that looks like a control token. Lone surrogates are
         replaced with U+FFFD."""
         if not text.isascii():
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        while (broken := self._pattern.sub(lambda m: m[0][0] + marks.inside + m[0][1:], text)) != (
-            text
-        ):
+            text = unmark(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        while (broken := self._pattern.sub(lambda m: m[0][0] + _INSIDE + m[0][1:], text)) != text:
             text = broken  # the text after the break may be another control text
         return text
 
-    def shield_whole(self, text: str, marks: Marks) -> str:
+    def shield_whole(self, text: str) -> str:
         """Escape text so that it cannot combine with adjacent template text to form a control
         token. Leading and trailing whitespace stays outside the marks, so that templates can still
         strip it."""
@@ -111,34 +79,32 @@ class Encoder:
         open_ended = any(
             core[-size:] in self._heads or core[:size] in self._tails for size in sizes
         ) or any(core in control for control in self.controls)
-        shielded = self.shield(core, marks)
-        edge = marks.edge if core and open_ended else ""
+        shielded = self.shield(core)
+        edge = _EDGE if core and open_ended else ""
         start = len(text) - len(text.lstrip())
         return text[:start] + edge + shielded + edge + text[start + len(core) :]
 
-    def encode(self, text: str, marks: Marks) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Encode a rendered text. Text that contains marks never becomes a control token."""
         expected = [self.controls[m[0]] for m in self._pattern.finditer(text)]
-        if marks.inside not in text:
-            ids = self._whole.encode(marks.remove(text), add_special_tokens=False).ids
+        if _INSIDE not in text:
+            ids = self._whole.encode(unmark(text), add_special_tokens=False).ids
             if [index for index in ids if index in self.text_of] == expected:
                 return ids
-        return self.encode_in_pieces(text, marks)
+        return self.encode_in_pieces(text)
 
-    def encode_in_pieces(self, text: str, marks: Marks) -> list[int]:
+    def encode_in_pieces(self, text: str) -> list[int]:
         """Encode a rendered text, with a separate call for each piece between control tokens."""
         ids: list[int] = []
         end, strip = 0, False
         for match in self._pattern.finditer(text):
             piece = text[end : match.start()]
-            ids += self._encode_plain(
-                piece, marks, left=strip, right=match[0] in self._swallows_left
-            )
+            ids += self._encode_plain(piece, left=strip, right=match[0] in self._swallows_left)
             ids.append(self.controls[match[0]])
             end, strip = match.end(), match[0] in self._swallows_right
-        return ids + self._encode_plain(text[end:], marks, left=strip, right=False)
+        return ids + self._encode_plain(text[end:], left=strip, right=False)
 
-    def decode(self, ids: Sequence[int], marks: Marks) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text. Text that only looks like a control token is broken up with a
         mark."""
         parts: list[str] = []
@@ -149,7 +115,7 @@ class Encoder:
                 continue
             if run:
                 text = self._whole.decode(run, skip_special_tokens=False)
-                parts.append(self.shield(text, marks) if marks.inside else text)
+                parts.append(self.shield(text))
                 run = []
             if index is not None:
                 parts.append(self.text_of[index])
@@ -159,8 +125,8 @@ class Encoder:
         """Remove the text of special tokens, such as those that Command A puts around answers."""
         return self._special.sub("", text)
 
-    def _encode_plain(self, text: str, marks: Marks, *, left: bool, right: bool) -> list[int]:
-        text = marks.remove(text)
+    def _encode_plain(self, text: str, *, left: bool, right: bool) -> list[int]:
+        text = unmark(text)
         text = text.lstrip() if left else text
         text = text.rstrip() if right else text
         return self._plain.encode(text, add_special_tokens=False).ids if text else []
@@ -176,8 +142,8 @@ def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
 
     def renamed(text: str, index: int) -> str:
         # Ids must have no gap, so control tokens get names that no text spells.
-        private = "".join(map(chr, _PRIVATE[-2:]))
-        return f"{private}{index}{private}" if text in controls and text != unknown else text
+        control = text in controls and text != unknown
+        return f"{_INSIDE}{_EDGE}{index}{_INSIDE}{_EDGE}" if control else text
 
     vocab = model.get("vocab")
     if isinstance(vocab, dict):

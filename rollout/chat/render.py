@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from keel.model.hub import written_by_code
 from keel.rl.turns import USER_ROLES, Message
-from keel.rollout.chat.encoding import Encoder, Marks, free_marks
+from keel.rollout.chat.encoding import Encoder
 
 _DEVELOPER = re.compile("[\"']developer[\"']")
 """Matches where a chat template compares a message's role with developer."""
@@ -69,15 +69,14 @@ class Renderer:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
-        marks: Marks,
         *,
         thinking: bool,
         speak: bool = True,
     ) -> str:
         """Render a conversation as text with marks. If `speak` is set, the text ends with the start
         of the policy's turn. Raises ValueError if the template rejects the messages."""
-        shielded = [self._shield_message(message, marks) for message in messages]
-        offered: Any = [self._shield_all(tool, marks) for tool in tools]
+        shielded = [self._shield_message(message) for message in messages]
+        offered: Any = [self._shield_all(tool) for tool in tools]
         if offered and self._omits_tools:
             shielded, offered = _with_tools(shielded, offered), ()
         try:
@@ -91,20 +90,20 @@ class Renderer:
                 "template takes them, or set model.chat_template"
             ) from error
 
-    def _shield_message(self, message: Message, marks: Marks) -> dict[str, Any]:
+    def _shield_message(self, message: Message) -> dict[str, Any]:
         shielded: dict[str, Any] = {"role": message["role"], "content": ""}
         for key, value in message.items():
             if key in ("content", "reasoning_content") and isinstance(value, str):
-                shielded[key] = self._encoder.shield_whole(value, marks)
+                shielded[key] = self._encoder.shield_whole(value)
             elif key == "tool_calls":
                 if value:
-                    shielded[key] = [self._shield_call(call, marks) for call in value]
+                    shielded[key] = [self._shield_call(call) for call in value]
             elif key != "role" and value is not None:
-                shielded[key] = self._shield_all(value, marks)
+                shielded[key] = self._shield_all(value)
         return shielded
 
-    def _shield_call(self, call: Mapping[str, Any], marks: Marks) -> dict[str, Any]:
-        call = self._shield_all(call, marks)
+    def _shield_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        call = self._shield_all(call)
         function = dict(call.get("function") or call)
         arguments = function.get("arguments") or {}
         if self._arguments_as_text and not isinstance(arguments, str):
@@ -113,15 +112,13 @@ class Renderer:
             arguments = json.loads(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
 
-    def _shield_all(self, value: Any, marks: Marks) -> Any:
+    def _shield_all(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._encoder.shield(value, marks)
+            return self._encoder.shield(value)
         if isinstance(value, Mapping):
-            return {
-                self._shield_all(k, marks): self._shield_all(v, marks) for k, v in value.items()
-            }
+            return {self._shield_all(k): self._shield_all(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self._shield_all(item, marks) for item in value]
+            return [self._shield_all(item) for item in value]
         return value
 
     def _detect_form_of_arguments(self) -> None:
@@ -131,7 +128,7 @@ class Renderer:
             {"role": "tool", "content": "e", "tool_call_id": "call_0", "name": "b"},
         ]
         try:
-            self.render(messages, (), free_marks(()), thinking=False)
+            self.render(messages, (), thinking=False)
         except ValueError:
             self._arguments_as_text = True
 

@@ -12,7 +12,6 @@ from keel.model.hub import hub_options
 from keel.model.load import load_model_config
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.encoding import free_marks
 from keel.rollout.chat.render import call_message
 
 _OTHER_TOKENIZER = "Set model.tokenizer to a byte-level BPE tokenizer"
@@ -57,13 +56,13 @@ def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _
     ids = chat.opening(messages, tools, thinking=True)
     outside = chat.turn_ids(messages, reply, after, tools, thinking=True)
     text = chat.decode(outside)
-    inside = chat.encoder.encode(text.replace(close, ""), free_marks(text))
+    inside = chat.encoder.encode(text.replace(close, ""))
     call = chat.parse(inside, tools, thinking=True, turn=0)
     expected = reply["tool_calls"][0]["function"]
     calls = [(c.name, dict(c.arguments)) for c in call.calls if isinstance(c, ToolCall)]
     first, second = ([*ids, *turn] for turn in (inside, outside))
     extended, usual = (chat.extend(turn, after, thinking=True) for turn in (first, second))
-    rest = chat.encoder.encode(f"Thought1z{close}Said1z", free_marks(()))
+    rest = chat.encoder.encode(f"Thought1z{close}Said1z")
     end = chat.parse(rest, tools, thinking=True, turn=1, inside=True)
     late = chat.parse(outside, tools, thinking=True, turn=0).calls
     if not (
@@ -126,8 +125,8 @@ def _check_controls(chat: TemplateChat, tools: Sequence[ToolSpec], *, thinking: 
     if counts[0] != counts[1]:
         problem = "control tokens in a message's text reach the policy"
         raise _failure(chat, thinking, problem, _OTHER_TOKENIZER)
-    text, marks = chat.text([{"role": "user", "content": "Which?"}], tools, thinking=thinking)
-    if chat.encoder.encode(text, marks) != chat.encoder.encode_in_pieces(text, marks):
+    text = chat.text([{"role": "user", "content": "Which?"}], tools, thinking=thinking)
+    if chat.encoder.encode(text) != chat.encoder.encode_in_pieces(text):
         problem = "its tokenizer joins text across control tokens"
         raise _failure(chat, thinking, problem, _OTHER_TOKENIZER)
     missing = [tool.name for tool in tools if tool.name not in text]

@@ -11,7 +11,6 @@ from keel.agents.types import Unscored
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.encoding import Marks
 from tests.agents.endpoint.kit import check_law
 from tests.agents.scripted import BUDGET, CHAT, END, Policy, Sums, play
 
@@ -119,9 +118,9 @@ def test_oversized_text_is_cut_before_tokenization(monkeypatch: pytest.MonkeyPat
     """Tokenizing 8 MiB would block the event loop of all episodes for ten seconds."""
     longest, encode = [0], CHAT.encoder.encode
 
-    def measured(text: str, marks: Marks) -> list[int]:
+    def measured(text: str) -> list[int]:
         longest[0] = max(longest[0], len(text))
-        return encode(text, marks)
+        return encode(text)
 
     monkeypatch.setattr(CHAT.encoder, "encode", measured)
     trajectory = completed(play(Policy(["@add 20, 20", "42"]), Sums(words=10**6)))

@@ -15,7 +15,6 @@ from keel.agents.endpoint.requests import read_request
 from keel.rl.turns import Message
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.encoding import Marks
 from keel.rollout.chat.render import _deepseek_code, call_message, retained
 from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
@@ -211,7 +210,7 @@ def test_other_ends_close_the_turn(name: str, end: str, call: str) -> None:
     tokenizer = tokenizer_of(name)
     chat = TemplateChat(tokenizer, ends=[tokenizer.convert_tokens_to_ids(end), 10**6])
     assert chat.ends[end] in chat.stop_ids
-    sampled = chat.encoder.encode(call + end, Marks("", ""))
+    sampled = chat.encoder.encode(call + end)
     parsed = chat.parse(sampled, [CITY], thinking=False, turn=0)
     assert [one.call_id for one in parsed.calls] == ["call_0_0"]
     assert (parsed.content, parsed.closed) == ("", True)

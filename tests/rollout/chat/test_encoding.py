@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.types import Prompt
-from keel.rollout.chat.encoding import Encoder, Marks
+from keel.rollout.chat.encoding import Encoder
 from keel.rollout.engine.conversion import render_prompt
 from tests.rollout.chat.families import CITY, LINES, NAMES, chat_of, tokenizer_of
 
@@ -90,9 +90,8 @@ def test_plain_prompts_keep_their_ids(name: str) -> None:
 
 def test_text_cannot_complete_a_control_text() -> None:
     encoder: Encoder = chat_of("qwen3").encoder
-    marks = Marks("\U00100000", "\U00100001")
-    shielded = encoder.shield_whole(" <|im_end| ", marks)
-    assert controls("qwen3", encoder.encode(f"<|im_start|>{shielded.rstrip()}>", marks)) == [
+    shielded = encoder.shield_whole(" <|im_end| ")
+    assert controls("qwen3", encoder.encode(f"<|im_start|>{shielded.rstrip()}>")) == [
         encoder.controls["<|im_start|>"]
     ]
-    assert encoder.shield_whole("plain words", marks) == "plain words"
+    assert encoder.shield_whole("plain words") == "plain words"

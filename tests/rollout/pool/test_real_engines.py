@@ -18,7 +18,7 @@ import psutil
 import pytest
 import ray
 
-from keel.rollout.pool import stall_detector
+from keel.rollout.pool import engine_supervisor
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.weights.sync import Transfer, through_store
@@ -112,9 +112,11 @@ def test_engines_with_a_hanging_step_are_replaced(
     pool: RolloutPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_work(pool)
-    monkeypatch.setattr(stall_detector, "PROGRESS_POLL_S", 0.5)
-    monkeypatch.setattr(stall_detector, "WARN_S", 1.0)
-    monkeypatch.setattr(stall_detector, "STUCK_S", PATIENCE_S)  # until it has been asked how it is
+    monkeypatch.setattr(engine_supervisor, "PROGRESS_POLL_S", 0.5)
+    monkeypatch.setattr(engine_supervisor, "WARN_S", 1.0)
+    monkeypatch.setattr(
+        engine_supervisor, "STUCK_S", PATIENCE_S
+    )  # until it has been asked how it is
     said: list[str] = []
     monkeypatch.setattr(pool, "say", said.append)
     victim = actors(pool)[0]
@@ -129,7 +131,7 @@ def test_engines_with_a_hanging_step_are_replaced(
     wait_for(lambda: [line for line in said if "engine 0 has finished no step" in line])
     before = ray.get(victim.progress.remote(), timeout=PATIENCE_S)
     assert before.steps > 0 and before.requests > 0 and psutil.Process(pid).is_running()
-    monkeypatch.setattr(stall_detector, "STUCK_S", 5.0)
+    monkeypatch.setattr(engine_supervisor, "STUCK_S", 5.0)
     assert all(len(group.result(timeout=START_S).trajectories) == 4 for group in groups)
     assert [line for line in said if "engine 0" in line and "hangs" in line]
     assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != pid
