@@ -5,7 +5,7 @@ This module does not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -68,28 +68,6 @@ def end_at_next_token(scheduler: Any, request_id: str) -> bool:
     limit = request.num_output_tokens + max(1, in_flight)
     request.max_tokens = min(request.max_tokens, limit)
     return True
-
-
-def before_preemption(
-    scheduler: Any, callback: Callable[[str, Callable[[], Sequence[int]], int], None]
-) -> None:
-    """Register `callback(request_id, blocks, tokens)`, which runs before a sampling request is
-    preempted. `tokens` counts the leading tokens whose next token has been sampled or is in flight.
-    `blocks()` returns the request's KV blocks."""
-    preempt = scheduler._preempt_request
-
-    def patched(request: Any, *args: Any, **kwargs: Any) -> None:
-        name = request.request_id
-        # A first token in flight counts: it is delivered after the preemption.
-        if request.num_output_tokens + request.num_output_placeholders:
-            callback(
-                name,
-                lambda: scheduler.kv_cache_manager.get_block_ids(name)[0],
-                request.num_computed_tokens,
-            )
-        preempt(request, *args, **kwargs)
-
-    scheduler._preempt_request = patched
 
 
 def _core(engine: LLMEngine) -> Any:

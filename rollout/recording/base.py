@@ -8,9 +8,9 @@ All three must pass the tests in `tests/rollout/recording/contract.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.rollout.spec import RecordingError
-from keel.rollout.vllm_internals import before_preemption
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
     from vllm.outputs import CompletionOutput
 
-RecorderName = Literal["native", "packed", "v1"]
+_Read = Callable[[Sequence[int], int, int], NDArray[np.int16]]
+"""`read(blocks, first, tokens)` returns the rows [tokens − first, L, K] of the request that has
+these cache blocks, starting at position `first`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class Recorder(ABC):
         self._routes, self._masks = routes, sampling_mask
         self._options: dict[str, RecordingOptions] = {}
         """Maps each unfinished request to its recording options."""
+        self._saved: dict[str, NDArray[np.int16]] = {}
+        """Routes of unfinished requests that were saved before a preemption."""
 
     def engine_args(self) -> dict[str, Any]:
         """Return additional arguments for vLLM's engine."""
@@ -87,13 +90,50 @@ class Recorder(ABC):
     def forget(self, request_id: str) -> None:
         """Delete the recording of an aborted request."""
         self._options.pop(request_id, None)
+        self._saved.pop(request_id, None)
 
     def pending(self) -> int:
         """Return the number of requests for which the recorder still holds data."""
         return len(self._options)
 
+    def _save_before_preemption(self, scheduler: Any, read: _Read) -> None:
+        """Save the routes of requests just before vLLM preempts them. A preempted request loses its
+        keys and values. They are computed again later, possibly with new weights. Recorders that
+        read routes from the same cache slots must therefore read them before the preemption."""
+        preempt = scheduler._preempt_request
 
-def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> RecorderName:
+        def patched(request: Any, *args: Any, **kwargs: Any) -> None:
+            name, tokens = request.request_id, request.num_computed_tokens
+            options = self._options.get(name)
+            # A first token in flight counts: it is delivered after the preemption.
+            begun = request.num_output_tokens + request.num_output_placeholders
+            if begun and options is not None and options.routes:
+                first = options.routes_from
+                if tokens - first > len(self._saved.get(name, ())):
+                    blocks = scheduler.kv_cache_manager.get_block_ids(name)[0]
+                    self._saved[name] = self._rows(name, blocks, first, tokens, read)
+            preempt(request, *args, **kwargs)
+
+        scheduler._preempt_request = patched
+
+    def _rows(
+        self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _Read
+    ) -> NDArray[np.int16]:
+        """Return the rows [tokens − first, L, K] of a request, and delete those saved before a
+        preemption. Rows that were not saved are read with `read`. If a completion was preempted
+        while its last token was in flight, it has no blocks left. All of its rows have been saved
+        in that case."""
+        saved = self._saved.pop(request_id, None)
+        if saved is None:
+            return read(blocks, first, tokens)
+        if len(saved) >= tokens - first:
+            return saved[: tokens - first]
+        rows = read(blocks, first, tokens)
+        rows[: len(saved)] = saved
+        return rows
+
+
+def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> str:
     """Return the name of the recorder to use for the setting `rollout.recorder`. `full_attention`
     is defined in `keel.model.load.full_attention`."""
     name = config.recorder
@@ -107,57 +147,6 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
             "CUDA graphs, and native and packed are for GPUs. Use auto"
         )
     return name
-
-
-class RoutesBeforePreemption:
-    """Saves the routes of requests just before vLLM preempts them. A preempted request loses its
-    keys and values. They are computed again later, possibly with new weights. Recorders that read
-    routes from the same cache slots must therefore read them before the preemption."""
-
-    def __init__(
-        self,
-        scheduler: Any,
-        options: Mapping[str, RecordingOptions],
-        read: Callable[[Sequence[int], int, int], NDArray[np.int16]],
-    ) -> None:
-        """Create an empty store. `read(blocks, first, tokens)` returns the rows [tokens − first, L,
-        K] of the request that has these cache blocks, starting at position `first`."""
-        self._rows: dict[str, NDArray[np.int16]] = {}
-        self._read = read
-
-        def save(request_id: str, blocks: Callable[[], Sequence[int]], tokens: int) -> None:
-            known = options.get(request_id)
-            if known is None or not known.routes:
-                return
-            if tokens - known.routes_from > len(self._rows.get(request_id, ())):
-                self._rows[request_id] = self.rows(request_id, blocks(), known.routes_from, tokens)
-
-        before_preemption(scheduler, save)
-
-    def rows(
-        self,
-        request_id: str,
-        blocks: Sequence[int],
-        first: int,
-        tokens: int,
-        read: Callable[[Sequence[int], int, int], NDArray[np.int16]] | None = None,
-    ) -> NDArray[np.int16]:
-        """Return the rows [tokens − first, L, K] of a request, and delete those saved before a
-        preemption. Rows that were not saved are read with `read`. If a completion was preempted
-        while its last token was in flight, it has no blocks left. All of its rows have been saved
-        in that case."""
-        read = read or self._read
-        saved = self._rows.pop(request_id, None)
-        if saved is None:
-            return read(blocks, first, tokens)
-        if len(saved) >= tokens - first:
-            return saved[: tokens - first]
-        rows = read(blocks, first, tokens)
-        rows[: len(saved)] = saved
-        return rows
-
-    def forget(self, request_id: str) -> None:
-        self._rows.pop(request_id, None)
 
 
 def check_count(request_id: str, what: str, recorded: int, expected: int) -> None:

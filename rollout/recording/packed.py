@@ -19,7 +19,6 @@ from keel.rollout.recording.base import (
     Recorder,
     Recording,
     RecordingOptions,
-    RoutesBeforePreemption,
     check_count,
     check_routed,
 )
@@ -40,8 +39,6 @@ class PackedRecorder(Recorder):
     """A recorder that stores data in arrays. vLLM's scheduler must run in this process, as it does
     in rollout workers."""
 
-    _saved: RoutesBeforePreemption | None = None
-
     def engine_args(self) -> dict[str, Any]:
         return {
             "enable_return_routed_experts": self._routes,
@@ -58,7 +55,7 @@ class PackedRecorder(Recorder):
         engine.collective_rpc("keel_install_fast", args=(self._routes,))
         if self._routes:
             self._scheduler.leave_routes()
-            self._saved = RoutesBeforePreemption(self._scheduler, self._options, self._rows)
+            self._save_before_preemption(self._scheduler, self._read)
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
         if not self._masks:
@@ -82,13 +79,10 @@ class PackedRecorder(Recorder):
         masks = routes = None
         if options.routes:
             first, tokens = options.routes_from, prompt_tokens + sampled - 1
-            assert self._saved is not None
-            routes = self._saved.rows(
-                request_id,
-                self._scheduler.finished_blocks[request_id],
-                first,
-                tokens,
-                read=lambda _, first, n: self._finished_rows(request_id, first)[: n - first],
+            blocks = self._scheduler.finished_blocks[request_id]
+            routes = self._rows(
+                *(request_id, blocks, first, tokens),
+                lambda _, first, n: self._finished_rows(request_id, first)[: n - first],
             )
             check_count(request_id, "rows of routes", len(routes), tokens - first)
             check_routed(request_id, routes)
@@ -112,11 +106,9 @@ class PackedRecorder(Recorder):
             self._ahead = dict(zip(ahead, rows, strict=True))
         return self._ahead.pop(request_id)
 
-    def _rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
+    def _read(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
         return self._engine.collective_rpc("keel_routes", args=(blocks, first, tokens))[0]
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
-        if self._saved is not None:
-            self._saved.forget(request_id)
         self._scheduler.recordings.pop(request_id, None)

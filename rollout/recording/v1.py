@@ -25,7 +25,6 @@ from keel.rollout.recording.base import (
     Recorder,
     Recording,
     RecordingOptions,
-    RoutesBeforePreemption,
     check_count,
     check_routed,
 )
@@ -146,15 +145,13 @@ class V1Recorder(Recorder):
     """Recorder for the V1 runner, which must run in this process."""
 
     _table: _RouteTable | None = None
-    _saved: RoutesBeforePreemption | None = None
 
     def attach(self, engine: LLMEngine) -> None:
         runner = engine.model_executor.driver_worker.model_runner
         self._draws = _DrawLog(runner)
         if self._routes:
             self._table = _RouteTable(runner)
-            scheduler = scheduler_of(engine)
-            self._saved = RoutesBeforePreemption(scheduler, self._options, self._table.rows)
+            self._save_before_preemption(scheduler_of(engine), self._table.rows)
 
     def expect(self, request_id: str, options: RecordingOptions) -> None:
         super().expect(request_id, options)
@@ -172,10 +169,11 @@ class V1Recorder(Recorder):
         if options.sampling_mask:
             masks = SamplingMasks.from_lists([step.masks[row] for step, row in draws if step.masks])
         if options.routes:
-            assert self._table is not None and self._saved is not None
+            assert self._table is not None
             blocks = self._table.blocks(request_id)
             last = prompt_tokens + len(tokens) - 1
-            routes = self._saved.rows(request_id, blocks, options.routes_from, last)
+            first, read = options.routes_from, self._table.rows
+            routes = self._rows(request_id, blocks, first, last, read)
             check_routed(request_id, routes)
         logp = np.array([step.logp[row] for step, row in draws], np.float32)
         return Recording(logp=logp, sampling_mask=masks, routes=routes)
@@ -183,5 +181,3 @@ class V1Recorder(Recorder):
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
         self._draws.close(request_id)
-        if self._saved is not None:
-            self._saved.forget(request_id)
