@@ -34,7 +34,7 @@ from benchmarks.common import arguments, commit
 from benchmarks.peers.workload import QWEN3_06B, SMALL
 from keel.configs.schema import Dtype, RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt, ScoredGroup
-from keel.rollout.spec import EngineSpec, environment
+from keel.rollout.spec import EngineSpec, GroupRequest, environment
 
 TIMEOUT_S = 400
 LENGTHS = (16, 64, 256, 1024)
@@ -128,9 +128,8 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
     engine = EngineThread(lambda: VllmEngine(spec), config)
 
     def sampled(size: Size) -> list[Group]:
-        futures = [
-            engine.submit(prompt, group_size=size.group) for prompt in questions(size, words=words)
-        ]
+        requests = [GroupRequest(prompt, size.group) for prompt in questions(size, words=words)]
+        futures = [engine.sample(request) for request in requests]
         return [future.result(timeout=TIMEOUT_S) for future in futures]
 
     groups = sampled(size)

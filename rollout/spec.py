@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple, Self
 from keel.configs.schema import Config, Dtype, RolloutConfig
 from keel.model.batch_invariant import variables
 from keel.model.hub import from_anywhere
+from keel.rl.turns import TurnRequest
+from keel.rl.types import Prompt
 
 _MAX_CAPTURED = 512
 """Size in tokens of the largest step that vLLM captures as a CUDA graph by default."""
@@ -91,6 +93,19 @@ class EngineStarted:
     """Warnings that Keel logged in the engine's process, such as a missing fast path."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     """Duration of each startup phase in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A request to sample a group of completions of a prompt."""
+
+    prompt: Prompt
+    size: int
+    draw: int = 0
+    """Number of groups already sampled for this prompt with the same weights."""
+
+
+SampleRequest = GroupRequest | TurnRequest
 
 
 class EngineProgress(NamedTuple):

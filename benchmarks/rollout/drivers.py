@@ -14,7 +14,7 @@ from benchmarks.rollout.model import Size, make_prompts
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.conversion import render_prompt
-from keel.rollout.spec import EngineSpec
+from keel.rollout.spec import EngineSpec, GroupRequest
 
 RUN_TIMEOUT_S = 240.0
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -129,8 +129,10 @@ class Keel:
     def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
         parameters = sampling(self._size, completion)
         futures = [
-            self._engine.submit(
-                prompt, group_size=self._size.group, sampling=parameters, record=self._arm.record
+            self._engine.sample(
+                GroupRequest(prompt, self._size.group),
+                sampling=parameters,
+                record=self._arm.record,
             )
             for prompt in prompts
         ]

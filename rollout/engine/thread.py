@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from keel.configs.schema import CUT_S, RolloutConfig, SamplingConfig
 from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import Group, Prompt
 from keel.rollout.engine.jobs import Result
-from keel.rollout.spec import EngineError, EngineProgress, LostTurn, RecordingError
+from keel.rollout.spec import EngineError, EngineProgress, LostTurn, RecordingError, SampleRequest
 from keel.weights.buckets import Bucket
 from keel.weights.channel import Begin, Finish, Mailbox, Rendezvous
 
@@ -83,43 +82,22 @@ class EngineThread:
         self._thread.start()
         ready.result()  # unbounded here; the pool has a timeout for all engines
 
-    def submit(
-        self,
-        prompt: Prompt,
-        *,
-        group_size: int,
-        sampling: SamplingConfig | None = None,
-        record: bool = True,
-        draw: int = 0,
-    ) -> Future[Group]:
-        """Sample a group of completions for at most `rollout.timeout_s`. Returns a future for the
-        group.
+    def sample(
+        self, request: SampleRequest, *, sampling: SamplingConfig | None = None, record: bool = True
+    ) -> Future[Any]:
+        """Sample a group or a turn for at most `rollout.timeout_s`, or the timeout of the turn.
+        Returns a future for the `Group` or `TurnResult`.
 
-        Cancelling the future aborts the group. Routes and sampling masks are recorded only if
-        `record` is set. The future fails with ValueError if the prompt does not fit, with
-        RecordingError if a token was not recorded, and with EngineError if the engine breaks or its
-        last update failed.
+        Cancelling the future aborts the request. Routes and sampling masks are recorded only if
+        `record` is set. A turn has no tokens if its deadline passed before the first token. The
+        future fails with ValueError if the prompt does not fit, with RecordingError if a token was
+        not recorded, with LostTurn if a log-probability of a turn is not finite, and with
+        EngineError if the engine breaks or its last update failed.
         """
-        options: dict[str, Any] = {"group_size": group_size, "record": record, "draw": draw}
-        options["sampling"] = sampling or self._config.sampling
-        return self._begin(
-            lambda engine, job: engine.add(job, prompt, **options), self._config.timeout_s
-        )
-
-    def turn(
-        self, request: TurnRequest, *, sampling: SamplingConfig | None = None, record: bool = True
-    ) -> Future[TurnResult]:
-        """Sample one turn of a conversation and return a future for it, as `submit` does for a
-        group. The turn has no tokens if its deadline passed before the first token. The future
-        fails with LostTurn if a log-probability is not finite."""
-        options = sampling or self._config.sampling
-        return self._begin(
-            lambda engine, job: engine.add_turn(job, request, sampling=options, record=record),
-            min(request.timeout_s, self._config.timeout_s),
-        )
-
-    def _begin(self, add: Callable[[VllmEngine, int], None], timeout_s: float) -> Future[Any]:
-        job, future = next(self._numbers), Future[Any]()
+        job, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
+        options: dict[str, Any] = {"sampling": sampling or self._config.sampling, "record": record}
+        if isinstance(request, TurnRequest):
+            timeout_s = min(request.timeout_s, timeout_s)
 
         def start(engine: VllmEngine) -> None:
             if future.cancelled():
@@ -128,7 +106,7 @@ class EngineThread:
                 raise EngineError(f"its weights are incomplete, an update failed: {self._failure}")
             self._in_flight[job] = _JobInFlight(future, self._busy_s, self._busy_s + timeout_s)
             try:
-                add(engine, job)
+                engine.add(job, request, **options)
             except BaseException:
                 self._abort(engine, job)
                 raise

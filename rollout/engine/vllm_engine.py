@@ -24,7 +24,6 @@ from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing.routers import is_moe
 from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, TurnRequest
-from keel.rl.types import Prompt
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import decode_all, render_prompt
 from keel.rollout.engine.jobs import Completion, GroupJob, Job, Result, TurnJob
@@ -36,7 +35,7 @@ from keel.rollout.engine.patches import (
 )
 from keel.rollout.engine.request_builder import TemplatedRequests
 from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
-from keel.rollout.spec import EngineError, EngineSpec, RecordingError, captured_sizes
+from keel.rollout.spec import EngineError, EngineSpec, RecordingError, SampleRequest, captured_sizes
 from keel.rollout.vllm_internals import (
     end_at_next_token,
     pause,
@@ -137,58 +136,43 @@ class VllmEngine:
         return getattr(scheduler_of(self._llm), "fast_steps", 0)
 
     def add(
-        self,
-        job: int,
-        prompt: Prompt,
-        *,
-        group_size: int,
-        sampling: SamplingConfig,
-        record: bool,
-        draw: int = 0,
+        self, number: int, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a group. `step` returns it under the number `job` when it is complete.
-        `draw` is the number of groups already sampled for this prompt with the same weights. Raises
-        ValueError if the prompt does not fit."""
+        """Start sampling a group or a turn. `step` returns it under the number of this job when it
+        is complete. The `max_tokens` of a turn takes precedence. Raises ValueError if the prompt
+        does not fit."""
+        recording = RecordingOptions(
+            routes=record and self._routes,
+            sampling_mask=record and self._masks and sampling.truncated,
+        )
+        if isinstance(request, TurnRequest):
+            if recording.routes:
+                recording = replace(recording, routes_from=request.routes_from)
+            turn = TurnJob(
+                label=f"conversation {request.conversation}",
+                context=request.token_ids_T,
+                sampling=replace(sampling, max_tokens=request.max_tokens),
+                recording=recording,
+                stop_ids=request.stop_ids,
+                conversation=request.conversation,
+            )
+            self._begin(number, turn, [request.seed])
+            return
+        prompt = request.prompt
         rendered = render_prompt(self._tokenizer, prompt, self._marks)
-        # One request per sibling: each has its seed, which is the same on every engine and in every
-        # run, and they share the prompt's blocks.
-        seeds = [
-            seed_of(self.spec.seed, self.version, draw, sibling, prompt.prompt_id)
-            for sibling in range(group_size)
-        ]
         group = GroupJob(
             label=f"prompt {prompt.prompt_id}",
             context=rendered.token_ids,
             sampling=sampling,
-            recording=self._recording_options(sampling, record),
+            recording=recording,
             prompt=prompt,
             thinking=rendered.thinking,
         )
-        self._begin(job, group, seeds)
-
-    def add_turn(
-        self, job: int, request: TurnRequest, *, sampling: SamplingConfig, record: bool
-    ) -> None:
-        """Start sampling a turn. `step` returns it under the number `job` when it is complete. The
-        request's `max_tokens` takes precedence. Raises ValueError if the turn does not fit."""
-        recording = self._recording_options(sampling, record)
-        if recording.routes:
-            recording = replace(recording, routes_from=request.routes_from)
-        turn = TurnJob(
-            label=f"conversation {request.conversation}",
-            context=request.token_ids_T,
-            sampling=replace(sampling, max_tokens=request.max_tokens),
-            recording=recording,
-            stop_ids=request.stop_ids,
-            conversation=request.conversation,
-        )
-        self._begin(job, turn, [request.seed])
-
-    def _recording_options(self, sampling: SamplingConfig, record: bool) -> RecordingOptions:
-        return RecordingOptions(
-            routes=record and self._routes,
-            sampling_mask=record and self._masks and sampling.truncated,
-        )
+        # One request per sibling: each has its seed, which is the same on every engine and in every
+        # run, and they share the prompt's blocks.
+        key = self.spec.seed, self.version, request.draw
+        seeds = [seed_of(*key, sibling, prompt.prompt_id) for sibling in range(request.size)]
+        self._begin(number, group, seeds)
 
     def _begin(self, number: int, job: Job, seeds: Sequence[int]) -> None:
         if self.updating:

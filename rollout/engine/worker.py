@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from keel.configs.schema import SamplingConfig
 from keel.model.imports import heavy_imports
-from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import Group, Prompt
-from keel.rollout.spec import EngineProgress, EngineSpec, EngineStarted
+from keel.rollout.spec import EngineProgress, EngineSpec, EngineStarted, SampleRequest
 
 if TYPE_CHECKING:
     from keel.weights.channel import Rendezvous
@@ -68,19 +66,9 @@ class RolloutWorker:
         """Return information about the engine's start, once the constructor has finished."""
         return self._started
 
-    async def generate(
-        self, prompt: Prompt, group_size: int, sampling: SamplingConfig, record: bool, draw: int
-    ) -> Group:
-        """Sample a group. Cancelling the call aborts the group."""
-        options: dict[str, Any] = {"sampling": sampling, "record": record, "draw": draw}
-        future = self._engine.submit(prompt, group_size=group_size, **options)
-        return await asyncio.wrap_future(future)
-
-    async def turn(
-        self, request: TurnRequest, sampling: SamplingConfig, record: bool
-    ) -> TurnResult:
-        """Sample a turn. Cancelling the call aborts the turn."""
-        future = self._engine.turn(request, sampling=sampling, record=record)
+    async def sample(self, request: SampleRequest, sampling: SamplingConfig, record: bool) -> Any:
+        """Sample a group or a turn. Cancelling the call aborts it."""
+        future = self._engine.sample(request, sampling=sampling, record=record)
         return await asyncio.wrap_future(future)
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:

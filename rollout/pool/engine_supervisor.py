@@ -17,9 +17,7 @@ from typing import Any, Literal, Protocol
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.ray_timeouts import POLL_S
 from keel.rl.futures import settle
-from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import Group, Prompt
-from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
+from keel.rollout.spec import EngineError, EngineProgress, EngineStarted, SampleRequest
 from keel.weights.sync import Transfer, UpdatableEngine
 
 MAX_RESTARTS = 3
@@ -51,12 +49,12 @@ class RolloutEngine(UpdatableEngine, Protocol):
         when it is asleep."""
         ...
 
-    def generate(
-        self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
-    ) -> Future[Group]: ...
-    def turn(
-        self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
-    ) -> Future[TurnResult]: ...
+    def sample(
+        self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[Any]:
+        """Return a future for the `Group` or `TurnResult` that answers the request."""
+        ...
+
     def sleep(self) -> Future[None]: ...
     def progress(self) -> Future[EngineProgress]: ...
     def kill(self) -> None: ...

@@ -36,7 +36,7 @@ from keel.rollout.pool.engine_supervisor import (
     Translate,
     WeightUpdate,
 )
-from keel.rollout.spec import EngineError
+from keel.rollout.spec import EngineError, GroupRequest, SampleRequest
 from keel.weights.sync import Transfer
 
 _STOP_S = 10.0
@@ -58,7 +58,8 @@ class _Request:
     sequences: int
     tokens: int
     """Upper bound on the total number of tokens sampled by the request's sequences."""
-    call: Callable[[RolloutEngine], Future[Any]]
+    sample: SampleRequest
+    sampling: SamplingConfig
     prompt_id: str = ""
     """Id of the prompt, if this request samples a group."""
     conversation: str = ""
@@ -172,17 +173,17 @@ class RolloutPool:
         routes and sampling masks. The future fails with the engine's error if the prompt is
         invalid, and with EngineError if engines keep dying.
         """
-        options: dict[str, Any] = {"group_size": group_size, "record": purpose == "train"}
-        options["sampling"] = sampling = sampling or self._config.sampling
+        sampling = sampling or self._config.sampling
         with self._lock:
-            options["draw"] = self._draws[prompt.prompt_id]
+            draw = self._draws[prompt.prompt_id]
             self._draws[prompt.prompt_id] += 1
         return self._enqueue(
             label=f"group of prompt {prompt.prompt_id}",
             purpose=purpose,
             sequences=group_size,
             tokens=group_size * sampling.max_tokens,
-            call=lambda engine: engine.generate(prompt, **options),
+            sample=GroupRequest(prompt, group_size, draw),
+            sampling=sampling,
             prompt_id=prompt.prompt_id,
         )
 
@@ -196,14 +197,13 @@ class RolloutPool:
         """Sample one turn of a conversation and return a future for it. If possible, the turn runs
         on the engine that sampled the conversation's previous turn. If that engine dies, the turn
         is sampled again."""
-        options = sampling or self._config.sampling
-        record = purpose == "train"
         return self._enqueue(
             label=f"turn of conversation {request.conversation}",
             purpose=purpose,
             sequences=1,
             tokens=request.max_tokens,
-            call=lambda engine: engine.turn(request, sampling=options, record=record),
+            sample=request,
+            sampling=sampling or self._config.sampling,
             conversation=request.conversation,
         )
 
@@ -347,7 +347,9 @@ class RolloutPool:
             if slot is None:
                 index += 1
                 continue
-            request.answer = request.call(slot.engine)
+            request.answer = slot.engine.sample(
+                request.sample, sampling=request.sampling, record=request.purpose == "train"
+            )
             request.slot, request.deadline = slot, self._deadline()
             del self._queue[index]
             self._in_flight[request.number] = request

@@ -9,16 +9,21 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from keel.configs.schema import SamplingConfig
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import GONE
-from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError, EngineProgress, EngineSpec, EngineStarted, environment
+from keel.rollout.spec import (
+    EngineError,
+    EngineProgress,
+    EngineSpec,
+    EngineStarted,
+    SampleRequest,
+    environment,
+)
 
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
 _DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
@@ -57,16 +62,10 @@ class RayEngine:
     def ready(self) -> Future[EngineStarted]:
         return self._call("ready")
 
-    def generate(
-        self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
-    ) -> Future[Group]:
-        args = (prompt, group_size, sampling, record, draw)
-        return self._call("generate", *args, gone=_RESULT_LOST)
-
-    def turn(
-        self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
-    ) -> Future[TurnResult]:
-        return self._call("turn", request, sampling, record, gone=_RESULT_LOST)
+    def sample(
+        self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[Any]:
+        return self._call("sample", request, sampling, record, gone=_RESULT_LOST)
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
         return self._call("update", version, list(buckets))
@@ -126,17 +125,16 @@ def with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GO
         if not outer.set_running_or_notify_cancel():
             return
         error = inner.exception()
-        if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-            error = error.cause
         if error is None:
             outer.set_result(inner.result())
-        elif isinstance(error, (*gone, TimeoutError)):
+            return
+        error = ray_timeouts.cause(error)
+        if isinstance(error, (*gone, TimeoutError)):
             reason = str(error) if isinstance(error, TimeoutError) else _death_reason(error)
             engine_error = EngineError(reason)
             engine_error.__cause__ = error
-            outer.set_exception(engine_error)
-        else:
-            outer.set_exception(error)
+            error = engine_error
+        outer.set_exception(error)
 
     inner.add_done_callback(done)
     return outer

@@ -17,7 +17,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
-from keel.rollout.spec import EngineSpec, environment
+from keel.rollout.spec import EngineSpec, GroupRequest, environment
 from keel.rollout.vllm_internals import scheduler_of
 from keel.weights.buckets import Bucket, Checksum, pack_flat
 from keel.weights.channel import SharedMemory
@@ -148,9 +148,9 @@ def _on_engine(function: Callable[[Any], Any]) -> Any:
 
 def _submit(items: Sequence[Item]) -> list[Future[Any]]:
     return [
-        _ENGINE.turn(item)
+        _ENGINE.sample(item)
         if isinstance(item, TurnRequest)
-        else _ENGINE.submit(item[0], group_size=item[1], sampling=item[2], record=item[3])
+        else _ENGINE.sample(GroupRequest(*item[:2]), sampling=item[2], record=item[3])
         for item in items
     ]
 

@@ -12,7 +12,7 @@ import pytest
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
-from keel.rollout.spec import EngineError, RecordingError
+from keel.rollout.spec import EngineError, GroupRequest, RecordingError
 from keel.weights.buckets import Bucket
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S, wait_for
@@ -36,9 +36,9 @@ class FakeEngine:
     def busy(self) -> bool:
         return bool(self.jobs) and not self.updating
 
-    def add(self, job: int, prompt: Prompt, **options: Any) -> None:
+    def add(self, job: int, request: GroupRequest, **options: Any) -> None:
         assert not self.updating, "the weights are incomplete"
-        self.jobs[job] = prompt
+        prompt = self.jobs[job] = request.prompt
         if prompt.prompt_id == "long":
             raise ValueError("prompt long: does not fit")
 
@@ -122,7 +122,7 @@ def engine(build: Callable[..., EngineThread]) -> EngineThread:
 
 
 def submit(engine: EngineThread, *names: str) -> Any:
-    futures = [engine.submit(prompt(name), group_size=2) for name in names]
+    futures = [engine.sample(GroupRequest(prompt(name), 2)) for name in names]
     return futures if len(names) > 1 else futures[0]
 
 

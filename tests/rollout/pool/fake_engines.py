@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from typing import Any, cast
+from typing import Any
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
+from keel.rollout.spec import (
+    EngineError,
+    EngineProgress,
+    EngineStarted,
+    GroupRequest,
+    SampleRequest,
+)
 from keel.weights.sync import through_store
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
@@ -24,7 +29,7 @@ class FakeEngine:
     def __init__(self, index: int, life: int, world: World) -> None:
         self.name, self.world = f"{index}.{life}", world
         self.version, self.killed = 0, False
-        self.asked: dict[str, Future[Group]] = {}
+        self.asked: dict[str, Future[Any]] = {}
         self.records: list[bool] = []
         self.draws: list[tuple[str, int]] = []
         self.naps: list[str] = []
@@ -33,24 +38,18 @@ class FakeEngine:
     def ready(self) -> Future[EngineStarted]:
         return self.world.start(self)
 
-    def generate(
-        self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
-    ) -> Future[Group]:
-        self.draws.append((prompt.prompt_id, draw))
-        future: Future[Group] = Future()
-        self.asked[prompt.prompt_id] = future
+    def sample(
+        self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[Any]:
+        if isinstance(request, GroupRequest):
+            name = request.prompt.prompt_id
+            self.draws.append((name, request.draw))
+        else:
+            name = request.conversation
+            self.turns.append(name)
         self.records.append(record)
-        self.world.answer(self, prompt.prompt_id)
-        return future
-
-    def turn(
-        self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
-    ) -> Future[TurnResult]:
-        self.turns.append(request.conversation)
-        self.records.append(record)
-        future: Future[TurnResult] = Future()
-        self.asked[request.conversation] = cast("Future[Any]", future)
-        self.world.answer(self, request.conversation)
+        future = self.asked[name] = Future[Any]()
+        self.world.answer(self, name)
         return future
 
     def finish(self, name: str) -> None:

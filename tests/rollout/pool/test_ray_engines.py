@@ -16,7 +16,7 @@ from tests.rollout.pool.fake_engines import failed
 class Ref:
     """Reference to an actor call that failed."""
 
-    generate = turn = None
+    sample = None
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -47,8 +47,5 @@ def test_a_lost_result_is_an_engine_error(monkeypatch: pytest.MonkeyPatch) -> No
     engine.actor = Ref(lost)
     monkeypatch.setattr("keel.model.ray_timeouts.call", lambda *_: Ref(lost))
     nothing: Any = None
-    for future in (
-        engine.generate(nothing, group_size=1, sampling=nothing, record=True, draw=0),
-        engine.turn(nothing, sampling=nothing, record=True),
-    ):
-        assert isinstance(future.exception(timeout=300), EngineError)
+    future = engine.sample(nothing, sampling=nothing, record=True)
+    assert isinstance(future.exception(timeout=300), EngineError)
