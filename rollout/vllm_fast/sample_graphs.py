@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
@@ -256,19 +257,14 @@ def _first_rows(sampled: SampledRows, rows: int, *, masks: bool) -> SampledRows:
     return SampledRows(sampled.tokens[:rows], sampled.logp[:rows], first)
 
 
-def _tensors(sampled: SampledRows) -> list[Tensor]:
-    masks = sampled.masks and [sampled.masks.counts, sampled.masks.flat, sampled.masks.ids]
-    return [sampled.tokens, sampled.logp, *(masks or [])]
-
-
 def _copy(source: SampledRows, target: SampledRows) -> None:
-    for to, tensor in zip(_tensors(target), _tensors(source), strict=True):
-        to.copy_(tensor)
+    for to, tensor in zip(tree_leaves(target), tree_leaves(source), strict=True):
+        if to is not None:  # no masks
+            to.copy_(tensor)
 
 
 def _empty_like(sampled: SampledRows) -> SampledRows:
-    tokens, logp, *masks = (torch.empty_like(each) for each in _tensors(sampled))
-    return SampledRows(tokens, logp, StepMasks(*masks, None) if masks else None)
+    return tree_map_only(Tensor, torch.empty_like, sampled)
 
 
 def install(runner: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.agents.conversation import MALFORMED, Conversation
-from keel.rl.turns import Malformed, Message, Parsed, ToolCall, TurnResult
+from keel.agents.conversation import Conversation
+from keel.rl.turns import MALFORMED, Malformed, Message, Parsed, ToolCall, TurnResult
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law
 from tests.rollout.chat.families import CITY, NAMES, chat_of, tokenizer_of
 from tests.rollout.chat.test_parsing import DSML, ENDS
