@@ -190,10 +190,8 @@ def _expire(_: Any) -> None:
 def _sample_interrupted(
     items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
 ) -> list[Any]:
-    """Run 20 steps and then interrupt sampling.
-
-    The interruption lets the deadlines expire (`cut`), updates the weights, or does both.
-    """
+    """Run 20 steps and then interrupt sampling. The interruption lets the deadlines expire (`cut`),
+    updates the weights, or does both."""
     _WATCH.pause_at = _WATCH.steps + 20
     futures = _submit(items)
     wait_for(lambda: _WATCH.steps >= _WATCH.pause_at, "20 steps")
@@ -299,10 +297,8 @@ class RemoteEngine:
         *,
         cut: bool = False,
     ) -> list[Any]:
-        """Sample, and update to `tensors` in the middle.
-
-        If `cut` is set, all deadlines expire in the middle as well.
-        """
+        """Sample, and update to `tensors` in the middle. If `cut` is set, all deadlines expire in
+        the middle as well."""
         buckets = list(pack_buckets((tensors or {}).items(), 40_000))
         return self.call(_sample_interrupted, items, version, buckets, cut)
 
@@ -324,12 +320,9 @@ def running_engine(
     kind: Kind = "",
     amx: bool | None = None,
 ) -> Iterator[RemoteEngine]:
-    """Run an engine in a separate process.
-
-    `blocks` is the size of the KV cache on a GPU. `variables` are added to the environment. If
-    `kind` is "fast", the V1 recorder runs with the packed recorder's scheduler. `amx` overrides
-    vLLM's AMX detection.
-    """
+    """Run an engine in a separate process. `blocks` is the size of the KV cache on a GPU.
+    `variables` are added to the environment. If `kind` is "fast", the V1 recorder runs with the
+    packed recorder's scheduler. `amx` overrides vLLM's AMX detection."""
     saved = dict(os.environ)
     # torch and vLLM read these on import.
     os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}))

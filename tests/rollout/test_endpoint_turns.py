@@ -50,10 +50,8 @@ def called(arguments: str) -> Reply:
 @dataclass
 class Model:
     """Fake model that makes a malformed call, then a valid call, and then answers with the result.
-
     It answers the second sum with "no idea". While `busy` is set, requests about the first sum fail
-    with status 503.
-    """
+    with status 503."""
 
     busy: bool = True
     sums: list[str] = field(default_factory=list[str])

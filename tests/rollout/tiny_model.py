@@ -19,11 +19,8 @@ TEMPLATE = (
 
 def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeForCausalLM:
     """Create a model with four layers, one of them dense, and a byte tokenizer. Saves both to
-    `folder`.
-
-    Wide initial weights and a scaled output head make its distributions as peaked as those of
-    trained models.
-    """
+    `folder`. Wide initial weights and a scaled output head make its distributions as peaked as
+    those of trained models."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((END, "<|im_start|>", *alphabet))}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -31,10 +31,8 @@ ENDS = {
 def parse(
     name: str, text: str, *, thinking: bool = False, inside: bool = False, cut: bool = False
 ) -> Parsed:
-    """Parse a turn with this text. Control tokens in the text are encoded as such.
-
-    Unless `cut` is set, the turn is ended.
-    """
+    """Parse a turn with this text. Control tokens in the text are encoded as such. Unless `cut` is
+    set, the turn is ended."""
     end = "" if cut else ENDS.get(name, "<|im_end|>")
     ids = tokenizer_of(name).encode(text + end, add_special_tokens=False)
     chat = chat_of(name, tools_in_thinking=inside)

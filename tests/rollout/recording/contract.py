@@ -125,10 +125,8 @@ class Conversations:
 
 
 class RecorderContract:
-    """The tests that every recorder must pass. Subclasses provide the fixture `rig`.
-
-    Weight updates are tested last, because the final one breaks the engine.
-    """
+    """The tests that every recorder must pass. Subclasses provide the fixture `rig`. Weight updates
+    are tested last, because the final one breaks the engine."""
 
     def test_truncated_sampling(self, rig: Rig) -> None:
         groups = rig.engine.sample(prompts(3, shared=10, own=7, tag="t"), group_size=4)
@@ -246,10 +244,8 @@ class RecorderContract:
         assert {6, -1} == set.union(*spans(groups))
 
     def test_non_finite_completions_are_dropped(self, rig: Rig) -> None:
-        """Sampling must work again after the next weight update.
-
-        If only one logit is NaN, GPU kernels may treat its id as never sampled.
-        """
+        """Sampling must work again after the next weight update. If only one logit is NaN, GPU
+        kernels may treat its id as never sampled."""
         tensors = checkpoint_tensors(rig.reference.model)
         asked = prompts(1, shared=0, own=9, tag="q")
         broken = (("model.norm.weight", 3), ("lm_head.weight", 100))

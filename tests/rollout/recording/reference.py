@@ -63,10 +63,8 @@ class Reference:
     def check(
         self, trajectory: Trajectory, sampling: SamplingConfig, report: Report, tolerance: Tolerance
     ) -> None:
-        """Check masks and log-probabilities against the weights that sampled each token.
-
-        Routes are checked against the weights that sampled the next token.
-        """
+        """Check masks and log-probabilities against the weights that sampled each token. Routes are
+        checked against the weights that sampled the next token."""
         for segment in trajectory.segments:
             self._check_segment(segment, sampling, report, tolerance)
 
@@ -153,11 +151,8 @@ def trajectory_of(segment: Segment) -> Trajectory:
 
 
 def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torch.Tensor:
-    """Return which ids are kept by top-k followed by top-p.
-
-    A positive `slack` loosens both bounds, and a negative one tightens them. Ids within `slack` of
-    a bound count as ties.
-    """
+    """Return which ids are kept by top-k followed by top-p. A positive `slack` loosens both bounds,
+    and a negative one tightens them. Ids within `slack` of a bound count as ties."""
     if top_k:
         row = row.masked_fill(row < row.topk(top_k).values[-1] - slack, -torch.inf)
     if top_p == 1:

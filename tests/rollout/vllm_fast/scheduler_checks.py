@@ -15,7 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
-from keel.rollout.recording.base import RecordingOptions, RoutesBeforePreemption
+from keel.rollout.recording.base import Recorder, RecordingOptions
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, FastScheduler
 from tests.rollout.vllm_fast.play import (
@@ -138,6 +138,14 @@ def slots_of(blocks: Any, places: np.ndarray) -> np.ndarray:
     return np.asarray(blocks, np.int64)[places // BLOCK] * BLOCK + places % BLOCK
 
 
+class Saver(Recorder):
+    """Saves routes before preemptions, like the recorders that read them from cache slots."""
+
+    def attach(self, engine: Any) -> None: ...
+
+    def take(self, request_id: str, prompt_tokens: int, output: Any) -> Any: ...
+
+
 class RoutedPlay(Play):
     """Reads the stored values when a recorder would: at the end of a request and before
     preemptions."""
@@ -145,8 +153,9 @@ class RoutedPlay(Play):
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
         super().__init__(config, kind, ahead=ahead, blocks=blocks)
         self.runner: RoutedRunner = RoutedRunner(blocks)
-        self.wanted: dict[str, RecordingOptions] = {}
-        self.before = RoutesBeforePreemption(self.scheduler, self.wanted, self.read)
+        self.saver = Saver(routes=True, sampling_mask=True)
+        self.wanted = self.saver._options
+        self.saver._save_before_preemption(self.scheduler, self.read)
         self.checked = 0
 
     def read(self, blocks: Any, first: int, tokens: int) -> Any:
@@ -166,7 +175,7 @@ class RoutedPlay(Play):
             tokens = len(self.contexts[name]) + len(self.answers[name]) - 1
             blocks = self.scheduler.finished_blocks.pop(name)  # type: ignore[attr-defined]
             first = self.wanted[name].routes_from
-            rows = self.before.rows(name, blocks, first, tokens)
+            rows = self.saver._rows(name, blocks, first, tokens, self.read)
             versions = self.versions[name]
             assert rows[:, 1].tolist() == list(range(first, tokens))
             of_all = [versions[0]] * len(self.contexts[name]) + versions[1:]
@@ -190,7 +199,7 @@ def routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int)
         while play.scheduler.has_requests() or play.queue:
             play.step()
         assert play.checked == 40 and play.preempted > 20
-        assert not play.before._rows
+        assert not play.saver._saved
 
 
 def non_finite_completions_skip_route_checks(config: Any) -> None:
