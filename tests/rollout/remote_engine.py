@@ -155,74 +155,84 @@ def _submit(items: Sequence[Item]) -> list[Future[Any]]:
     ]
 
 
-def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    return [future.result(timeout=DEADLINE_S) for future in futures]
-
-
-def _sample(items: Sequence[Item]) -> list[Any]:
-    return _results(_submit(items))
-
-
-def _cancel(items: Sequence[Item]) -> int:
-    return sum(future.cancel() for future in _submit(items))
-
-
-def update(version: int, buckets: Sequence[Any], checksum: int | None = None) -> None:
-    _ENGINE.begin_update()
-    for bucket in buckets:
-        _ENGINE.load_bucket(bucket)
-    _ENGINE.finish_update(version, checksum)
-
-
-def _updates() -> list[str]:
-    return _on_engine(lambda engine: engine._llm.collective_rpc("keel_way"))
-
-
-def _fingerprint() -> dict[str, str]:
-    return _on_engine(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
-
-
 def _expire(_: Any) -> None:
     for flight in _ENGINE._in_flight.values():
         flight.deadline = 0.0
 
 
-def _sample_interrupted(
-    items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
-) -> list[Any]:
-    """Run 20 steps and then interrupt sampling. The interruption lets the deadlines expire (`cut`),
-    updates the weights, or does both."""
-    _WATCH.pause_at = _WATCH.steps + 20
-    futures = _submit(items)
-    wait_for(lambda: _WATCH.steps >= _WATCH.pause_at, "20 steps")
-    if buckets:
+class _Host:
+    """The methods that `RemoteEngine` calls."""
+
+    @staticmethod
+    def sample_items(items: Sequence[Item]) -> list[Any]:
+        """Submit all items at once and return their results."""
+        return [future.result(timeout=DEADLINE_S) for future in _submit(items)]
+
+    @staticmethod
+    def cancel(prompts: Sequence[Prompt], group_size: int) -> int:
+        items: list[Item] = [(prompt, group_size, None, True) for prompt in prompts]
+        return sum(future.cancel() for future in _submit(items))
+
+    @staticmethod
+    def load(version: int, buckets: Sequence[Any], checksum: int | None = None) -> None:
         _ENGINE.begin_update()
-    if cut:
-        _on_engine(_expire)
-    if buckets:
         for bucket in buckets:
             _ENGINE.load_bucket(bucket)
-        _ENGINE.finish_update(version)
-    return _results(futures)
+        _ENGINE.finish_update(version, checksum)
+
+    @staticmethod
+    def updates() -> list[str]:
+        """Return how each worker updates its weights (see `WeightsExtension.keel_way`)."""
+        return _on_engine(lambda engine: engine._llm.collective_rpc("keel_way"))
+
+    @staticmethod
+    def fingerprint() -> dict[str, str]:
+        """Return a hash of each parameter."""
+        return _on_engine(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
+
+    @staticmethod
+    def interrupt(
+        items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
+    ) -> list[Any]:
+        """Run 20 steps and then let the deadlines expire (`cut`), update the weights, or both."""
+        _WATCH.pause_at = _WATCH.steps + 20
+        futures = _submit(items)
+        wait_for(lambda: _WATCH.steps >= _WATCH.pause_at, "20 steps")
+        if buckets:
+            _ENGINE.begin_update()
+        if cut:
+            _on_engine(_expire)
+        if buckets:
+            for bucket in buckets:
+                _ENGINE.load_bucket(bucket)
+            _ENGINE.finish_update(version)
+        return [future.result(timeout=DEADLINE_S) for future in futures]
+
+    @staticmethod
+    def blocks() -> int:
+        """Return the number of blocks in the KV cache."""
+        pool = _on_engine(lambda e: scheduler_of(e._llm).kv_cache_manager.block_pool)
+        return pool.num_gpu_blocks
+
+    @staticmethod
+    def sleep() -> None:
+        _ENGINE.sleep()
+
+    @staticmethod
+    def stats() -> dict[str, float]:
+        return _ENGINE.stats()
+
+    @staticmethod
+    def watch() -> Watch:
+        """Return the events that were counted since the last call."""
+        global _WATCH
+        watch = _WATCH
+        _WATCH = Watch(fast_steps=watch.fast_steps, reused_steps=watch.reused_steps)
+        return watch
 
 
-def _blocks() -> int:
-    return _on_engine(lambda e: scheduler_of(e._llm).kv_cache_manager.block_pool).num_gpu_blocks
-
-
-def _sleep() -> None:
-    _ENGINE.sleep()
-
-
-def _stats() -> dict[str, float]:
-    return _ENGINE.stats()
-
-
-def _take_watch() -> Watch:
-    global _WATCH
-    watch = _WATCH
-    _WATCH = Watch(fast_steps=watch.fast_steps, reused_steps=watch.reused_steps)
-    return watch
+def _call(name: str, args: Sequence[Any]) -> Any:
+    return getattr(_Host, name)(*args)
 
 
 # These run inside the test process.
@@ -230,15 +240,14 @@ def _take_watch() -> Watch:
 
 @dataclass(frozen=True)
 class RemoteEngine:
-    """Controls an engine in another process."""
+    """Controls an engine in another process. Has the methods of `_Host`, too."""
 
     process: ProcessPoolExecutor
     sleeps: bool
     """True if the engine can sleep. On GPUs, tests/gpu/test_sleep.py tests sleep instead."""
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the engine's process and return its result."""
-        return self.process.submit(function, *args).result(timeout=DEADLINE_S)
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.process.submit(_call, name, args).result(timeout=DEADLINE_S)
 
     def sample(
         self,
@@ -249,15 +258,8 @@ class RemoteEngine:
     ) -> list[Group]:
         return self.sample_items([(prompt, group_size, sampling, record) for prompt in prompts])
 
-    def sample_items(self, items: Sequence[Item]) -> list[Any]:
-        """Submit all items at once and return their results."""
-        return self.call(_sample, items)
-
-    def cancel(self, prompts: Sequence[Prompt], group_size: int) -> int:
-        return self.call(_cancel, [(prompt, group_size, None, True) for prompt in prompts])
-
     def update(self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000) -> None:
-        self.call(update, version, list(pack_buckets(tensors.items(), bucket)))
+        self.load(version, list(pack_buckets(tensors.items(), bucket)))
 
     def update_in_place(
         self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000
@@ -272,22 +274,7 @@ class RemoteEngine:
             Bucket(entries=entries, data=memory.write(flat))
             for memory, (entries, flat) in zip(memories, flat_buckets, strict=True)
         ]
-        self.call(update, version, buckets, checksum.value())
-
-    def updates(self) -> list[str]:
-        """Return how each worker updates its weights (see `WeightsExtension.keel_way`)."""
-        return self.call(_updates)
-
-    def blocks(self) -> int:
-        """Return the number of blocks in the KV cache."""
-        return self.call(_blocks)
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return a hash of each parameter."""
-        return self.call(_fingerprint)
-
-    def sleep(self) -> None:
-        self.call(_sleep)
+        self.load(version, buckets, checksum.value())
 
     def sample_interrupted(
         self,
@@ -297,17 +284,10 @@ class RemoteEngine:
         *,
         cut: bool = False,
     ) -> list[Any]:
-        """Sample, and update to `tensors` in the middle. If `cut` is set, all deadlines expire in
+        """Sample, and in the middle update to `tensors`. If `cut` is set, all deadlines expire in
         the middle as well."""
         buckets = list(pack_buckets((tensors or {}).items(), 40_000))
-        return self.call(_sample_interrupted, items, version, buckets, cut)
-
-    def stats(self) -> dict[str, float]:
-        return self.call(_stats)
-
-    def watch(self) -> Watch:
-        """Return the events that were counted since the last call."""
-        return self.call(_take_watch)
+        return self.interrupt(items, version, buckets, cut)
 
 
 @contextmanager
