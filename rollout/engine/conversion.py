@@ -17,7 +17,7 @@ _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RenderedPrompt:
+class _RenderedPrompt:
     """A prompt as token ids."""
 
     token_ids: list[int]
@@ -25,7 +25,7 @@ class RenderedPrompt:
     """True if the prompt ends inside a think block that the policy has to close."""
 
 
-def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> RenderedPrompt:
+def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> _RenderedPrompt:
     """Convert a prompt to token ids. Messages are rendered with the chat template. A raw prompt is
     encoded after the tokenizer's start token. `marks` are the strings that open and close thinking
     in this model family. Raises ValueError if the prompt is empty."""
@@ -44,7 +44,7 @@ def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) 
     if not token_ids:
         source = "tokenizer" if prompt.raw else "chat template"
         raise ValueError(f"prompt {prompt.prompt_id}: the {source} renders it to nothing")
-    return RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(marks.open))
+    return _RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(marks.open))
 
 
 def decode_all(

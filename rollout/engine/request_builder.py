@@ -36,7 +36,7 @@ class TemplatedRequests:
         """Maps each kind of request to vLLM's `EngineCoreRequest` for the first one."""
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
         """For each unfinished request: its conversation, its prompt and vLLM's `Request`."""
-        self._hashes = PrefixHashes(self._core.scheduler.hash_block_size)
+        self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []
         """Block hashes that are already known for the start of the prompt being added."""
         if (hasher := self._core.request_block_hasher) is not None:
@@ -96,7 +96,7 @@ class TemplatedRequests:
         return hasher(request)
 
 
-class PrefixHashes:
+class _PrefixHashes:
     """Stores the block hashes of the most recent conversations."""
 
     def __init__(self, block: int) -> None:

@@ -20,9 +20,9 @@ from keel.rollout.vllm_fast.step_arrays import PackedRecording
 _MIN_STEPS = 2
 """Minimum number of steps that a request must be away from the end of the context window in order
 to join."""
-MAX_STEPS = 1024
-MAX_IDS = 1 << 24
-"""`MAX_STEPS` and `MAX_IDS` limit how many steps and sampling-mask ids a batch stores before they
+_MAX_STEPS = 1024
+_MAX_IDS = 1 << 24
+"""`_MAX_STEPS` and `_MAX_IDS` limit how many steps and sampling-mask ids a batch stores before they
 are written back to its requests."""
 _NEVER = 1 << 62
 _COMPARED_BLOCKS = tuple((1 << power) - 1 for power in range(14))
@@ -94,10 +94,10 @@ class DecodeBatch:
         self.in_flight: list[ScheduledStep] = []
         """Steps whose tokens have not been received yet, oldest first."""
         self._prefix_keys: list[tuple[bytes, ...]] = [()] * places
-        self._tokens = np.empty((MAX_STEPS, places), np.int64)
-        self._logp = np.empty((MAX_STEPS, places), np.float32)
-        self._starts = np.zeros((MAX_STEPS, places), np.int64)
-        self._sizes = np.zeros((MAX_STEPS, places), np.int64)
+        self._tokens = np.empty((_MAX_STEPS, places), np.int64)
+        self._logp = np.empty((_MAX_STEPS, places), np.float32)
+        self._starts = np.zeros((_MAX_STEPS, places), np.int64)
+        self._sizes = np.zeros((_MAX_STEPS, places), np.int64)
         """Number of ids in each sampling mask. `_starts` contains the position in `_ids` at which
         each mask begins."""
         self._ids = np.empty(0, np.int32)
@@ -185,7 +185,7 @@ class DecodeBatch:
     @property
     def full(self) -> bool:
         """True if the batch has no room to store another step."""
-        return self.scheduled + 1 >= min(self.end, MAX_STEPS) or self._num_ids > MAX_IDS
+        return self.scheduled + 1 >= min(self.end, _MAX_STEPS) or self._num_ids > _MAX_IDS
 
     def retain(self, known: Container[str]) -> None:
         """Remove all requests that are not in `known`. vLLM has finished them."""

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 from keel.rollout.vllm_fast.step_arrays import StepMasks, ids_in_step
 from keel.rollout.vllm_fast.truncate_kernels import truncate
 
-WIDEST = 2048
+_WIDEST = 2048
 """Number of ids stored per row. If a row keeps more ids, the whole row is scanned."""
 BLOCK, NARROWEST, NARROW = 4096, 16, 64
 """Number of entries of a row that are read at once, and the minimum and usual number of ids that
@@ -206,7 +206,7 @@ def draw(
     All results are new tensors, because a later step may run before they are read.
     """
     rows, vocab_size = logits.shape
-    width = min(width, vocab_size, WIDEST)
+    width = min(width, vocab_size, _WIDEST)
     device = logits.device
     bits = None
     if truncation:

@@ -27,11 +27,11 @@ BLOCK, LARGEST_GROUP = 4096, 256
 FEWEST_SORTED, LEAST_ROOM = 64, 1024
 """Minimum number of ids sorted at once, and minimum number of ids stored per row."""
 
-ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
-LEAST = tl.constexpr(-0x80000000)
-ABOVE_NOTHING = tl.constexpr(-0x7F800000)
+_ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
+_LEAST = tl.constexpr(-0x80000000)
+_ABOVE_NOTHING = tl.constexpr(-0x7F800000)
 """Integer that represents the lowest finite logit. Minus infinity is one less."""
-LAST_BIT = tl.constexpr(10)
+_LAST_BIT = tl.constexpr(10)
 """Last bit in the search for the bound. The relative error of 2^-13 adds only a few candidates."""
 
 
@@ -44,13 +44,13 @@ def _order(logits_ptr, ids, inside, temperature):
     logits = tl.where(logits != logits, float("inf"), logits)
     logits = tl.where(logits == 0, 0.0, logits)  # minus zero equals zero
     bits = logits.to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ ALL_BUT_SIGN)
+    return tl.where(bits >= 0, bits, bits ^ _ALL_BUT_SIGN)
 
 
 @triton.jit
 def _logits(order):
     """Convert integers returned by `_order` back to logits."""
-    bits = tl.where(order >= 0, order, order ^ ALL_BUT_SIGN)
+    bits = tl.where(order >= 0, order, order ^ _ALL_BUT_SIGN)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -83,18 +83,18 @@ def _bound(
     if tl.load(sampled_ptr + row) > 0:
         top_k = tl.load(top_k_ptr + tl.load(states_ptr + row))
         place = tl.arange(0, SIZE)
-        maxima = tl.load(maxima_ptr + row * groups + place, mask=place < groups, other=LEAST)
-        bound = tl.where(tl.sum((maxima >= 0).to(tl.int32)) >= top_k, 0, LEAST)
-        for step in range(31 - LAST_BIT):
+        maxima = tl.load(maxima_ptr + row * groups + place, mask=place < groups, other=_LEAST)
+        bound = tl.where(tl.sum((maxima >= 0).to(tl.int32)) >= top_k, 0, _LEAST)
+        for step in range(31 - _LAST_BIT):
             higher = bound + (1 << (30 - step))
             bound = tl.where(tl.sum((maxima >= higher).to(tl.int32)) >= top_k, higher, bound)
-        tl.store(bounds_ptr + row, tl.maximum(bound, ABOVE_NOTHING))
+        tl.store(bounds_ptr + row, tl.maximum(bound, _ABOVE_NOTHING))
 
 
 @triton.jit
 def _keys(order, ids):
     """Return sort keys that put larger logits first and, among equal logits, lower ids first."""
-    return (order.to(tl.int64) << 32) | (ids ^ ALL_BUT_SIGN).to(tl.int64)
+    return (order.to(tl.int64) << 32) | (ids ^ _ALL_BUT_SIGN).to(tl.int64)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
 def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
     """Store the sort keys of the top_k largest logits of a row, using many passes. Used for a flat
     distribution with more candidates than fit."""
-    least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, LEAST)
+    least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, _LEAST)
     for step in range(31):
         higher = least + (1 << (30 - step))
         enough = _count(logits_ptr, vocab_size, temperature, higher, SIZE) >= top_k
@@ -166,7 +166,7 @@ def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
     limit = tl.where(top_p < 1, top_p * tl.sum(weights), float("inf"))
     kept = inside & ((before < limit) | (place == 0))
     count = tl.sum(kept.to(tl.int32))
-    ids = (keys & ALL_BUT_SIGN).to(tl.int32) ^ ALL_BUT_SIGN
+    ids = (keys & _ALL_BUT_SIGN).to(tl.int32) ^ _ALL_BUT_SIGN
     tl.store(ids_ptr + place, ids, mask=place < count)
     return count
 
