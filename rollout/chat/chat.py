@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from keel.rl.turns import THINK, USER_ROLES, Malformed, Message, Parsed, ToolCall, ToolSpec
-from keel.rollout.chat.encoding import Encoder, unmark
+from keel.rollout.chat.encoding import Encoder, map_strings, unmark
 from keel.rollout.chat.parsing import ParsedTurn, Written, format_of
 from keel.rollout.chat.render import Renderer, call_message, check_shown, retained
 from keel.rollout.chat.thinking import marks_of
@@ -134,7 +134,7 @@ class TemplateChat:
         for item in parsed.items:
             call_id = f"call_{turn}_{len(calls)}"
             if isinstance(item, Written):
-                arguments = _unmark_all(item.arguments)
+                arguments = map_strings(item.arguments, unmark)
                 name = unmark(item.name)
                 calls.append(ToolCall(call_id=call_id, name=name, arguments=arguments))
             else:
@@ -313,11 +313,3 @@ def _unused_word(messages: Sequence[Message]) -> str:
     while (word := f"Keelword{number}x") in repr(messages):
         number += 1
     return word
-
-
-def _unmark_all(value: Any) -> Any:
-    if isinstance(value, str):
-        return unmark(value)
-    if isinstance(value, dict):
-        return {unmark(key): _unmark_all(item) for key, item in value.items()}
-    return [_unmark_all(item) for item in value] if isinstance(value, list) else value

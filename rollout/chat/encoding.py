@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -25,6 +25,17 @@ template text to form a control token. Both are removed from text that happens t
 def unmark(text: str) -> str:
     """Remove the marks from a text."""
     return text.replace(_INSIDE, "").replace(_EDGE, "")
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Change every string in a JSON-like value, including dictionary keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_strings(k, change): map_strings(v, change) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_strings(item, change) for item in value]
+    return value
 
 
 class Encoder:

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from keel.model.hub import written_by_code
 from keel.rl.turns import USER_ROLES, Message
-from keel.rollout.chat.encoding import Encoder
+from keel.rollout.chat.encoding import Encoder, map_strings
 
 _DEVELOPER = re.compile("[\"']developer[\"']")
 """Matches where a chat template compares a message's role with developer."""
@@ -63,7 +63,15 @@ class Renderer:
         template = str(tokenizer.chat_template or "")
         self._omits_tools = "<｜tool▁calls▁begin｜>" in template and "tools" not in template
         self._arguments_as_text = False
-        self._detect_form_of_arguments()
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
+            {"role": "tool", "content": "e", "tool_call_id": "call_0", "name": "b"},
+        ]
+        try:
+            self.render(messages, (), thinking=False)
+        except ValueError:
+            self._arguments_as_text = True
 
     def render(
         self,
@@ -76,7 +84,7 @@ class Renderer:
         """Render a conversation as text with marks. If `speak` is set, the text ends with the start
         of the policy's turn. Raises ValueError if the template rejects the messages."""
         shielded = [self._shield_message(message) for message in messages]
-        offered: Any = [self._shield_all(tool) for tool in tools]
+        offered: Any = map_strings(tools, self._encoder.shield)
         if offered and self._omits_tools:
             shielded, offered = _with_tools(shielded, offered), ()
         try:
@@ -99,11 +107,11 @@ class Renderer:
                 if value:
                     shielded[key] = [self._shield_call(call) for call in value]
             elif key != "role" and value is not None:
-                shielded[key] = self._shield_all(value)
+                shielded[key] = map_strings(value, self._encoder.shield)
         return shielded
 
     def _shield_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        call = self._shield_all(call)
+        call = map_strings(call, self._encoder.shield)
         function = dict(call.get("function") or call)
         arguments = function.get("arguments") or {}
         if self._arguments_as_text and not isinstance(arguments, str):
@@ -111,26 +119,6 @@ class Renderer:
         elif not self._arguments_as_text and isinstance(arguments, str):
             arguments = json.loads(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
-
-    def _shield_all(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._encoder.shield(value)
-        if isinstance(value, Mapping):
-            return {self._shield_all(k): self._shield_all(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._shield_all(item) for item in value]
-        return value
-
-    def _detect_form_of_arguments(self) -> None:
-        messages = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
-            {"role": "tool", "content": "e", "tool_call_id": "call_0", "name": "b"},
-        ]
-        try:
-            self.render(messages, (), thinking=False)
-        except ValueError:
-            self._arguments_as_text = True
 
 
 def render(

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from keel.configs.schema import CUT_S, RolloutConfig, SamplingConfig
+from keel.rl.futures import settle
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rollout.engine.jobs import Result
 from keel.rollout.spec import EngineError, EngineProgress, LostTurn, RecordingError, SampleRequest
@@ -330,9 +331,5 @@ def _fail(futures: Iterable[Future[Any]], error: BaseException) -> None:
 
 
 def _execute(command: _Command, engine: VllmEngine) -> None:
-    if not command.future.set_running_or_notify_cancel():
-        return
-    try:
-        command.future.set_result(command.run(engine))
-    except Exception as error:  # belongs to the caller, who holds the future
-        command.future.set_exception(error)
+    if command.future.set_running_or_notify_cancel():
+        settle(command.future, lambda: command.run(engine))  # an error belongs to the caller
