@@ -86,7 +86,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
-    """What an engine reports about its startup."""
+    """An engine's report about its startup."""
 
     pid: int
     warnings: tuple[str, ...] = ()

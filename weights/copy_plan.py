@@ -54,9 +54,9 @@ class CopyPiece:
     kernel: int
     """Index into `CopyPlan.kernels`."""
     at: int
-    """Where the piece starts in the kernel's storage."""
+    """Position in the kernel's storage."""
     source: int
-    """Where the piece starts in the checkpoint tensor or in a bucket."""
+    """Position in the checkpoint tensor or in a bucket."""
     dims: _Dims
     dtype: torch.dtype
     """Element type of the source."""
@@ -213,7 +213,7 @@ class _Write:
     name: str = ""
     """The checkpoint tensor that the data came from. Empty for a constant."""
     start: int = 0
-    """Where the data starts in the checkpoint tensor."""
+    """Position of the data in the checkpoint tensor."""
     stride: tuple[int, ...] = ()
     """Stride of the data in the checkpoint tensor."""
     value: float = 0.0

@@ -1,4 +1,4 @@
-"""A vLLM engine that records what it samples, and whose weights can be replaced while it runs.
+"""A vLLM engine that records its samples, and whose weights can be replaced while it runs.
 
 Only one thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports
 vLLM.

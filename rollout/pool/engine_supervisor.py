@@ -67,7 +67,7 @@ Translate = Callable[[Future[int]], Future[int]]
 
 @dataclass(slots=True)
 class _Progress:
-    """What the stall detector knows about one engine."""
+    """The progress of one engine, as known to the stall detector."""
 
     poll: Future[EngineProgress] | None = None
     last: EngineProgress = field(default_factory=EngineProgress)
@@ -303,7 +303,7 @@ class StallDetector:
     def poll(
         self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
     ) -> list[tuple[EngineSlot, EngineError]]:
-        """Poll all engines and return the slots of those that hang. Calls `warn` for engines that
+        """Poll all engines and return the slots of engines that hang. Calls `warn` for engines that
         may be hanging."""
         now = self._clock()
         if now < self.next_poll:

@@ -30,7 +30,7 @@ these cache blocks, starting at position `first`."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What was recorded for a completion of G tokens after a prompt of P tokens."""
+    """The recording of a completion of G tokens after a prompt of P tokens."""
 
     logp: NDArray[np.float32]
     """[G] log-probability of each sampled token, after temperature and truncation. If any value is
