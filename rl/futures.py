@@ -30,7 +30,7 @@ def on_thread(call: Callable[[], T], name: str) -> Future[T]:
     """Run `call` on a new daemon thread called `name`, and return a future for its result. If the
     call hangs, the thread can be abandoned."""
     result: Future[T] = Future()
-    threading.Thread(target=_settle, args=(result, call), name=name, daemon=True).start()
+    threading.Thread(target=settle, args=(result, call), name=name, daemon=True).start()
     return result
 
 

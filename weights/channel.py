@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from keel.model.torch_internals import nccl_options, on_device
+from keel.rl.futures import on_thread, settle
 from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 
 POLL_S = 1e-4
@@ -131,24 +132,22 @@ class Channel:
     def _begin(self, flat: Tensor) -> Future[Any]:
         """Start the broadcast. The first one runs in its own thread, because NCCL may block forever
         while it connects."""
-        begun: Future[Any] = Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
         group = self._group
 
-        def begin() -> None:
+        def begin() -> Any:
             try:
                 with torch.cuda.stream(stream), torch.inference_mode(inference):
-                    begun.set_result(group.broadcast([flat], self._options))
-            except Exception as error:
-                begun.set_exception(error)
-            if self._group is None:  # closed meanwhile
-                _abort([group])
+                    return group.broadcast([flat], self._options)
+            finally:
+                if self._group is None:  # closed meanwhile
+                    _abort([group])
 
-        if self._used:
-            begin()
-        else:
-            threading.Thread(target=begin, name="keel-channel", daemon=True).start()
+        if not self._used:
+            return on_thread(begin, "keel-channel")
+        begun: Future[Any] = Future()
+        settle(begun, begin)
         return begun
 
     def close(self) -> None:
