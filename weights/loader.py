@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -209,13 +208,3 @@ class WeightsExtension:
 
         modules = self.model_runner.get_model().modules()
         return [module for module in modules if is_deferred_attention_layer(module)]
-
-    def keel_fingerprint(self) -> dict[str, str]:
-        """Return a hash of every parameter, computed from the tensors that the kernels use."""
-        named = self.model_runner.get_model().named_parameters()
-        return {
-            name: blake2b(
-                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            ).hexdigest()
-            for name, tensor in named
-        }

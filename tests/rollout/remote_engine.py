@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -155,6 +156,16 @@ def _submit(items: Sequence[Item]) -> list[Future[Any]]:
     ]
 
 
+def _fingerprint(worker: Any) -> dict[str, str]:
+    """Hash the tensors that the kernels use."""
+    return {
+        name: blake2b(
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        ).hexdigest()
+        for name, tensor in worker.model_runner.get_model().named_parameters()
+    }
+
+
 def _expire(_: Any) -> None:
     for flight in _ENGINE._in_flight.values():
         flight.deadline = 0.0
@@ -188,7 +199,7 @@ class _Host:
     @staticmethod
     def fingerprint() -> dict[str, str]:
         """Return a hash of each parameter."""
-        return _on_engine(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
+        return _on_engine(lambda engine: engine._llm.collective_rpc(_fingerprint)[0])
 
     @staticmethod
     def interrupt(

@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from keel.configs.schema import Config, DataConfig, RolloutConfig, RunConfig, SourceConfig
 from keel.model.batch_invariant import VARIABLE
-from keel.rollout.spec import EngineSpec, captured_sizes, environment
-
-
-@pytest.mark.parametrize("seqs", [1, 16, 256, 1024])
-@pytest.mark.parametrize("most", [64, 8192])
-def test_capture_sizes_cover_joining_turns(seqs: int, most: int) -> None:
-    sizes = captured_sizes(seqs, most)
-    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] <= most
-    own = min(2 * seqs, 512)  # vLLM 0.32
-    theirs = {n for n in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if n <= min(own, most)}
-    assert theirs <= set(sizes)
-    if most == 8192:
-        assert sizes[-1] == 4 * own and len(sizes) <= len(theirs) + 10
+from keel.rollout.spec import EngineSpec, environment
 
 
 def test_engine_memory_share() -> None:

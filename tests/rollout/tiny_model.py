@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from keel.model import load
+
 DENSE_LAYER = 1
 END = "<|im_end|>"
 VOCABULARY = 258
@@ -73,18 +75,5 @@ def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tenso
 
 
 def checkpoint_tensors(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
-    """Return the weights under the names used in checkpoints, with one tensor per expert."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        stem, _, leaf = name.rpartition(".experts.")
-        if not stem:
-            tensors[name] = parameter.detach().clone()
-            continue
-        for expert, weight in enumerate(parameter.detach().clone()):
-            if leaf == "down_proj":
-                tensors[f"{stem}.experts.{expert}.down_proj.weight"] = weight
-            else:
-                gate, up = weight.chunk(2)
-                tensors[f"{stem}.experts.{expert}.gate_proj.weight"] = gate
-                tensors[f"{stem}.experts.{expert}.up_proj.weight"] = up
-    return tensors
+    """Return copies of the weights under the names used in checkpoints."""
+    return {name: tensor.clone() for name, tensor in load.checkpoint_tensors(model)}

@@ -85,17 +85,6 @@ def test_extensions_equal_one_render(name: str, data: st.DataObject) -> None:
         assert text == chat.decode(whole).replace("<think>\n\n</think>\n\n", "")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_THINKING])
-def test_user_messages_end_thinking_and_segment(name: str) -> None:
-    chat = chat_of(name)
-    said = {"role": "assistant", "content": "There.", "reasoning_content": "hm"}
-    sampled = chat.turn_ids(USER, said, USER, [], thinking=True)
-    ids = [*chat.opening(USER, [], thinking=True), *sampled]
-    assert chat.extend(ids, USER, thinking=True) is None
-    whole = chat.opening([*USER, said, *USER], [], thinking=True)
-    assert "hm" not in chat.decode(whole) and "There." in chat.decode(whole)
-
-
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm"])
 def test_cut_thinking_is_closed_first(name: str) -> None:
     """The closing mark is added as context and is not trained on."""
