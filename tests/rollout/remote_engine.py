@@ -242,8 +242,8 @@ class _Host:
         return watch
 
 
-def _call(name: str, args: Sequence[Any]) -> Any:
-    return getattr(_Host, name)(*args)
+def _call(name: str, *args: Any, **named: Any) -> Any:
+    return getattr(_Host, name)(*args, **named)
 
 
 # These run inside the test process.
@@ -258,7 +258,9 @@ class RemoteEngine:
     """True if the engine can sleep. On GPUs, tests/gpu/test_sleep.py tests sleep instead."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: self.process.submit(_call, name, args).result(timeout=DEADLINE_S)
+        return lambda *args, **named: self.process.submit(_call, name, *args, **named).result(
+            timeout=DEADLINE_S
+        )
 
     def sample(
         self,
