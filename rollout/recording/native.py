@@ -6,7 +6,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.types import SamplingMasks
@@ -46,16 +45,37 @@ class NativeRecorder(Recorder):
         return {"logprobs": 0, "flat_logprobs": True, **bound, **start}
 
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        options = self._options.pop(request_id)
-        logp = _sampled_logprobs(request_id, output)
+        options, sampled = self._options.pop(request_id), len(output.token_ids)
+        flat = cast("FlatLogprobs | None", output.logprobs)  # requested in `sampling_args`
+        if flat is None:
+            raise RecordingError(f"request {request_id}: the engine returned no logprobs")
+        check_count(request_id, "logprobs", len(flat), sampled)
+        first = np.asarray(flat.start_indices, np.int64)  # the sampled token comes first
+        if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
+            raise RecordingError(
+                f"request {request_id}: the logprobs do not belong to the completion's tokens"
+            )
+        logp = np.asarray(flat.logprobs, np.float32)[first]
         if not np.isfinite(logp).all():
             return Recording(logp=logp, sampling_mask=None, routes=None)
         masks = routes = None
         if options.sampling_mask:
-            masks = _sampling_masks(request_id, output)
+            # A missing mask never means that sampling was not truncated.
+            if output.sampling_mask is None:
+                raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
+            spans = output.sampling_mask.token_ids
+            sizes = np.fromiter(map(len, spans), np.int64, len(spans))
+            ids = np.fromiter(chain.from_iterable(spans), np.int32, int(sizes.sum()))
+            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+            masks = checked_masks(request_id, SamplingMasks(ids=ids, offsets=offsets), output)
         if options.routes:
-            rows = prompt_tokens + len(output.token_ids) - 1 - options.routes_from
-            routes = _moe_routes(request_id, output, rows, self._moe_layers)
+            if output.routed_experts is None:
+                raise RecordingError(f"request {request_id}: the engine returned no routes")
+            rows = prompt_tokens + sampled - 1 - options.routes_from
+            check_count(request_id, "rows of routes", len(output.routed_experts), rows)
+            # The engine also returns zeros for every dense layer.
+            routes = output.routed_experts[:, self._moe_layers].astype(np.int16)
+            check_routed(request_id, routes)
         return Recording(logp=logp, sampling_mask=masks, routes=routes)
 
 
@@ -69,33 +89,6 @@ def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[s
             "them. Set top_k"
         )
     return {"top_k": WIDEST_MASK}
-
-
-def _sampled_logprobs(request_id: str, output: CompletionOutput) -> NDArray[np.float32]:
-    """Return the log-probabilities [G] of the sampled tokens. They come first at every position of
-    `logprobs`."""
-    if output.logprobs is None:
-        raise RecordingError(f"request {request_id}: the engine returned no logprobs")
-    flat = cast("FlatLogprobs", output.logprobs)  # requested in `sampling_args`
-    check_count(request_id, "logprobs", len(flat), len(output.token_ids))
-    first = np.asarray(flat.start_indices, np.int64)
-    if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
-        raise RecordingError(
-            f"request {request_id}: the logprobs do not belong to the completion's tokens"
-        )
-    return np.asarray(flat.logprobs, np.float32)[first]
-
-
-def _sampling_masks(request_id: str, output: CompletionOutput) -> SamplingMasks:
-    """Convert `sampling_mask` to G spans. A missing mask raises an error; it never means that
-    sampling was not truncated."""
-    if output.sampling_mask is None:
-        raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
-    spans = output.sampling_mask.token_ids
-    sizes = np.fromiter(map(len, spans), np.int64, len(spans))
-    ids = np.fromiter(chain.from_iterable(spans), np.int32, int(sizes.sum()))
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    return checked_masks(request_id, SamplingMasks(ids=ids, offsets=offsets), output)
 
 
 def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
@@ -113,16 +106,3 @@ def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutpu
             "completion does not hold the token itself"
         )
     return masks
-
-
-def _moe_routes(
-    request_id: str, output: CompletionOutput, rows: int, moe_layers: NDArray[np.int64]
-) -> NDArray[np.int16]:
-    """Return the rows [rows, L, K] of the MoE layers in `routed_experts`, which also has zeros for
-    every dense layer."""
-    if output.routed_experts is None:
-        raise RecordingError(f"request {request_id}: the engine returned no routes")
-    check_count(request_id, "rows of routes", len(output.routed_experts), rows)
-    routes = output.routed_experts[:, moe_layers].astype(np.int16)
-    check_routed(request_id, routes)
-    return routes

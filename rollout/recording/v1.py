@@ -94,25 +94,30 @@ class _RouteTable:
 
 
 class _Draws(NamedTuple):
+    """The tokens that one step has drawn, with one entry for each row of the batch."""
+
     tokens: list[int]
     logp: list[float]
     masks: list[NDArray[np.int32]] | None
 
 
-class _DrawLog:
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+class V1Recorder(Recorder):
+    """Recorder for the V1 runner, which must run in this process."""
+
+    _table: _RouteTable | None = None
+
+    def attach(self, engine: LLMEngine) -> None:
+        runner = self._runner = engine.model_executor.driver_worker.model_runner
         self._live: dict[str, list[tuple[_Draws, int]]] = {}
-        self._truncated: dict[str, bool] = {}
+        """The draws of each unfinished request, with its row in the step."""
         runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
+        if self._routes:
+            self._table = _RouteTable(runner)
+            self._save_before_preemption(scheduler_of(engine), self._table.rows)
 
-    def open(self, request_id: str, *, truncated: bool) -> None:
+    def expect(self, request_id: str, options: RecordingOptions) -> None:
+        super().expect(request_id, options)
         self._live[request_id] = []
-        self._truncated[request_id] = truncated
-
-    def close(self, request_id: str) -> list[tuple[_Draws, int]]:
-        self._truncated.pop(request_id, None)
-        return self._live.pop(request_id, [])
 
     def _on_draw(self, sampler: nn.Module, args: Any, output: Any) -> None:
         (sampled, logprobs), batch = output, self._runner.input_batch
@@ -132,33 +137,16 @@ class _DrawLog:
     def _supports(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
         """Return the ids with a finite log-probability in each row, for requests whose sampling is
         truncated. Returns None if no request is truncated."""
-        flags = [self._truncated.get(name, False) for name in names[: len(logprobs)]]
-        truncated = torch.tensor(flags)
+        options = [self._options.get(name) for name in names[: len(logprobs)]]
+        truncated = torch.tensor([each is not None and each.sampling_mask for each in options])
         if not truncated.any():
             return None
         rows, ids = (logprobs.isfinite() & truncated[:, None]).nonzero(as_tuple=True)
         ends = rows.bincount(minlength=len(logprobs)).cumsum(0)[:-1]
         return np.split(ids.to(torch.int32).numpy(), ends.numpy())
 
-
-class V1Recorder(Recorder):
-    """Recorder for the V1 runner, which must run in this process."""
-
-    _table: _RouteTable | None = None
-
-    def attach(self, engine: LLMEngine) -> None:
-        runner = engine.model_executor.driver_worker.model_runner
-        self._draws = _DrawLog(runner)
-        if self._routes:
-            self._table = _RouteTable(runner)
-            self._save_before_preemption(scheduler_of(engine), self._table.rows)
-
-    def expect(self, request_id: str, options: RecordingOptions) -> None:
-        super().expect(request_id, options)
-        self._draws.open(request_id, truncated=options.sampling_mask)
-
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        options, draws = self._options.pop(request_id), self._draws.close(request_id)
+        options, draws = self._options.pop(request_id), self._live.pop(request_id)
         tokens = list(output.token_ids)
         check_count(request_id, "draws", len(draws), len(tokens))
         if [step.tokens[row] for step, row in draws] != tokens:
@@ -180,4 +168,4 @@ class V1Recorder(Recorder):
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
-        self._draws.close(request_id)
+        self._live.pop(request_id, None)

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from keel.configs.schema import SamplingConfig
 from tests.rollout.recording.contract import RecorderContract, Rig
 from tests.rollout.recording.reference import Reference, Tolerance
-from tests.rollout.remote_engine import OPEN, engine_spec, prompts, running_engine
+from tests.rollout.remote_engine import OPEN, Kind, engine_spec, prompts, running_engine
 from tests.rollout.tiny_model import make_model
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=["", "fast"])
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """An engine with either vLLM's scheduler or the packed recorder's scheduler."""
-    folder = tmp_path_factory.mktemp("model")
+def running_rig(folder: Path, kind: Kind) -> Iterator[Rig]:
     reference = Reference(make_model(folder))
-    with running_engine(engine_spec(folder), gpu=False, kind=request.param) as engine:
+    with running_engine(engine_spec(folder), gpu=False, kind=kind) as engine:
         # vLLM's loader handles packed weights.
         yield Rig(engine, reference, Tolerance(), engine, way="reads a loaded tensor")
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    yield from running_rig(tmp_path_factory.mktemp("model"), "")
 
 
 def test_truncated_and_open_requests_in_one_batch(rig: Rig) -> None:
@@ -35,3 +38,17 @@ def test_truncated_and_open_requests_in_one_batch(rig: Rig) -> None:
 
 class TestV1Recorder(RecorderContract):
     pass
+
+
+class TestFastScheduler:
+    """Runs the tests in which the packed recorder's scheduler does most."""
+
+    @pytest.fixture(scope="class")
+    def rig(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+        yield from running_rig(tmp_path_factory.mktemp("model"), "fast")
+
+    test_preemption = RecorderContract.test_preemption
+    test_cut = RecorderContract.test_deadline_cuts_while_preempted_or_waiting
+    test_turns = RecorderContract.test_turns_across_weight_updates
+    test_update = RecorderContract.test_weight_update_during_sampling
+    test_cut_during_update = RecorderContract.test_deadline_cuts_during_a_weight_update
