@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.rewards.custom import FOLDER, PREFIX, passed
+from keel.rewards.custom import FOLDER, PREFIX, load_function
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [
@@ -95,7 +95,7 @@ def test_recipe_cannot_name_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "python.x").mkdir()
     (tmp_path / "python.x" / "y.pkl").write_bytes(pickle.dumps(len))
     with pytest.raises(ValueError, match=r"keel\.train"):
-        passed(f"{PREFIX}x/y")
+        load_function(f"{PREFIX}x/y")
 
 
 def test_yaml_makes_plain_data() -> None:
