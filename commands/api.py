@@ -50,10 +50,8 @@ from keel.trainer.run.view import View
 Reward = Callable[[Any, Any], Any]
 Callback = Callable[[int, Mapping[str, float]], object]
 """Called after each step with the step number (starting at 1) and its metrics as in
-`metrics.jsonl`.
-
-If it returns a true value or raises an exception, the run saves a checkpoint and ends.
-"""
+`metrics.jsonl`. If it returns a true value or raises an exception, the run saves a checkpoint and
+ends."""
 _PASSED = "passed"
 """Subfolder of the run folder for recipes and prompts passed from Python."""
 _PROMPTS, _SOURCES = "keel.train(prompts=…)", "data.sources"
@@ -73,10 +71,8 @@ class Run:
 
     folder: Path
     metrics: Sequence[Mapping[str, float]]
-    """One mapping of metrics per step, including `step` and `time` (seconds since 1970).
-
-    Step 0 holds the evaluation before training.
-    """
+    """One mapping of metrics per step, including `step` and `time` (seconds since 1970). Step 0
+    holds the evaluation before training."""
     model: Path | None
     """Folder of the trained model. None if the run was stopped early; such a run can be resumed."""
 
@@ -190,10 +186,8 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_data(value: Any, of: str) -> Any:
-    """Convert a knob value or a recipe to plain lists, mappings and scalars.
-
-    `of` names the argument in error messages.
-    """
+    """Convert a knob value or a recipe to plain lists, mappings and scalars. `of` names the
+    argument in error messages."""
 
     def plain(one: Any) -> Any:
         if hasattr(one, "tolist"):
@@ -211,10 +205,8 @@ def _plain_data(value: Any, of: str) -> Any:
 
 
 def _weights(rewards: Any) -> list[tuple[Any, float]]:
-    """Return (reward function or part name, weight) pairs.
-
-    The result is a list because functions may be unhashable.
-    """
+    """Return (reward function or part name, weight) pairs. The result is a list because functions
+    may be unhashable."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(rewards, Mapping):
         pairs = list(cast(Mapping[Any, Any], rewards).items())
@@ -322,10 +314,8 @@ def _as_json(value: Any) -> Any:
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
-    """Write `text` to a file named after its content, and return the file.
-
-    Repeating the same call therefore resumes the same run.
-    """
+    """Write `text` to a file named after its content, and return the file. Repeating the same call
+    therefore resumes the same run."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = folder / f"{digest}-{name}"
     try:

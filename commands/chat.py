@@ -32,10 +32,8 @@ class ChatSession:
 
     def ask(self, text: str) -> None:
         """Print the answer as it arrives, and add the question and the answer to the conversation.
-
         Ctrl-C stops the answer and keeps the part that has arrived. If the endpoint fails, the
-        question is dropped and openai.OpenAIError is raised.
-        """
+        question is dropped and openai.OpenAIError is raised."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         try:
@@ -55,10 +53,8 @@ class ChatSession:
 
 @contextmanager
 def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSession]:
-    """Yield a conversation with the model at `url`.
-
-    Without a URL, the model in `folder` is served until the context ends.
-    """
+    """Yield a conversation with the model at `url`. Without a URL, the model in `folder` is served
+    until the context ends."""
     if url:
         key = os.environ.get("VLLM_API_KEY", "none")
         with OpenAI(base_url=url, api_key=key, timeout=_REPLY_S, max_retries=0) as client:
@@ -93,11 +89,9 @@ def chat(
     read: Callable[[str], str] = input,
 ) -> None:
     """Answer `prompt` if it is given. Otherwise answer each line that the user types until Ctrl-D.
-
     If there is no `url`, `folder` is served for the duration of the chat. `read` returns the next
     line or raises EOFError. Raises ConfigError, or RuntimeError if the server or the answer to
-    `prompt` fails.
-    """
+    `prompt` fails."""
     with connected(folder, url, gpu=gpu) as conversation:
         if prompt is not None:
             try:

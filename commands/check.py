@@ -18,10 +18,7 @@ from keel.trainer.run.session import restore_data
 
 def check(recipe: str, overrides: Sequence[str]) -> int:
     """Validate a recipe for RL or supervised training and print its plan, without starting
-    anything.
-
-    Returns exit status 1 if a reward function fails on a sample completion.
-    """
+    anything. Returns exit status 1 if a reward function fails on a sample completion."""
     config = load_config(recipe, overrides)
     tasks: list[Task | SftTask] = []
     with waiting("checking the recipe and its prompts"):
@@ -47,10 +44,8 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
 
 
 def _check_writable(task: Task | SftTask) -> list[str]:
-    """Raise ConfigError if the run folder cannot be written.
-
-    If the run is planned for another machine, only print a warning.
-    """
+    """Raise ConfigError if the run folder cannot be written. If the run is planned for another
+    machine, only print a warning."""
     path = Path(task.config.run.dir).expanduser()
     if not (why := unwritable(path)):
         return []
@@ -60,10 +55,8 @@ def _check_writable(task: Task | SftTask) -> list[str]:
 
 
 def _run_folder(tasks: Sequence[Task | SftTask]) -> RunFolder:
-    """Return the run folder of the first task in `tasks` that can resume it.
-
-    If none of them can, raises the ConfigError of the first one.
-    """
+    """Return the run folder of the first task in `tasks` that can resume it. If none of them can,
+    raises the ConfigError of the first one."""
     errors: list[ConfigError] = []
     for task in tasks:
         folder = RunFolder(task.config, task.tokenizer_digest)

@@ -193,13 +193,11 @@ JUDGE = (  # no overrides, because argparse would drop any that follow an option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
-
-    The status is 0 for success, 1 for a failure while running, and 2 for an invalid recipe or
-    invalid data. It is 130 if Ctrl-C was pressed before the start or twice. After SIGTERM, SIGHUP
-    or SIGUSR1 it is 143, and the same command resumes the run. If `argv` is None, the arguments
-    come from the command line and the process exits afterwards.
-    """
+    """Run a command and return its exit status. The status is 0 for success, 1 for a failure while
+    running, and 2 for an invalid recipe or invalid data. It is 130 if Ctrl-C was pressed before the
+    start or twice. After SIGTERM, SIGHUP or SIGUSR1 it is 143, and the same command resumes the
+    run. If `argv` is None, the arguments come from the command line and the process exits
+    afterwards."""
     if argv is not None:
         return command(argv, lambda _: None)
     sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
@@ -209,10 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> int:
-    """Run `main` as the command-line program.
-
-    `fix_status` is called with the exit status before the last output.
-    """
+    """Run `main` as the command-line program. `fix_status` is called with the exit status before
+    the last output."""
     root = parser()
     arguments = parsed(root, argv)
     if arguments.version:
@@ -339,10 +335,8 @@ _LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
     "synthesize": ("commands.synthesize", _chained),
     "watch": ("commands.report.watch", lambda module, a: module.watch(a.run, a.port)),
 }
-"""The module and function of each command that does not wait for torch and Ray.
-
-Each function returns an exit status, None, or text to print.
-"""
+"""The module and function of each command that does not wait for torch and Ray. Each function
+returns an exit status, None, or text to print."""
 
 
 def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -375,10 +369,8 @@ def shown(message: object) -> str:
 
 
 def refused(arguments: argparse.Namespace) -> int:
-    """Print the error in the recipe, if any.
-
-    Returns the exit status, which is 0 without an error.
-    """
+    """Print the error in the recipe, if any. Returns the exit status, which is 0 without an
+    error."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return 0
     # OmegaConf: a tenth of a second

@@ -43,10 +43,8 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 
 
 def run(command: str, *arguments: Any) -> int:
-    """Run a command and return its exit status.
-
-    Errors are printed without a traceback unless KEEL_TRACEBACK is set.
-    """
+    """Run a command and return its exit status. Errors are printed without a traceback unless
+    KEEL_TRACEBACK is set."""
 
     def end(status: int, message: str = "") -> int:
         if message:

@@ -44,10 +44,8 @@ class _Link:
 
     name: str
     command: tuple[str, ...] = ()
-    """Arguments for the `keel` command.
-
-    Empty for the selection stage, which runs in this process.
-    """
+    """Arguments for the `keel` command. Empty for the selection stage, which runs in this
+    process."""
     result: Path
     """File or folder whose existence shows that the stage is finished."""
     depends: str = ""
@@ -104,12 +102,9 @@ def chain(config: DistillConfig) -> list[_Link]:
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Run the unfinished stages and return an exit status.
-
-    `run` executes a `keel` command. If a stage fails or a signal stops it, its exit status is
-    returned. If the recipe of a remaining stage is invalid, ConfigError is raised before anything
-    runs.
-    """
+    """Run the unfinished stages and return an exit status. `run` executes a `keel` command. If a
+    stage fails or a signal stops it, its exit status is returned. If the recipe of a remaining
+    stage is invalid, ConfigError is raised before anything runs."""
     lessons, auto = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()
     _check_waiting(links, lessons)
@@ -149,10 +144,8 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
 
 def _report(config: DistillConfig, root: Path) -> list[str]:
     """Return a table of pass@1 with confidence intervals, with one row per source, and a table of
-    what each training stage has cost.
-
-    The first compares the specialists, the distilled model and the mixed model.
-    """
+    what each training stage has cost. The first compares the specialists, the distilled model and
+    the mixed model."""
 
     def cell(stage: str, source: str) -> str:
         path = root / "eval" / stage / "results.json"
@@ -171,10 +164,7 @@ def _report(config: DistillConfig, root: Path) -> list[str]:
 
 
 def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
-    """Return the config for the distill stage and the names of its `auto` knobs.
-
-    Raises ConfigError if the recipe for any stage is invalid.
-    """
+    """Return the config for the distill stage and the names of its `auto` knobs."""
     recipe = load_config(config.recipe, config.overrides)
     holdouts = {source.name: source.holdout for source in recipe.data.sources}
     for each in config.specialists:
@@ -247,10 +237,7 @@ def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, froz
 
 
 def _check_waiting(links: Sequence[_Link], lessons: Config) -> None:
-    """Check the unfinished stages.
-
-    Raises ConfigError if one of them needs an input that no earlier stage creates.
-    """
+    """Check the unfinished stages."""
     made = {link.result.absolute() for link in links}
     for link in links:
         if not link.command or link.result.exists():
@@ -302,10 +289,8 @@ class _Commands:
             signal.signal(number, handler)
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a command and return its exit status.
-
-        There is no timeout here, because the command limits its own waiting times.
-        """
+        """Run a command and return its exit status. There is no timeout here, because the command
+        limits its own waiting times."""
         with subprocess.Popen([*self.start, *words]) as self._process:
             status = self._process.wait()
         self._process = None

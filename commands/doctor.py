@@ -216,10 +216,8 @@ class _Here:
 
 
 def step() -> Iterator[Finding]:
-    """Run one training step and compare the engine's log-probabilities with the trainer's.
-
-    The step uses an engine, a trainer rank and reward workers.
-    """
+    """Run one training step and compare the engine's log-probabilities with the trainer's. The step
+    uses an engine, a trainer rank and reward workers."""
     with tempfile.TemporaryDirectory(prefix="keel-doctor-") as folder:
         command = [sys.executable, "-m", "keel.commands.cli", "train", "quickstart"]
         command += [*_STEP, f"run.dir={folder}/run"]

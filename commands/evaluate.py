@@ -28,10 +28,8 @@ from keel.trainer.run.signals import Interrupt
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
-    """Score a checkpoint, the base model or an endpoint for each variant in `eval.variants`.
-
-    The prompts are the held-out sets or the training prompts.
-    """
+    """Score a checkpoint, the base model or an endpoint for each variant in `eval.variants`. The
+    prompts are the held-out sets or the training prompts."""
     config = load_config(recipe, overrides)
     variants = config.eval.each_variant
     for variant in variants:
@@ -85,10 +83,8 @@ def _check_comparable(
 def _summary(
     out: EvaluationFolder, policy: SampledPolicy, *, complete: bool, baseline: Sequence[Asked]
 ) -> list[str]:
-    """Return the result tables. If the results are complete, also write them to the folder.
-
-    Prompts that no longer belong to any set are ignored.
-    """
+    """Return the result tables. If the results are complete, also write them to the folder. Prompts
+    that no longer belong to any set are ignored."""
     config = policy.config
     ids = {prompt.prompt_id for prompts in policy.sets.values() for prompt in prompts}
     request = [one for one in out.asked if one.id in ids]

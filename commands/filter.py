@@ -11,10 +11,7 @@ from keel.data.pass_rate_filter import FilterFolder
 
 def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
     """Measure how often the policy solves each training prompt, and keep the prompts worth training
-    on.
-
-    The policy is a checkpoint, the base model or an endpoint.
-    """
+    on. The policy is a checkpoint, the base model or an endpoint."""
     config = load_config(recipe, overrides)
     policy = choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
     with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:

@@ -58,10 +58,8 @@ _TINY_TASK = "spell_backward"
 _ASSUMED_GIB = 80.0
 """GPU memory in GiB to assume on a machine without a GPU."""
 _EPISODE_PROMPT_TOKENS = 3072
-"""Assumed number of tokens in an episode before its last turn.
-
-This includes tool descriptions and results.
-"""
+"""Assumed number of tokens in an episode before its last turn. This includes tool descriptions and
+results."""
 _EXTRA_REWARD = 0.2
 """Weight for a reward function that is used in addition to a correctness check."""
 _STOPPED = 130
@@ -106,11 +104,9 @@ class _Source:
 
 
 def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
-    """Write a recipe, run `keel check` on it, and return the exit status of the check.
-
-    Raises ConfigError if the file already exists, or if a required value is missing and cannot be
-    asked for without a terminal.
-    """
+    """Write a recipe, run `keel check` on it, and return the exit status of the check. Raises
+    ConfigError if the file already exists, or if a required value is missing and cannot be asked
+    for without a terminal."""
     if flags.file:
         _free(flags.file)
     terminal = not flags.yes and sys.stdin.isatty() and sys.stdout.isatty()
@@ -261,10 +257,7 @@ def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
 def _rows(
     data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, heldout: int
 ) -> _Source:
-    """Return a source of rows, with settings based on its first rows.
-
-    Raises ConfigError if they cannot be used.
-    """
+    """Return a source of rows, with settings based on its first rows."""
     from keel.data.rows.proposal import JUDGED, propose  # noqa: PLC0415  takes half a second
 
     rows = propose(
@@ -334,10 +327,8 @@ def _commented(line: str, comment: str) -> str:
 
 
 def _weights(reward: str, *, judged: bool) -> dict[str, float]:
-    """Return the reward weights.
-
-    If `judged` is set, correctness is decided elsewhere and the reward function only adds to it.
-    """
+    """Return the reward weights. If `judged` is set, correctness is decided elsewhere and the
+    reward function only adds to it."""
     if reward in ("", "correct"):
         return {"correct": 1.0}
     return {"correct": 1.0, reward: _EXTRA_REWARD} if judged else {reward: 1.0}

@@ -27,12 +27,10 @@ SOON = 2**22
 
 
 def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
-    """Check everything in a recipe that can be checked in a fraction of a second.
-
-    Raises the same ConfigError as the later checks. Hub models, large files and the user's reward
-    functions are left to the later checks. `later` holds the absolute paths that an earlier command
-    of a chain will write.
-    """
+    """Check everything in a recipe that can be checked in a fraction of a second. Raises the same
+    ConfigError as the later checks. Hub models, large files and the user's reward functions are
+    left to the later checks. `later` holds the absolute paths that an earlier command of a chain
+    will write."""
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
         raise ConfigError("sft.sources: needs at least one source (docs/sft.md, docs/pretrain.md)")
@@ -76,11 +74,9 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
 
 
 def check_continued(config: Config, auto: Collection[str]) -> None:
-    """Check that `keel train` can resume the run in `run.dir` with the current knobs.
-
-    Raises ConfigError if a knob that must stay the same has changed. `auto` lists the knobs whose
-    values are chosen for the hardware.
-    """
+    """Check that `keel train` can resume the run in `run.dir` with the current knobs. Raises
+    ConfigError if a knob that must stay the same has changed. `auto` lists the knobs whose values
+    are chosen for the hardware."""
     folder = Path(config.run.dir).expanduser()
     saved = folder / "config.yaml"
     begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
@@ -93,11 +89,9 @@ def check_continued(config: Config, auto: Collection[str]) -> None:
 
 
 def _soon_known(part: str) -> bool:
-    """Return whether a reward part can be checked now.
-
-    This is the case if it is Keel's own, or if its module does not exist. Other modules are
-    imported later, together with their dependencies.
-    """
+    """Return whether a reward part can be checked now. This is the case if it is Keel's own, or if
+    its module does not exist. Other modules are imported later, together with their
+    dependencies."""
     module, dot, _ = part.partition(".")
     if not dot or not module.isidentifier():
         return True

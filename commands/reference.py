@@ -58,10 +58,8 @@ PAGES = {
     "distill": "distillation",
     "synthesize": "synthesis",
 }
-"""Maps the prefix of a knob to the page in docs/ that explains it.
-
-The longest matching prefix is used, unless the knob itself names a page.
-"""
+"""Maps the prefix of a knob to the page in docs/ that explains it. The longest matching prefix is
+used, unless the knob itself names a page."""
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _WHOLE = 3
 """Maximum number of matching entries to describe in full."""
@@ -252,20 +250,15 @@ def _page_of(knob: str, text: str) -> str:
 
 
 def normal(name: str) -> str:
-    """Replace list entries in a knob's name with `[]`.
-
-    For example, `data.sources[sums].size` and `data.sources.0.size` become `data.sources[].size`.
-    """
+    """Replace list entries in a knob's name with `[]`. For example, `data.sources[sums].size` and
+    `data.sources.0.size` become `data.sources[].size`."""
     name = re.sub(r"\[[^]]*\]", "[]", name)
     return re.sub(r"\.\d+(?=\.|$)", "[]", name).strip(".")
 
 
 def describe(name: str = "") -> str:
     """Return a description of a section, knob or metric, or of everything whose name contains
-    `name`.
-
-    Raises ConfigError with a suggestion if nothing matches.
-    """
+    `name`. Raises ConfigError with a suggestion if nothing matches."""
     query = normal(name)
     if not query:
         return _overview()

@@ -77,10 +77,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
 
 
 def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
-    """Return the folder of the model that the run started from.
-
-    Raises ConfigError if building the tiny model would run code that the recipe names.
-    """
+    """Return the folder of the model that the run started from."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     for source in config.data.sources:
@@ -95,10 +92,8 @@ def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
 
 
 def find_batch(folder: Path, step: int | None) -> Path:
-    """Return the batch saved at `step`, or the newest batch if no step is given.
-
-    Raises ConfigError if there is none.
-    """
+    """Return the batch saved at `step`, or the newest batch if no step is given. Raises ConfigError
+    if there is none."""
     batches = {step_of(path): path for path in list_batches(folder)}
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: is not a run folder (no config.yaml)")
@@ -114,10 +109,8 @@ def find_batch(folder: Path, step: int | None) -> Path:
 
 
 def nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
-    """Return the newest intact checkpoint before `step`, with a description of it.
-
-    Returns None with the description if only the base model precedes the step.
-    """
+    """Return the newest intact checkpoint before `step`, with a description of it. Returns None
+    with the description if only the base model precedes the step."""
     paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]
     newest = next((path for path in reversed(paths) if not checkpoint.problems(path)), None)
     words = f"from {newest.name if newest else 'the base model'}"

@@ -65,10 +65,8 @@ class SampledPolicy:
     text: str
     """Description of the plan."""
     sampling: Callable[[Path], AbstractContextManager[AnyRuntime]]
-    """Start the processes that sample and score.
-
-    The output of reward functions goes to a subfolder of the given folder.
-    """
+    """Start the processes that sample and score. The output of reward functions goes to a subfolder
+    of the given folder."""
     tokenizer_digest: str = ""
     """Digest of the tokenizer, or empty for an endpoint."""
     count_tokens: Callable[[Prompt], int] | None = None
@@ -95,11 +93,8 @@ class SampledPolicy:
 def choose_policy(
     recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
 ) -> SampledPolicy:
-    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`.
-
-    `checkpoint` is the value of the knob named `knob`. Raises ConfigError if the policy cannot be
-    used.
-    """
+    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`. `checkpoint`
+    is the value of the knob named `knob`. Raises ConfigError if the policy cannot be used."""
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
         return _endpoint_policy(config)
@@ -142,10 +137,7 @@ def choose_policy(
 
 
 def _endpoint_policy(config: Config) -> SampledPolicy:
-    """Return the policy for a model behind an endpoint. Its tokens cannot be counted.
-
-    Raises ConfigError if it cannot be used.
-    """
+    """Return the policy for a model behind an endpoint. Its tokens cannot be counted."""
     endpoint = config.endpoint
     require_prompts(config)
     for source in config.data.sources:
@@ -202,10 +194,8 @@ def _endpoint_policy(config: Config) -> SampledPolicy:
 
 
 def max_prompts_in_flight(config: Config, samples: int) -> int:
-    """Return how many prompts to sample at the same time.
-
-    This is twice the capacity of all engines or of the endpoint, and at least 2.
-    """
+    """Return how many prompts to sample at the same time. This is twice the capacity of all engines
+    or of the endpoint, and at least 2."""
     capacity = config.rollout.engines * config.rollout.max_num_seqs
     if config.endpoint.base_url:
         capacity = config.endpoint.max_concurrent
@@ -236,14 +226,12 @@ def sample_prompts(
     note: Callable[[], str],
     stop: Callable[[], bool],
 ) -> None:
-    """Sample and score `samples` completions for each prompt.
-
-    Returns when all are done, or soon after `stop` returns true. `record` is called once per
-    prompt, on this thread, unless an overloaded endpoint has dropped some of its completions. Such
-    a prompt is sampled again when the command is repeated. `note` returns text to add to the
-    progress line. Errors from sampling or scoring are passed on. Raises TimeoutError if no group
-    arrives for longer than all timeouts together.
-    """
+    """Sample and score `samples` completions for each prompt. Returns when all are done, or soon
+    after `stop` returns true. `record` is called once per prompt, on this thread, unless an
+    overloaded endpoint has dropped some of its completions. Such a prompt is sampled again when the
+    command is repeated. `note` returns text to add to the progress line. Errors from sampling or
+    scoring are passed on. Raises TimeoutError if no group arrives for longer than all timeouts
+    together."""
     should_stop = runtime.with_watchdog(stop)
     count_steps = None if isinstance(runtime, RemoteRuntime) else lambda: runtime.pool.steps
     size = config.algorithm.group_size
@@ -299,10 +287,8 @@ def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
 
 
 def answer_of(trajectory: Trajectory) -> str:
-    """Return the marked answer in a completion.
-
-    If no answer is marked, the final text is returned if it is short.
-    """
+    """Return the marked answer in a completion. If no answer is marked, the final text is returned
+    if it is short."""
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:

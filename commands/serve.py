@@ -48,11 +48,9 @@ class ServedModel:
 
 
 def find_model(folder: Path) -> ServedModel:
-    """Return the model in a run folder or model folder.
-
-    A model from a run uses the sampling parameters of its recipe. Raises ConfigError if the folder
-    is neither, or if the run has not exported a model yet.
-    """
+    """Return the model in a run folder or model folder. A model from a run uses the sampling
+    parameters of its recipe. Raises ConfigError if the folder is neither, or if the run has not
+    exported a model yet."""
     exported = (folder / "config.json").exists()
     run, path = (folder.resolve().parent, folder) if exported else (folder, folder / "model")
     if not (run / "config.yaml").exists():
@@ -104,10 +102,8 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def server_options(model: ServedModel, chosen: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
-    """Return all vLLM options except the address.
-
-    `chosen` contains the user's options from `parse_options`.
-    """
+    """Return all vLLM options except the address. `chosen` contains the user's options from
+    `parse_options`."""
     chosen = dict(chosen)
     sampling = {**model.sampling, **{n: chosen.pop(n) for n in SAMPLING if n in chosen}}
     thinking = chosen.pop("thinking", model.thinking)
@@ -134,11 +130,9 @@ def serving(
     port: int = 0,
     key: str = "",
 ) -> Iterator[VllmServer]:
-    """Run a vLLM server for `model` until the context ends. Port 0 selects a free port.
-
-    Raises ConfigError if the address is not available, or RuntimeError with the last lines of the
-    log if the server does not start.
-    """
+    """Run a vLLM server for `model` until the context ends. Port 0 selects a free port. Raises
+    ConfigError if the address is not available, or RuntimeError with the last lines of the log if
+    the server does not start."""
     handle, name = tempfile.mkstemp(prefix="keel-serve-", suffix=".log")
     os.close(handle)
     log = Path(name)
@@ -169,10 +163,8 @@ def serving(
 
 
 def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool) -> None:
-    """Serve a model until Ctrl-C.
-
-    Raises ConfigError if the settings are invalid, or RuntimeError if the server fails.
-    """
+    """Serve a model until Ctrl-C. Raises ConfigError if the settings are invalid, or RuntimeError
+    if the server fails."""
     model, chosen = find_model(folder), parse_options(words)
     try:
         with serving(model, chosen, gpu=gpu, host=host, port=port) as server:

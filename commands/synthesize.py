@@ -19,11 +19,9 @@ from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 from keel.trainer.run.progress import Wait, waiting
 
 Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
-"""Creates the task for a key and writes it to the folder, either completely or not at all.
-
-Returns the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost if a model does
-not answer, or BudgetSpent if the next call could exceed the budget.
-"""
+"""Creates the task for a key and writes it to the folder, either completely or not at all. Returns
+the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost if a model does not
+answer, or BudgetSpent if the next call could exceed the budget."""
 _MOST_LOST = 5
 """Stop after this many consecutive tasks for which the author model did not answer."""
 
@@ -37,10 +35,8 @@ async def make_all(
     say: Callable[[str], object],
     stop: asyncio.Event,
 ) -> str:
-    """Create all tasks that the ledger does not list yet.
-
-    Returns the reason for stopping early, or "" if all tasks were processed.
-    """
+    """Create all tasks that the ledger does not list yet. Returns the reason for stopping early, or
+    "" if all tasks were processed."""
     remaining = [key for key in keys if key not in ledger.outcomes]
     if made := len(keys) - len(remaining):
         say(f"{made:,} of {len(keys):,} tasks already made")
@@ -131,10 +127,7 @@ def _open_pipeline(
     folder: Path,
     more: Callable[[AuthorConfig], Author],
 ) -> Pipeline:
-    """Return the pipeline for the recipe's family.
-
-    `more` creates further authors. Raises ConfigError if the settings are invalid.
-    """
+    """Return the pipeline for the recipe's family. `more` creates further authors."""
     if config.family == "general":
         from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
 
@@ -155,11 +148,8 @@ def _open_pipeline(
 
 
 def synthesize(config: SynthesisConfig) -> int:
-    """Create the tasks and return the exit status.
-
-    The status is 0 if all tasks are done and 1 if it stopped early. Raises ConfigError if the
-    recipe or folder cannot be used.
-    """
+    """Create the tasks and return the exit status. The status is 0 if all tasks are done and 1 if
+    it stopped early. Raises ConfigError if the recipe or folder cannot be used."""
     return asyncio.run(_synthesize(config))
 
 
@@ -214,10 +204,8 @@ def _leave(number: int, _: object) -> None:
 
 
 def depends_on(config: SynthesisConfig) -> dict[str, Any]:
-    """Return the settings that affect the tasks.
-
-    Authors and budget are omitted because they may change between starts.
-    """
+    """Return the settings that affect the tasks. Authors and budget are omitted because they may
+    change between starts."""
     section = asdict(getattr(config, config.family))
     return {"family": config.family, "seed": config.seed, **section}
 

@@ -41,11 +41,8 @@ _Drive = Callable[[Runtime, RunFolder, View, int], int]
 def train(
     recipe: str, overrides: Sequence[str], *, drive: _Drive | None = None, again: str = ""
 ) -> None:
-    """Train on the recipe, or resume its run.
-
-    `drive` replaces `run_loop`. `again` tells the user how to resume if the command is a different
-    one.
-    """
+    """Train on the recipe, or resume its run. `drive` replaces `run_loop`. `again` tells the user
+    how to resume if the command is a different one."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     run_task(
@@ -66,10 +63,8 @@ def run_task(
     again: str = "",
 ) -> None:
     """Run a prepared task in its folder. `start` starts its actors, and `drive` runs its loop.
-
     After a failure, the task is restarted with a layout that fits the cluster's remaining
-    resources.
-    """
+    resources."""
     layouts = elastic_layouts(
         task.config,
         Path(task.config.run.dir).expanduser(),
@@ -101,10 +96,7 @@ def run_loop(
     should_end: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run `keel.trainer.loop.train` on the started actors. Returns the number of the last finished
-    step.
-
-    If `should_end` returns true after a step, the run saves a checkpoint and ends.
-    """
+    step. If `should_end` returns true after a step, the run saves a checkpoint and ends."""
     config, dataset, learner = runtime.task.config, runtime.task.dataset, runtime.learner
     failures: list[Exception] = []
 
@@ -112,11 +104,8 @@ def run_loop(
         return interrupt() or bool(journal.ends) or should_end() or bool(failures)
 
     def handle_failure(error: Exception) -> bool:
-        """Record the error, make `should_stop` return True, and return True.
-
-        If the learner was lost, no checkpoint can be saved. In this case nothing is recorded and
-        False is returned.
-        """
+        """Record the error, make `should_stop` return True, and return True. If the learner was
+        lost, no checkpoint can be saved. In this case nothing is recorded and False is returned."""
         if isinstance(error, LOST) or lost_reason():
             return False
         failures.append(error)
@@ -195,10 +184,7 @@ def dump_bad_batch(
     findings: Sequence[str],
 ) -> None:
     """Save the batch of a step whose gradient was not finite, so that `keel replay` can repeat the
-    step.
-
-    A full disk does not end the run.
-    """
+    step. A full disk does not end the run."""
     for line in findings[:SHOWN_FINDINGS]:
         say(f"step {step}: no finite gradient: {line}")
     try:

@@ -35,10 +35,8 @@ def check_room(
     count_tokens: Callable[[Prompt], int],
 ) -> None:
     """Raise ConfigError for the first prompt that does not fit into the context with this variant.
-
     The variant's extra line and token limit need additional space. The unchanged prompts have
-    already been checked.
-    """
+    already been checked."""
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"

@@ -60,10 +60,8 @@ class AuthorReply:
     calls: tuple[ToolCall | Malformed, ...] = ()
     reasoning: str = ""
     cut: bool = False
-    """True if the reply exceeded `max_tokens` or the conversation exceeded the context.
-
-    Tool calls in such a reply must not be run.
-    """
+    """True if the reply exceeded `max_tokens` or the conversation exceeded the context. Tool calls
+    in such a reply must not be run."""
 
     def message(self) -> Message:
         """Return the reply as a message for the next request."""
@@ -81,29 +79,22 @@ class Author(Protocol):
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> AuthorReply:
-        """Send a conversation and return the model's reply.
-
-        `purpose` is the name under which the tokens are counted. If the conversation exceeds the
-        context, the reply is empty and marked as cut. Raises AuthorLost if the model does not
-        answer, or BudgetSpent if the call could exceed the budget.
-        """
+        """Send a conversation and return the model's reply. `purpose` is the name under which the
+        tokens are counted. If the conversation exceeds the context, the reply is empty and marked
+        as cut. Raises AuthorLost if the model does not answer, or BudgetSpent if the call could
+        exceed the budget."""
         ...
 
 
 class SynthesisBudget:
-    """Tracks the tokens and money that have been spent, or reserved for calls in flight.
-
-    Use each instance in a single event loop.
-    """
+    """Tracks the tokens and money that have been spent, or reserved for calls in flight. Use each
+    instance in a single event loop."""
 
     def __init__(
         self, limits: CostConfig, spent: Sequence[CallUsage], record: Callable[[CallUsage], None]
     ) -> None:
-        """Set up the budget.
-
-        `spent` is the usage from earlier starts. `record` is called to save the usage of each new
-        call.
-        """
+        """Set up the budget. `spent` is the usage from earlier starts. `record` is called to save
+        the usage of each new call."""
         self._record = record
         self._limits = {"tokens": limits.tokens, "usd": limits.usd}
         self._spent = {
@@ -115,9 +106,7 @@ class SynthesisBudget:
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
         """Reserve the maximum cost of a call, and yield a function that records the actual usage.
-
-        Raises BudgetSpent if the budget does not allow the call.
-        """
+        Raises BudgetSpent if the budget does not allow the call."""
         more = {"tokens": tokens, "usd": usd}
         for name, limit in self._limits.items():
             reserved = self._reserved[name] + more[name]
@@ -228,11 +217,8 @@ class EndpointAuthor:
                 return reply
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
-        """Return an author with other settings.
-
-        It shares this author's budget, and closing this author closes it too. Raises ValueError if
-        the settings are invalid.
-        """
+        """Return an author with other settings. It shares this author's budget, and closing this
+        author closes it too. Raises ValueError if the settings are invalid."""
         self._others.append(EndpointAuthor(replace(self._config, **changes), self._budget))
         return self._others[-1]
 
@@ -253,11 +239,8 @@ def _bytes(text: str) -> int:
 
 
 def _parsed(text: str) -> tuple[AuthorReply, dict[str, int]]:
-    """Return the reply and its token counts.
-
-    If the endpoint does not report token counts, the prompt count is 0 and the completion count is
-    an upper bound.
-    """
+    """Return the reply and its token counts. If the endpoint does not report token counts, the
+    prompt count is 0 and the completion count is an upper bound."""
     body = _encodable(json.loads(text))
     choice = body["choices"][0]
     message = choice["message"]

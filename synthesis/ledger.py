@@ -49,10 +49,8 @@ class Rejected(Exception):
 
 
 class Ledger:
-    """Records outcomes and usage in a folder, which it creates and locks.
-
-    It refuses a folder that belongs to another synthesis.
-    """
+    """Records outcomes and usage in a folder, which it creates and locks. It refuses a folder that
+    belongs to another synthesis."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Set up the ledger. `settings` contains the settings that affect the tasks, as JSON."""
@@ -62,11 +60,8 @@ class Ledger:
         self.spent: list[CallUsage] = []
 
     def __enter__(self) -> Self:
-        """Open the folder.
-
-        Raises ConfigError if the folder cannot be written, is in use, or was created with other
-        settings.
-        """
+        """Open the folder. Raises ConfigError if the folder cannot be written, is in use, or was
+        created with other settings."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
             self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))

@@ -148,11 +148,8 @@ _INJECT = "inject"
 
 
 def _requests(count: int, seed: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """Yield `count` distinct requests in a seeded random order.
-
-    They alternate between `_KINDS` unless `only` names one kind. Raises ValueError if the templates
-    yield fewer requests.
-    """
+    """Yield `count` distinct requests in a seeded random order. They alternate between `_KINDS`
+    unless `only` names one kind. Raises ValueError if the templates yield fewer requests."""
     pairs = list(itertools.product(_TOPICS, _FRAMINGS))
     kinds = [only] if only else _KINDS
     if not 1 <= count <= len(kinds) * len(pairs):

@@ -23,11 +23,8 @@ class ToolLoopResult:
     messages: tuple[Message, ...]
     """All messages, including the initial ones."""
     ended: Literal["stop", "done", "turns", "length"]
-    """Why the loop ended.
-
-    stop: the model made no more calls. done: a tool ended the loop. turns: the turn limit was
-    reached. length: a reply was truncated.
-    """
+    """Why the loop ended. stop: the model made no more calls. done: a tool ended the loop. turns:
+    the turn limit was reached. length: a reply was truncated."""
 
     @property
     def answer(self) -> str:
@@ -46,10 +43,8 @@ async def work(
     purpose: str,
 ) -> ToolLoopResult:
     """Run a model in a tool loop until it stops calling tools or another limit ends the loop.
-
     `call` runs each call whose arguments match the tool's schema, with its own timeout. Any other
-    call is answered with an error. Errors raised by `author` and `call` are passed on.
-    """
+    call is answered with an error. Errors raised by `author` and `call` are passed on."""
     history, schemas = list(messages), arguments_of(tools)
     for _ in range(most_turns):
         reply = await author.ask(history, purpose=purpose, tools=tools)
@@ -74,10 +69,8 @@ async def work(
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Wait for all coroutines and return their results.
-
-    If one raises, the others are cancelled to save tokens.
-    """
+    """Wait for all coroutines and return their results. If one raises, the others are cancelled to
+    save tokens."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -35,10 +35,8 @@ from keel.trainer.run.costs import HEADER, cost_rows
 
 _METRICS, _CONFIG, _SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
 _MEAN_OF = 10
-"""Maximum number of steps to average for the values at the beginning and end of a run.
-
-The average covers a tenth of the steps, up to this limit.
-"""
+"""Maximum number of steps to average for the values at the beginning and end of a run. The average
+covers a tenth of the steps, up to this limit."""
 _ENTRY = re.compile(r"\[[^\]]*\]")
 """Matches the name of a list entry within a knob, such as `[spiral]` in
 `data.sources[spiral].size`."""
@@ -151,10 +149,8 @@ Known = MutableMapping[Path, _StepFile]
 
 
 def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chunks]:
-    """Read what `keel train` or `keel eval` has written so far.
-
-    Raises ConfigError for any other kind of folder.
-    """
+    """Read what `keel train` or `keel eval` has written so far. Raises ConfigError for any other
+    kind of folder."""
     try:
         if (folder / _METRICS).exists() or (folder / _CONFIG).exists():
             return _read_run(folder, {} if known is None else known)
@@ -195,10 +191,8 @@ def _read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
 
 
 def _json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects in a JSON lines file, without an incomplete last line.
-
-    Unreadable lines are skipped and listed in `notes`.
-    """
+    """Yield the objects in a JSON lines file, without an incomplete last line. Unreadable lines are
+    skipped and listed in `notes`."""
     for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             value = _loads(text)
@@ -232,10 +226,8 @@ def _defaults() -> Mapping[str, str]:
 
 
 def _changed(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
-    """Return the names of the knobs that differ from their defaults.
-
-    The names of sources, and knobs that Keel chose for the hardware, are omitted.
-    """
+    """Return the names of the knobs that differ from their defaults. The names of sources, and
+    knobs that Keel chose for the hardware, are omitted."""
     return [
         name
         for name, value in knobs.items()
@@ -246,10 +238,8 @@ def _changed(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
 
 
 def _read_metrics(path: Path, run: RunData) -> None:
-    """Read the steps, times and metrics of a run into `run`.
-
-    If a step has several lines, for example because of a late evaluation, they are merged.
-    """
+    """Read the steps, times and metrics of a run into `run`. If a step has several lines, for
+    example because of a late evaluation, they are merged."""
     by_step: dict[int, dict[str, float | None]] = {}
     for line in _json_lines(path, run.notes):
         step = line.get("step")
@@ -347,10 +337,7 @@ def _summary(run: RunData, folder: Path) -> dict[str, str]:
 
 
 def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
-    """Read what `keel eval` has written so far.
-
-    Raises ConfigError with the file and line of a problem.
-    """
+    """Read what `keel eval` has written so far."""
     run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
     try:
         settings: Mapping[str, Any] = _loads((folder / "settings.json").read_bytes())
@@ -423,10 +410,8 @@ def _group_of(asked: Asked) -> dict[str, Any]:
 
 
 def _listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> _Group:
-    """Convert a line of a chunk to an entry in the list.
-
-    Raises one of `_UNREADABLE` if the line is not a group.
-    """
+    """Convert a line of a chunk to an entry in the list. Raises one of `_UNREADABLE` if the line is
+    not a group."""
     return _Group(
         step=step,
         chunk=chunk,
@@ -451,10 +436,8 @@ def _question(group: Mapping[str, Any]) -> str:
 
 
 def _loads(text: str | bytes) -> Any:
-    """Parse JSON written by Python. Numbers such as NaN become None.
-
-    Raises one of `_UNREADABLE` if the text cannot be parsed.
-    """
+    """Parse JSON written by Python. Numbers such as NaN become None. Raises one of `_UNREADABLE` if
+    the text cannot be parsed."""
     return json.loads(text, parse_constant=lambda _: None)
 
 

@@ -27,19 +27,15 @@ SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 MOST_BYTES = 64 * 2**20
 """Maximum size in bytes of the compressed trajectories in one page."""
 PARTS = 500
-"""Number of intervals into which a curve is divided to find its extremes.
-
-This is about the width of the curve in pixels.
-"""
+"""Number of intervals into which a curve is divided to find its extremes. This is about the width
+of the curve in pixels."""
 _STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
 """Metrics that are drawn stacked on each other. They all need a value at the same steps."""
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
-    """Return the page's HTML.
-
-    A `live` page fetches trajectories and updates from the server it came from.
-    """
+    """Return the page's HTML. A `live` page fetches trajectories and updates from the server it
+    came from."""
     try:
         from plotly.offline import get_plotlyjs  # pyright: ignore  # noqa: PLC0415  optional
     except ImportError as error:
@@ -83,11 +79,9 @@ def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
 
 
 def _policy(scripts: Sequence[str], *, live: bool) -> str:
-    """Return the Content-Security-Policy.
-
-    It allows only the page's own scripts. Only a live page may connect to a server, namely the one
-    it came from. Inline styles are allowed because plotly.js writes them.
-    """
+    """Return the Content-Security-Policy. It allows only the page's own scripts. Only a live page
+    may connect to a server, namely the one it came from. Inline styles are allowed because
+    plotly.js writes them."""
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     connect = "'self'" if live else "'none'"
     ours = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -98,10 +92,8 @@ def _policy(scripts: Sequence[str], *, live: bool) -> str:
 
 
 def _fewer_points(run: RunData) -> RunData:
-    """Reduce each curve to the lowest and highest value in each of `PARTS` intervals.
-
-    The values stay at their original steps.
-    """
+    """Reduce each curve to the lowest and highest value in each of `PARTS` intervals. The values
+    stay at their original steps."""
     kept = {name: _extremes(values) for name, values in run.metrics.items()}
     stacked = set[int]().union(*(kept.get(name, ()) for name in _STACKED))
     kept |= {name: stacked for name in _STACKED if name in kept}
@@ -148,10 +140,8 @@ def _fewer_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
 
 
 def report(folders: Sequence[str], out: str | None) -> str:
-    """Write the page and return a message to print.
-
-    Raises ConfigError if a folder cannot be read.
-    """
+    """Write the page and return a message to print. Raises ConfigError if a folder cannot be
+    read."""
     runs = [read_folder(Path(folder)) for folder in folders]
     name_apart([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"

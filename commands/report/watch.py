@@ -20,10 +20,8 @@ from keel.configs.schema import ConfigError
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
-"""Host names that requests may use.
-
-Any other name belongs to a foreign page whose DNS entry points to this machine.
-"""
+"""Host names that requests may use. Any other name belongs to a foreign page whose DNS entry points
+to this machine."""
 _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
@@ -32,10 +30,8 @@ class Follower:
     change."""
 
     def __init__(self, folders: Sequence[str]) -> None:
-        """Read the folders for the first time.
-
-        Raises ConfigError if one of them contains no run.
-        """
+        """Read the folders for the first time. Raises ConfigError if one of them contains no
+        run."""
         self._folders = [Path(folder) for folder in folders]
         self._lock = Lock()
         self._mark = ""
@@ -86,11 +82,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET requests.
-
-    `/` returns the page, `/data` returns everything on it except trajectories, and `/chunk` returns
-    one chunk of trajectories.
-    """
+    """Answers GET requests. `/` returns the page, `/data` returns everything on it except
+    trajectories, and `/chunk` returns one chunk of trajectories."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 30

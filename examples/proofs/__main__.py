@@ -38,10 +38,8 @@ def verification_messages(problem: str, solution: str) -> list[dict[str, Any]]:
 
 
 def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield the problem, solution and score of each proof in a file written by `keel eval`.
-
-    Raises ValueError with the number of the line that is invalid.
-    """
+    """Yield the problem, solution and score of each proof in a file written by `keel eval`. Raises
+    ValueError with the number of the line that is invalid."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
@@ -63,10 +61,7 @@ def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
 
 def _tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
     """Yield a JSONL line for each distinct proof, with at most `each` proofs per problem and score
-    band.
-
-    Without this limit, a verifier would learn to give the same score to most proofs.
-    """
+    band. Without this limit, a verifier would learn to give the same score to most proofs."""
     seen: set[str] = set()
     taken: Counter[tuple[str, float]] = Counter()
     for problem, solution, score in proofs:

@@ -42,9 +42,6 @@ class Refine:
     def verdict(
         self, messages: Sequence[Mapping[str, Any]], finish_reason: str
     ) -> dict[str, float]:
-        """Return two reward components.
-
-        `claimed` is the score of the last self-evaluation, and `revised` is the fraction of the
-        allowed revisions that were used.
-        """
+        """Return two reward components. `claimed` is the score of the last self-evaluation, and
+        `revised` is the fraction of the allowed revisions that were used."""
         return {"claimed": self.claimed, "revised": self.used / self.most}

@@ -47,10 +47,8 @@ def make(
     lessons: int = 1200,
     seed: int,
 ) -> int:
-    """Create the tasks and conversations that do not exist yet. Returns the exit status.
-
-    Raises ConfigError or OSError.
-    """
+    """Create the tasks and conversations that do not exist yet. Returns the exit status. Raises
+    ConfigError or OSError."""
     _made(folder / "general", lambda new: prices.write(new / "prices", general, seed))
     _made(folder / "search", lambda new: towers.write(new, search, seed))
     _made(folder / "programs", lambda new: tests.write(new, programs, seed))

@@ -55,10 +55,8 @@ def draw_paces(draw: random.Random, count: int) -> list[int]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Write a git repository with `count` changes into a new folder.
-
-    Raises OSError or CalledProcessError.
-    """
+    """Write a git repository with `count` changes into a new folder. Raises OSError or
+    CalledProcessError."""
     folder.mkdir(parents=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     user = ["-c", "user.name=keel", "-c", "user.email=keel@localhost", "-c", "core.hooksPath=/"]

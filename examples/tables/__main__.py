@@ -23,10 +23,8 @@ _BOXED = "Put the final answer in \\boxed{}."
 
 
 def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `count` JSONL lines that cycle through all kinds of questions.
-
-    The same seed always gives the same lines.
-    """
+    """Yield `count` JSONL lines that cycle through all kinds of questions. The same seed always
+    gives the same lines."""
     for number in range(count):
         ask = shop.QUESTIONS[number % len(shop.QUESTIONS)]
         draw = random.Random(f"{seed}/{number}")

@@ -43,10 +43,8 @@ class Candidate:
         return LANGUAGES[self.source.language]
 
     def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:
-        """Return the changed paths with their new contents.
-
-        The content is None for a removed file.
-        """
+        """Return the changed paths with their new contents. The content is None for a removed
+        file."""
         paths = {*self.base, *self.after}
         return {
             path: self.after.get(path)
@@ -56,10 +54,8 @@ class Candidate:
 
     @property
     def gold(self) -> dict[str, Entry | None]:
-        """Return the gold patch: the part of the change that solves the task.
-
-        It excludes tests and the files that decide how tests run.
-        """
+        """Return the gold patch: the part of the change that solves the task. It excludes tests and
+        the files that decide how tests run."""
         return self.changed(lambda path: not is_grading(self.language, path))
 
     @property
@@ -123,11 +119,9 @@ _NUMBER = re.compile(r"\s*\((?:#|gh-)\d+\)\s*$", re.IGNORECASE)
 
 
 class GitSource:
-    """Takes candidates from the first-parent commits of a git repository that refer to an issue.
-
-    No code from the repository is run. Only plumbing commands are used, since even `git log` may
-    run a configured program.
-    """
+    """Takes candidates from the first-parent commits of a git repository that refer to an issue. No
+    code from the repository is run. Only plumbing commands are used, since even `git log` may run a
+    configured program."""
 
     def __init__(self, source: CodeSourceConfig) -> None:
         """Read the repository. Raises ConfigError if it cannot be used."""
@@ -186,10 +180,8 @@ class GitSource:
         return version[0] if version else "1.0"
 
     def _tree(self, commit: str, env: Mapping[str, str] = {}) -> Tree:
-        """Read the files of a commit.
-
-        `git archive` is not used because it honours export-ignore.
-        """
+        """Read the files of a commit. `git archive` is not used because it honours
+        export-ignore."""
         modes: dict[str, tuple[str, str]] = {}
         for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit, env=env).split("\0")[
             :-1
@@ -214,10 +206,8 @@ class GitSource:
         return tree
 
     def _log_fields(self, what: Sequence[str], *which: str) -> list[list[str]]:
-        """Return the formatted fields of each commit.
-
-        Fields are separated by NUL bytes, which commit messages cannot contain.
-        """
+        """Return the formatted fields of each commit. Fields are separated by NUL bytes, which
+        commit messages cannot contain."""
         form = "".join(f"%x00{word}" for word in what)
         parts = self._git("rev-list", f"--format={form}%x00", *which).split("\0")
         size = len(what) + 1  # plus the line with the commit hash
@@ -243,9 +233,7 @@ class GitSource:
 
 class PairSource(GitSource):
     """Takes candidates from a JSONL file of issues and pull requests, in the format of SWE-bench.
-
-    The repository must contain each `base_commit`.
-    """
+    The repository must contain each `base_commit`."""
 
     def _read_keys(self) -> list[str]:
         super()._read_keys()  # checks that the repository can be read

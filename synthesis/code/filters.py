@@ -93,11 +93,9 @@ def _added_and_removed(patch: str) -> tuple[list[str], list[str]]:
 
 def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
     """Check that installed packages and files left by the set-up do not contain the changed lines.
-
     A prefix is built from one commit and reused for earlier commits with the same manifests, so it
     may contain the solution. `most` is the largest fraction of the lines that one file may contain.
-    Raises Rejected if a file contains more.
-    """
+    Raises Rejected if a file contains more."""
     added, _ = _added_and_removed(candidate.patch(list(candidate.gold)))
     every = {line.strip().encode() for line in added if len(line.strip()) >= _MIN_LINE}
     before = [entry[1] for entry in candidate.base.values()]
@@ -120,10 +118,8 @@ def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) 
 
 
 async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
-    """Ask the judge model about a change and return its marks.
-
-    Raises Rejected if a mark is below `least` or if the reply contains no marks.
-    """
+    """Ask the judge model about a change and return its marks. Raises Rejected if a mark is below
+    `least` or if the reply contains no marks."""
     text = _QUESTION.format(
         issue=candidate.issue,
         gold=candidate.patch(list(candidate.gold))[:_MAX_PATCH],

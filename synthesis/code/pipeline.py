@@ -197,10 +197,8 @@ _Results = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestOutcomes:
-    """Test names grouped by outcome before and after the change, such as fail-to-pass (`f2p`).
-
-    A test that is missing from a run counts as failed in that run.
-    """
+    """Test names grouped by outcome before and after the change, such as fail-to-pass (`f2p`). A
+    test that is missing from a run counts as failed in that run."""
 
     f2p: list[str]
     p2p: list[str]

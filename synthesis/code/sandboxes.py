@@ -83,16 +83,12 @@ def _gone(changed: Mapping[str, Entry | None]) -> list[str]:
 
 
 class CodeSandboxes:
-    """Opens the sandboxes for one folder of tasks.
-
-    There are sandboxes for episodes, and sandboxes with network access for set-ups.
-    """
+    """Opens the sandboxes for one folder of tasks. There are sandboxes for episodes, and sandboxes
+    with network access for set-ups."""
 
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
-        """Prepare the sandboxes. They can read only `folder/environment`.
-
-        Raises ConfigError if this machine cannot run them.
-        """
+        """Prepare the sandboxes. They can read only `folder/environment`. Raises ConfigError if
+        this machine cannot run them."""
         self.folder = (folder / "environment").absolute()
         for name in ("sealed", "prefixes", "packages"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -121,10 +117,8 @@ class CodeSandboxes:
     async def workshop(
         self, draft: Mapping[str, Any], *, sets_up: bool = False
     ) -> AsyncGenerator[Hosted]:
-        """Open a workshop, the environment in which set-ups and tests run.
-
-        If `sets_up` is set, it has network access and may write to the prefix.
-        """
+        """Open a workshop, the environment in which set-ups and tests run. If `sets_up` is set, it
+        has network access and may write to the prefix."""
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:

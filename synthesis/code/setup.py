@@ -172,10 +172,8 @@ class PrefixBuilder:
     async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
-        """Run a set-up in `hosted`, then run the tests in the same way as episodes will.
-
-        Returns the prefix, or the reason for the failure.
-        """
+        """Run a set-up in `hosted`, then run the tests in the same way as episodes will. Returns
+        the prefix, or the reason for the failure."""
         within_s = self._config.setup_s
         result = await call_workshop(
             hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s

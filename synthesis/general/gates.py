@@ -74,13 +74,10 @@ class TaskDraft:
     async def check(
         self, earlier: Sequence[Any], before: int | None, reference: Reference
     ) -> tuple[Any, int, int]:
-        """Check the task with every gate.
-
-        Returns the solution's answer, the number of its calls, and how many attempts passed.
-        `earlier` contains the answers to earlier tasks. `before` says how many attempts at the
-        previous task passed. Raises Rejected if a gate rejects the task, or RecursionError if
-        values are nested too deeply.
-        """
+        """Check the task with every gate. Returns the solution's answer, the number of its calls,
+        and how many attempts passed. `earlier` contains the answers to earlier tasks. `before` says
+        how many attempts at the previous task passed. Raises Rejected if a gate rejects the task,
+        or RecursionError if values are nested too deeply."""
         answer, results = await self.solve()
         again, _ = await self.solve(self.seed + 1)
         await self._verified([answer, again])
@@ -116,11 +113,8 @@ class TaskDraft:
         return answer, len(results), passed
 
     async def solve(self, seed: int = 0) -> tuple[Any, _Results]:
-        """Run the solution in a process that has only the tools.
-
-        Returns its answer, and its calls with their results. The calls go through the environment
-        like a policy's calls.
-        """
+        """Run the solution in a process that has only the tools. Returns its answer, and its calls
+        with their results. The calls go through the environment like a policy's calls."""
         results: list[tuple[ToolCall, Mapping[str, str]]] = []
         with lost_to("solution"):
             async with general(self.rooms, self.path, self.number, seed=seed) as (policy, _):
@@ -189,11 +183,9 @@ class TaskDraft:
 
     async def _grounded(self, answer: Any, results: _Results) -> None:
         """Check that the answer changes if the tools return other names, other numbers or fewer
-        entries.
-
-        The author has seen the database and could have hard-coded the answer in the solution. A
-        solution that fails on changed results passes this gate, because the failure proves nothing.
-        """
+        entries. The author has seen the database and could have hard-coded the answer in the
+        solution. A solution that fails on changed results passes this gate, because the failure
+        proves nothing."""
 
         async def outcome(change: _Leaf, entries: _Leaf = lambda value: value) -> str:
             try:
@@ -214,11 +206,9 @@ class TaskDraft:
             )
 
     async def _deterministic(self, calls: Sequence[ToolCall]) -> None:
-        """Check that tools return the same results in two processes with different hash seeds.
-
-        The gate repeats the solution's calls, and makes further calls with arguments drawn from the
-        database.
-        """
+        """Check that tools return the same results in two processes with different hash seeds. The
+        gate repeats the solution's calls, and makes further calls with arguments drawn from the
+        database."""
         texts, draw = await self._texts(), random.Random(self.seed)
         request = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         request = request[:_MAX_REPLAYED]
@@ -314,11 +304,9 @@ def _short(value: Any) -> str:
 
 
 def _replay(results: _Results, change: _Leaf, entries: _Leaf) -> _CallAnswerer:
-    """Answer a solution's calls with altered versions of the recorded results.
-
-    `entries` alters whole results. `change` then alters their leaves. If an argument repeats an
-    altered value, it is mapped back to the true value.
-    """
+    """Answer a solution's calls with altered versions of the recorded results. `entries` alters
+    whole results. `change` then alters their leaves. If an argument repeats an altered value, it is
+    mapped back to the true value."""
 
     def key(name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps([name, dict(arguments)], sort_keys=True)
@@ -357,11 +345,8 @@ def _map_leaves(change: _Leaf, value: Any) -> Any:
 
 
 def _halve_entries(value: Any) -> Any:
-    """Drop half of the entries so that counts change.
-
-    The entries are those of a list, of the lists in an object, of a flat object, or the lines of a
-    text.
-    """
+    """Drop half of the entries so that counts change. The entries are those of a list, of the lists
+    in an object, of a flat object, or the lines of a text."""
     if isinstance(value, list):
         each = cast(list[Any], value)
         return each[: len(each) // 2]
@@ -403,10 +388,8 @@ _HOLLOW: Sequence[_Leaf] = (
 
 
 def mutations(answer: Any) -> list[tuple[str, Any]]:
-    """Return (description, answer) pairs that each change one value, key or entry of the answer.
-
-    If there are more than `MAX_MUTATIONS`, an evenly spaced selection is returned.
-    """
+    """Return (description, answer) pairs that each change one value, key or entry of the answer. If
+    there are more than `MAX_MUTATIONS`, an evenly spaced selection is returned."""
     every = list(_changed(answer))
     step = max(1.0, len(every) / MAX_MUTATIONS)
     return [every[int(n * step)] for n in range(min(len(every), MAX_MUTATIONS))]
@@ -452,10 +435,8 @@ def _other_leaves(value: Any) -> list[Any]:
 
 
 def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
-    """Return answers with the same structure as the true answer.
-
-    Their strings are drawn from `texts`, and their numbers are near the true ones.
-    """
+    """Return answers with the same structure as the true answer. Their strings are drawn from
+    `texts`, and their numbers are near the true ones."""
     draw = random.Random(seed)
 
     def other_leaf(value: Any) -> Any:

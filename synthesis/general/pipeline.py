@@ -36,10 +36,8 @@ from keel.synthesis.tool_loop import gather_or_cancel, work
 
 
 class GeneralPipeline:
-    """Creates general tasks. Implements `keel.commands.synthesize.Pipeline`.
-
-    A key consists of a category and a number.
-    """
+    """Creates general tasks. Implements `keel.commands.synthesize.Pipeline`. A key consists of a
+    category and a number."""
 
     def __init__(
         self,
@@ -50,11 +48,8 @@ class GeneralPipeline:
         reference: Author,
         seed: int,
     ) -> None:
-        """Prepare the pipeline.
-
-        `reference` attempts tasks to measure their difficulty. Raises ConfigError if a setting
-        cannot be used.
-        """
+        """Prepare the pipeline. `reference` attempts tasks to measure their difficulty. Raises
+        ConfigError if a setting cannot be used."""
         if not config.categories:
             raise ConfigError("general.categories is empty. Name the topics of the tasks")
         self.keys: Sequence[str] = [
@@ -117,11 +112,8 @@ _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.
 
 @dataclass(kw_only=True)
 class _EnvironmentWriter:
-    """Builds one environment in a folder under `rooms.making`.
-
-    The author's code never runs in this process. `reference` attempts the tasks to measure their
-    difficulty.
-    """
+    """Builds one environment in a folder under `rooms.making`. The author's code never runs in this
+    process. `reference` attempts the tasks to measure their difficulty."""
 
     rooms: GeneralSandboxes
     path: Path
@@ -144,11 +136,8 @@ class _EnvironmentWriter:
         self._messages: list[Message] = []
 
     async def run(self) -> None:
-        """Build the environment and store it in its final folder.
-
-        Raises Rejected if a gate rejects it, or AuthorLost or BudgetSpent if a call to the author
-        fails.
-        """
+        """Build the environment and store it in its final folder. Raises Rejected if a gate rejects
+        it, or AuthorLost or BudgetSpent if a call to the author fails."""
         config = self.rooms.config
         kind = await self._database()
         (shown,) = await self.rooms.workshop(
@@ -251,9 +240,7 @@ class _EnvironmentWriter:
 
     async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
         """Ask the author, check the reply, and have the author revise it after each rejection.
-
-        Raises Rejected if no revisions are left.
-        """
+        Raises Rejected if no revisions are left."""
         for remaining in reversed(range(self.rooms.config.revisions + 1)):
             reply = await self.author.ask(self._messages, purpose=purpose)
             self._messages.append(reply.message())
@@ -362,11 +349,9 @@ def _put(path: Path, data: bytes) -> None:
 def sections(
     reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Split a reply into sections at its headings.
-
-    A section's content is the first code block under its heading, or the text if there is no code
-    block. Raises Rejected if a required section is missing.
-    """
+    """Split a reply into sections at its headings. A section's content is the first code block
+    under its heading, or the text if there is no code block. Raises Rejected if a required section
+    is missing."""
     if reply.cut:
         raise Rejected("form", "the reply was cut off by author.max_tokens or the context")
     # Blank out the code blocks, so that comments in code are not taken for headings.
@@ -385,10 +370,8 @@ def sections(
 
 
 def renamed(source: str, name: str, number: int) -> str:
-    """Rename the function `name` so that its name includes the task's `number`.
-
-    Raises Rejected unless the code contains exactly one such function.
-    """
+    """Rename the function `name` so that its name includes the task's `number`. Raises Rejected
+    unless the code contains exactly one such function."""
     changed, count = re.subn(
         rf"^def {name}(?=\s*\()", f"def {name}_{number}", source, flags=re.MULTILINE
     )
@@ -417,9 +400,7 @@ _MAX_RESULT = 12_000
 
 def _search_of(config: GeneralConfig) -> _Search | None:
     """Return a function that searches the passages of `general.documents` or `general.library`.
-
-    Returns None if there is neither. Raises ConfigError if it cannot be used.
-    """
+    Returns None if there is neither."""
     if not (config.documents or config.library):
         return None
     index: Library

@@ -42,10 +42,8 @@ def _sandbox(network: Network) -> Sandbox:
 
 
 class GeneralSandboxes:
-    """Opens sandboxes that can read only the folder `making`.
-
-    Use it as an async context manager.
-    """
+    """Opens sandboxes that can read only the folder `making`. Use it as an async context
+    manager."""
 
     def __init__(self, making: Path, config: GeneralConfig) -> None:
         """Prepare the sandboxes. Raises ConfigError if this machine cannot run sandboxes."""
@@ -97,10 +95,8 @@ class GeneralSandboxes:
         seed: int = 0,
     ) -> AsyncGenerator[tuple[Hosted, Opening]]:
         """Open an environment from the package, and yield it with its first messages and tools.
-
         `hash_seed` sets the Python hash seed of its process. Raises EnvironmentLost if the
-        environment crashes or hangs.
-        """
+        environment crashes or hangs."""
         program = self._program(target, arguments or {}, hash_seed, network)
         parent = self._parent if hash_seed is None and not network else None
         hosted = Hosted(program, starting=self._starting, fork_server=parent)
@@ -127,11 +123,9 @@ class GeneralSandboxes:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Call a method of `AuthorWorkshop` on an environment and return its result.
-
-        The method runs the author's code `times` times, each with the timeout `each_s`. Raises
-        Rejected, naming the gate `gate`, if that code fails.
-        """
+        """Call a method of `AuthorWorkshop` on an environment and return its result. The method
+        runs the author's code `times` times, each with the timeout `each_s`. Raises Rejected,
+        naming the gate `gate`, if that code fails."""
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
         with lost_to(gate):

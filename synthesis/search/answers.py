@@ -41,10 +41,8 @@ class Answerer:
 async def answer(
     desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
-    """Ask an agent and return its answer, or "" if it gives none.
-
-    If `at_length` is set, the answer is a text rather than a name.
-    """
+    """Ask an agent and return its answer, or "" if it gives none. If `at_length` is set, the answer
+    is a text rather than a name."""
     expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=_UNKNOWN)
     worked = await desk.work(
         answerer.author,
@@ -64,10 +62,8 @@ async def answer(
 async def candidates(
     desk: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
-    """Ask all agents and return their distinct answers.
-
-    Raises Rejected if `right` accepts one of the answers, or if no agent answers.
-    """
+    """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts one of
+    the answers, or if no agent answers."""
     reply = await gather_or_cancel(*(answer(desk, one, question) for one in answerers))
     if easy := [one for one in reply if one and right(one)]:
         raise Rejected(
@@ -119,12 +115,10 @@ async def verify(
     passes: int,
     seed: str,
 ) -> list[dict[str, _Verdict]]:
-    """Ask the verifier in several passes and return its verdict on each answer.
-
-    `truths` contains the accepted spellings of the author's answer. The verifier cannot distinguish
-    them from the other answers. Raises Rejected unless every pass finds every truth right and every
-    candidate wrong.
-    """
+    """Ask the verifier in several passes and return its verdict on each answer. `truths` contains
+    the accepted spellings of the author's answer. The verifier cannot distinguish them from the
+    other answers. Raises Rejected unless every pass finds every truth right and every candidate
+    wrong."""
     answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, _Verdict]]()
     for number in range(passes):

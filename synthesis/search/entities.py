@@ -55,10 +55,8 @@ def _candidates(index: SearchIndex) -> set[str]:
 
 
 def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
-    """Yield runs of capitalized words.
-
-    Lower-case words are added to `plain`, and single-word names to `alone`.
-    """
+    """Yield runs of capitalized words. Lower-case words are added to `plain`, and single-word names
+    to `alone`."""
     run: list[re.Match[str]] = []
     for word in [*_WORD.finditer(text), None]:
         if word is not None and (capital := word[0][0].isupper()) is False:

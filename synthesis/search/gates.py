@@ -16,10 +16,8 @@ _ALIKE = 0.8
 """Two questions are near-duplicates if they share at least this fraction of their combined
 terms."""
 _RARE = 0.05
-"""A term links two documents only if at most this fraction of all documents contains it.
-
-A term that occurs in only two documents is always allowed.
-"""
+"""A term links two documents only if at most this fraction of all documents contains it. A term
+that occurs in only two documents is always allowed."""
 _UNLIKELY = 0.02
 """Reject a question if the probability that it is in the requested language is below this."""
 
@@ -27,10 +25,8 @@ _UNLIKELY = 0.02
 def check_evidence(
     evidence: Sequence[Evidence], search: Search, *, depth: int, breadth: int
 ) -> None:
-    """Check that every fact is quoted from a document that the author opened.
-
-    Raises Rejected if one is not.
-    """
+    """Check that every fact is quoted from a document that the author opened. Raises Rejected if
+    one is not."""
     for one in evidence:
         check_quote("evidence", one.document, one.quote, search)
     facts = _separate_quotes(evidence, search)
@@ -69,9 +65,7 @@ def _separate_quotes(evidence: Sequence[Evidence], search: Search) -> int:
 
 def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
     """Check that the documents are linked: a rare term quoted from one must appear in another.
-
-    Raises Rejected if they are not.
-    """
+    Raises Rejected if they are not."""
     documents = {one.document: search.opened[one.document] for one in evidence}
     most = max(2, int(_RARE * len(index)))
     rare: dict[str, set[str]] = {name: set() for name in documents}
@@ -94,11 +88,9 @@ def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex
 
 
 def check_answer(draft: Draft, library: Library, *, depth: int) -> None:
-    """Check that the answer appears in the evidence but is not given away.
-
-    It must appear neither in the question nor in the first result of a search for the question.
-    Raises Rejected otherwise.
-    """
+    """Check that the answer appears in the evidence but is not given away. It must appear neither
+    in the question nor in the first result of a search for the question. Raises Rejected
+    otherwise."""
     spellings = [squeeze(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")

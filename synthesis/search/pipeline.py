@@ -68,11 +68,8 @@ class SearchPipeline:
         *,
         seed: int,
     ) -> None:
-        """Prepare the pipeline.
-
-        `another` creates an author with other settings. Raises ValueError if the settings of such
-        an author are invalid.
-        """
+        """Prepare the pipeline. `another` creates an author with other settings. Raises ValueError
+        if the settings of such an author are invalid."""
         self._config, self._author, self._folder, self._seed = config, author, folder, seed
         self._answerers = [
             Answerer(

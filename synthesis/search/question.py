@@ -81,11 +81,9 @@ async def write_question(
     language: str,
     gate: Callable[[Draft, Search], None],
 ) -> Draft:
-    """Ask the author for a question that passes `gate`, and return it.
-
-    `gate` also receives the author's `Search`. Raises Rejected if a gate rejects the question, or
-    AuthorLost or BudgetSpent if a call to the author fails.
-    """
+    """Ask the author for a question that passes `gate`, and return it. `gate` also receives the
+    author's `Search`. Raises Rejected if a gate rejects the question, or AuthorLost or BudgetSpent
+    if a call to the author fails."""
     drafts: list[Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -136,10 +134,8 @@ def normalize_answer(text: str) -> str:
 
 
 def rule_of(right: Sequence[str]) -> dict[str, str]:
-    """Return the JSONL keys that judge an answer.
-
-    Numbers are compared by value. Other answers are compared with the accepted spellings.
-    """
+    """Return the JSONL keys that judge an answer. Numbers are compared by value. Other answers are
+    compared with the accepted spellings."""
     by_value = {"answer": right[0], "match": "math"}
     if all(map(_NUMBER.fullmatch, right)) and all(map(accepts(by_value), right)):
         return by_value

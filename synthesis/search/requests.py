@@ -72,11 +72,8 @@ async def write_request(
     language: str,
     gate: Callable[[OpenRequest, Search], None],
 ) -> OpenRequest:
-    """Ask the author for an open request that passes `gate`, and return it.
-
-    Raises Rejected if a gate rejects the request, or AuthorLost or BudgetSpent if a call to the
-    author fails.
-    """
+    """Ask the author for an open request that passes `gate`, and return it. Raises Rejected if a
+    gate rejects the request, or AuthorLost or BudgetSpent if a call to the author fails."""
     written: list[OpenRequest] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -115,9 +112,7 @@ async def check_gain(
     desk: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the mean scores of answers to the request `text`, written with and without tools.
-
-    Raises Rejected if the difference is below `search.least_gain`.
-    """
+    Raises Rejected if the difference is below `search.least_gain`."""
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
         *(answer(desk, one, text, at_length=True) for one in answerers)

@@ -33,11 +33,8 @@ _ENDED = {
     "length": "the reply was cut off",
 }
 _HandIn = Callable[[Mapping[str, Any], Search], None]
-"""Checks and stores a submission.
-
-`Search` belongs to the agent and knows which documents it opened. Raises Rejected if the submission
-is not accepted.
-"""
+"""Checks and stores a submission. `Search` belongs to the agent and knows which documents it
+opened. Raises Rejected if the submission is not accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +55,10 @@ class Workspace:
         tools: bool = True,
         hand_in: tuple[ToolSpec, _HandIn] | None = None,
     ) -> ToolLoopResult:
-        """Run an agent on a task.
-
-        `material` is the untrusted text that the task is about. `hand_in` is the tool that ends the
-        work, together with its check. The agent may repeat a rejected submission up to `tries`
-        times. Raises Rejected if no submission is accepted, or AuthorLost or BudgetSpent if a model
-        call fails.
-        """
+        """Run an agent on a task. `material` is the untrusted text that the task is about.
+        `hand_in` is the tool that ends the work, together with its check. The agent may repeat a
+        rejected submission up to `tries` times. Raises Rejected if no submission is accepted, or
+        AuthorLost or BudgetSpent if a model call fails."""
         search = Search(
             ready=self.library,
             results=self.config.results,

@@ -135,12 +135,13 @@ def test_evaluation_file_never_trains() -> None:
         assert getattr(test, knob) == getattr(train, knob)
 
 
-def test_defaults_are_checked_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "--yes", "--gpus", "0", "plain.yaml"]) == 0
+def test_defaults_pass_the_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written("--yes", "--gpus", "0", "plain.yaml")
     shown = capsys.readouterr().out
-    assert "tiny: 407,680 parameters" in shown and "128 held out" in shown
-    assert shown.endswith("next: keel train plain.yaml\n")
     assert (here / "plain.yaml").read_text() in shown
+    few = [f"data.sources[spell_backward].{knob}" for knob in ("size=200", "holdout=16")]
+    assert main(["check", "plain.yaml", *few]) == 0
+    assert "tiny: 407,680 parameters" in capsys.readouterr().out
 
 
 def test_texts_survive_yaml() -> None:
