@@ -139,7 +139,7 @@ class TurnIndex:
                         return turn, ids
             messages = self._as_recorded(messages, keys)
             ids = self._chat.opening(messages, request.tools, thinking=self._thinking)
-        except (ValueError, StopIteration) as error:  # the second from texts with all our marks
+        except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         # A turn that ended inside its thinking may have more thinking than the render shows.
         prefixes = (
