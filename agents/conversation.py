@@ -26,7 +26,7 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 class SegmentRecord:
     """One context and the turns that were sampled in it. Each turn returns the routes of the tokens
-    that it was the first to process, which excludes the last one that it samples."""
+    that it was the first to process. The next turn processes the last token that it samples."""
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id

@@ -71,7 +71,7 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """Return the command line for a recipe's `program`, which is one or names a function
+    """Return the command line for a recipe's `program`, which is a command line or names a function
     (`module:function`). Its first word is looked up in `folder`, next to `python` and on the PATH.
     """
     if _FUNCTION.fullmatch(program):

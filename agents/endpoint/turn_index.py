@@ -74,8 +74,8 @@ class TurnIndex:
         )
 
     def add(self, request: ChatRequest, keys: Sequence[str], turn: Turn, *, verbatim: bool) -> None:
-        """Add a request's new messages and the turn that answers it. The policy can learn from the
-        turn's message if it is `verbatim`, all that was sampled."""
+        """Add a request's new messages and the turn that answers it. `verbatim` is True if the
+        turn's message is all that was sampled, so that the policy can learn from it."""
         messages = self._as_recorded(request.messages, keys)
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
@@ -113,8 +113,8 @@ class TurnIndex:
         growing: Collection[SegmentRecord],
     ) -> tuple[Turn | None, list[int]]:
         """Return the recorded turn that a request continues, if any, and the token ids of the
-        request's context, which begin with the turn's. In the `growing` records a turn is being
-        sampled."""
+        request's context, which begin with the turn's ids. A turn is being sampled in each of the
+        `growing` records."""
         messages = request.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         new = messages[turns[-1] + 1 :] if turns else ()

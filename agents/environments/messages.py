@@ -9,7 +9,8 @@ from typing import Any
 def with_instructions(
     messages: Sequence[Mapping[str, Any]], *instructions: str
 ) -> list[dict[str, Any]]:
-    """Add instructions to the system message: the question's language decides the answer's."""
+    """Add instructions to the system message. The question does not change, because its language
+    decides the language of the answer."""
     if not any(instructions):
         return [dict(message) for message in messages]
     first, *rest = messages = [dict(message) for message in messages]

@@ -76,7 +76,7 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Return the environment folders. A name is a folder, one above several, or `shipped`."""
+    """Find the environments. A name is the folder of one, a folder above several, or `shipped`."""
     environments: list[Folder] = []
     for name in names:
         path = SHIPPED if name == "shipped" else Path(name).expanduser()
@@ -123,7 +123,7 @@ _CLOCK = re.compile(
     \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""SQLite functions that read the clock, as by default, or return random values."""
+"""SQLite functions that read the clock, which is their default, or return random values."""
 
 
 def parsed(source: str, part: Part) -> ast.Module:

@@ -24,8 +24,8 @@ KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Requirements for a day whose hotel costs at least `low` and less than `high` CNY, None for no
-    requirement."""
+    """Requirements for a day whose hotel costs at least `low` and less than `high` CNY. None means
+    no requirement."""
 
     low: int
     high: int | None = None
@@ -56,8 +56,8 @@ class Level:
     keys: tuple[str, ...] = KEYS
     """The keys that a plan must contain for each day."""
     plain: bool = False
-    """True if lists have a line of name and price per place, and the answer one of names per day.
-    """
+    """True if a list has a line with name and price per place, and the answer a line of names per
+    day."""
     bands: tuple[Band, ...] = ()
     """Price bands near which each task draws its bounds, or none to bound only the hotel's price.
     """
