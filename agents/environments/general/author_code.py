@@ -175,31 +175,6 @@ def _complaint(node: ast.AST, part: Part) -> str:
     return ""
 
 
-def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
-    """Return the function `name`, and a module of it and the imports directly before it. Raises
-    InvalidEnvironment if the source contains anything but functions and imports."""
-    pieces: dict[str, ast.Module] = {}
-    imports: list[ast.stmt] = []
-    for node in parsed(source, part).body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue
-        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
-            pieces[node.name] = ast.Module(body=[*imports, node], type_ignores=[])
-            imports = []
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            imports.append(node)
-        else:
-            raise InvalidEnvironment(
-                f"{part}.py, line {node.lineno}: a task's function is one function without "
-                "decorators that contains all it needs; only imports may precede it"
-            )
-    if name not in pieces:
-        raise InvalidEnvironment(
-            f"{part}.py has no function {name!r}; it has {', '.join(pieces) or 'none'}"
-        )
-    return pieces[name], cast(ast.FunctionDef, pieces[name].body[-1])
-
-
 def _namespace(part: Part) -> dict[str, Any]:
     """Return the global variables for an author's code, with a few of Python's builtins."""
 
@@ -465,13 +440,34 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
 
 
 def _function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
-    tree, node = function(source, part, name)
-    positional = [*node.args.posonlyargs, *node.args.args]
-    if len(positional) != parameters or node.args.vararg or node.args.kwonlyargs:
+    """Return the function `name`, which sees only the imports directly before it. Raises
+    InvalidEnvironment if the source contains anything but functions and imports."""
+    pieces: dict[str, list[ast.stmt]] = {}
+    imports: list[ast.stmt] = []
+    for node in parsed(source, part).body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            pieces[node.name] = [*imports, node]
+            imports = []
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+        else:
+            raise InvalidEnvironment(
+                f"{part}.py, line {node.lineno}: a task's function is one function without "
+                "decorators that contains all it needs; only imports may precede it"
+            )
+    if name not in pieces:
+        raise InvalidEnvironment(
+            f"{part}.py has no function {name!r}; it has {', '.join(pieces) or 'none'}"
+        )
+    arguments = cast(ast.FunctionDef, pieces[name][-1]).args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    if len(positional) != parameters or arguments.vararg or arguments.kwonlyargs:
         raise InvalidEnvironment(
             f"{part}.py: {name} must have exactly {parameters} parameter{'s' * (parameters > 1)}"
         )
-    names = _namespace(part)
+    tree, names = ast.Module(body=pieces[name], type_ignores=[]), _namespace(part)
     _run(lambda: exec(compile(tree, f"{part}.py", "exec"), names), f"{part}.py")
     return names[name]
 

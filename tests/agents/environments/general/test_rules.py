@@ -14,7 +14,6 @@ from keel.agents.environments.general.author_code import (
     _function,
     answer_of,
     folders,
-    function,
     parsed,
 )
 from keel.agents.environments.general.environment import General
@@ -52,17 +51,19 @@ def test_forbidden_code_is_refused(part: Part, source: str) -> None:
 
 def test_a_function_includes_its_imports() -> None:
     source = (
-        "import json\n\ndef verify_0(a, b): pass\n\nfrom math import *\ndef verify_1(a, b): pass"
+        "import json\ndef verify_0(a, b): return pi\nfrom math import *\n"
+        "def verify_1(a, b): return pi"
     )
-    module, node = function(source, "verify", "verify_1")
-    assert node.name == "verify_1" and len(module.body) == 2
+    assert 3 < _function(source, "verify", "verify_1", 2)(0, 0) < 4
+    with pytest.raises(NameError):
+        _function(source, "verify", "verify_0", 2)(0, 0)
     for text, name in (
         (source, "verify_2"),
         (f"{source}\nx = 1", "verify_0"),
         (f"{source}\n@f\ndef verify_2(): pass", "verify_0"),
     ):
         with pytest.raises(InvalidEnvironment):
-            function(text, "verify", name)
+            _function(text, "verify", name, 2)
 
 
 def test_folders_and_task_numbers(tmp_path: Path) -> None:
