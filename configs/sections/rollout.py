@@ -90,10 +90,6 @@ class RolloutConfig(Section):
     chunks."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of prompts and earlier turns for requests with the same prefix."""
-    cascade_attention: bool = True
-    """GPU: read a prompt's keys and values once for all of its completions that are sampled
-    together. Needs `recorder: packed`, `enable_prefix_caching`, engines of one GPU, and full
-    attention in every layer."""
     enforce_eager: bool = False
     """GPU: disable CUDA graphs. The engine starts sooner but is slower."""
     gpu_memory_utilization: float = knob(0.85, gt=0, lt=1)
@@ -130,12 +126,6 @@ class RolloutConfig(Section):
         busy for `update_timeout_s`. Work between steps does not count.
         """
         return 1.05 * self.timeout_s + CUT_S + max(CUT_S, self.update_timeout_s)
-
-    def cascades(self, *, full_attention: bool) -> bool:
-        """Return whether attention on a GPU reads a group's prompt once instead of once per
-        completion."""
-        alone = self.tensor_parallel == 1 and self.enable_prefix_caching
-        return self.cascade_attention and alone and self.packs(full_attention=full_attention)
 
     def packs(self, *, full_attention: bool) -> bool:
         """Return whether an engine on a GPU uses the packed recorder. `full_attention` is the

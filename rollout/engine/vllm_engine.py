@@ -96,10 +96,6 @@ class VllmEngine:
         self._no_copies = "" if spec.config.copy_weights else "it is switched off"
         if spec.batch_invariant:
             install_invariant_kernels()
-        if name == "packed":
-            from keel.rollout.vllm_fast.install import share_prompts  # noqa: PLC0415  (needs Triton)
-
-            share_prompts(spec)
         in_process = config.architectures or () if spec.config.tensor_parallel == 1 else ()
         with (
             residual_layers(text.num_hidden_layers, wide=spec.wide_residual),

@@ -25,8 +25,6 @@ _MAX_IDS = 1 << 24
 """`_MAX_STEPS` and `_MAX_IDS` limit how many steps and sampling-mask ids a batch stores before they
 are written back to its requests."""
 _NEVER = 1 << 62
-_COMPARED_BLOCKS = tuple((1 << power) - 1 for power in range(14))
-"""Indices of the prompt blocks whose hashes determine the order of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +55,6 @@ def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
     )
 
 
-def _prefix_key(request: Request, block: int) -> tuple[bytes, ...]:
-    """Return a sort key that puts requests with a long common prefix next to each other. The key
-    consists of hashes of increasingly long prefixes of the prompt. The last hash covers all its
-    full blocks."""
-    known = request.block_hashes[: request.num_prompt_tokens // block]
-    return (*(known[at] for at in _COMPARED_BLOCKS if at < len(known)), *known[-1:])
-
-
 class DecodeBatch:
     """Counters and recorded arrays of a batch. Arrays of shape [P] are indexed by place. Columns
     correspond to steps."""
@@ -93,7 +83,6 @@ class DecodeBatch:
         self.received = 0
         self.in_flight: list[ScheduledStep] = []
         """Steps whose tokens have not been received yet, oldest first."""
-        self._prefix_keys: list[tuple[bytes, ...]] = [()] * places
         self._tokens = np.empty((_MAX_STEPS, places), np.int64)
         self._logp = np.empty((_MAX_STEPS, places), np.float32)
         self._starts = np.zeros((_MAX_STEPS, places), np.int64)
@@ -112,11 +101,9 @@ class DecodeBatch:
         return self.received + len(self.in_flight)
 
     def settle(self) -> None:
-        """Update the order of the rows after requests have joined or left. Requests with a common
-        prefix become neighbours, so that attention reads the prefix only once
-        (`keel.rollout.vllm_fast.cascade.kernels`)."""
+        """Update the rows after requests have joined or left."""
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
-        order = sorted(present, key=self._prefix_keys.__getitem__)
+        order = list(present)
         self.places = np.array(order, int)
         self.ids = [present[place].request_id for place in order]
         self.one_each = dict.fromkeys(self.ids, 1)
@@ -132,7 +119,6 @@ class DecodeBatch:
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
         in_flight = request.num_output_placeholders
         self.requests[place], self.place_of[request.request_id] = request, place
-        self._prefix_keys[place] = _prefix_key(request, block)
         self.stops[place] = frozenset((*eos, *(params.stop_token_ids or ())))
         self.live[place], self.first[place] = True, now
         self.computed[place] = request.num_computed_tokens - now

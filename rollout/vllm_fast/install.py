@@ -1,16 +1,14 @@
 """Installs everything that makes vLLM faster for an engine with the packed recorder.
 
-`share_prompts` runs before the engine is built. `AsyncFastScheduler` and `FastExtension` are passed
+`AsyncFastScheduler` and `FastExtension` are passed
 to the engine as arguments (`keel.rollout.recording.packed`). After the engine is built,
 `FastExtension.keel_install_fast` replaces parts of each worker's model runner.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,21 +18,8 @@ from torch import Tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from keel.rl.types import NO_ROUTE
-from keel.rollout.spec import EngineSpec
 from keel.rollout.vllm_fast import sample_graphs, sampler, step_reuse
 from keel.weights.loader import WeightsExtension, moe_runners
-
-_CASCADE = "keel.rollout.vllm_fast.cascade.backend"
-
-
-def share_prompts(spec: EngineSpec) -> bool:
-    """Install or remove the attention that reads a group's prompt only once. Returns True if it is
-    now installed."""
-    plain = not spec.batch_invariant and spec.dtype != "float32"
-    enabled = plain and spec.config.cascades(full_attention=True)
-    if enabled or _CASCADE in sys.modules:
-        import_module(_CASCADE).install(enabled=enabled)
-    return enabled
 
 
 class SlotRoutes:

@@ -119,16 +119,6 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     )
 
 
-def read_together(config: Config, facts: ModelFacts) -> int:
-    """Return how many completions read their shared prompt in one pass (cascade attention)."""
-    plain = not config.model.batch_invariant and config.engine_dtype != "float32"
-    cascades = config.rollout.cascades(full_attention=facts.full_attention)
-    if not (plain and facts.head_size and cascades):
-        return 1
-    queries = facts.attention_width // facts.head_size // facts.kv_heads
-    return min(config.algorithm.group_size, {1: 16, 2: 8, 3: 4, 4: 4}.get(queries, 1))
-
-
 def cached_sequences(
     config: Config, memory: Memory, gpu_gib: float, *, taken_gib: float = 0.0
 ) -> int:

@@ -22,7 +22,6 @@ from keel.trainer.placement.memory import (
     layer_elements,
     normed_elements,
     packed,
-    read_together,
     sums_in_float32,
 )
 
@@ -256,8 +255,7 @@ def decode_device_seconds(
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
     weights = facts.parameters - rows - missed * facts.expert_parameters
     sampled = config.rollout.sampling.max_tokens / 2
-    prompts = config.data.max_prompt_tokens / read_together(config, facts)
-    cache = sequences * (prompts + sampled) * kv_token_bytes(config, facts)
+    cache = sequences * (config.data.max_prompt_tokens + sampled) * kv_token_bytes(config, facts)
     moved = weights * width / parallel / rates.memory_share + cache / rates.cache_share
     gemms = 2 * facts.active_parameters * sequences / parallel
     longest = max(moved / spec.memory_bytes, gemms / (spec.flops * rates.prefill_mfu))

@@ -6,7 +6,6 @@ Both must give the same results, and routes must stay with their tokens. This mo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.rollout.vllm_fast.play import (
     kept_of,
     logp_of,
     make_config,
-    number,
     token_of,
 )
 
@@ -75,35 +73,6 @@ def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cu
             assert short.ended[name] == plain.ended[name]
             assert short.answers[name] == plain.answers[name]
         check_whole(short, whole)
-
-
-def rows_with_shared_prefixes_are_adjacent(config: Any) -> None:
-    """Two of four prompts share a prefix. Completions start and end in any order."""
-    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
-    common = list(range(3, 3 + 2 * BLOCK))
-    prompts = {
-        "a": common + list(range(100, 100 + 3 * BLOCK)),
-        "b": common + list(range(200, 200 + 3 * BLOCK)),
-        "c": list(range(50, 50 + 5 * BLOCK)),
-        "d": list(range(150, 150 + 5 * BLOCK)),
-    }
-    for index in range(24):
-        prompt = "abcd"[index % 4]
-        play.add(f"{prompt}{index}", 5 * BLOCK + 3, 20 + number(index) % 40, prompts[prompt])
-    seen = 0
-    while play.scheduler.has_requests() or play.queue:
-        play.step()
-        assert isinstance(play.scheduler, AsyncFastScheduler)
-        run = play.scheduler._batch
-        if run is None or len(run.ids) < 8:
-            continue
-        seen += 1
-        order = [name[0] for name, _ in groupby(run.ids, key=lambda name: name[0])]
-        assert len(order) == len(set(order)), run.ids
-        if {"a", "b"} <= set(order):
-            assert abs(order.index("a") - order.index("b")) == 1
-    assert seen > 20
-    check_whole(play, list(play.ended))
 
 
 class RoutedRunner(Runner):

@@ -13,21 +13,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keel.rollout.vllm_fast import sample_graphs, step_reuse
-from keel.rollout.vllm_fast.cascade import kernels
 
 pytestmark = pytest.mark.e2e
 HOPPER = GPUTarget("cuda", 90, 32)
 FLOATS, NUMBERS, LONG = "*fp32", "*i32", "*i64"
 POINTERS = {
-    **dict.fromkeys(["query_ptr", "keys_ptr", "values_ptr", "out_ptr"], "*bf16"),
     **dict.fromkeys(["sums_ptr", "found_ptr"], FLOATS),
     **{f"{to}{of}_ptr": FLOATS for to in ("", "to_") for of in ("temperature", "top_p")},
     **dict.fromkeys(["requests_ptr", "seeds_ptr", "to_seeds_ptr"], LONG),
     **dict.fromkeys(["sampled_ptr", "positions_ptr", "slots_ptr"], LONG),
-    "scale": "fp32",
 }
-SLICED = {"TOKENS": kernels.TOKENS, "SLICE": kernels.SLICE}
-SHAPE = {"PAGE": 16, "EACH": 2, "HEADS": 16, "SIZE": 128, **SLICED}
 
 
 def binary(kernel: Any, **constants: int) -> bytes:
@@ -44,13 +39,6 @@ def binary(kernel: Any, **constants: int) -> bytes:
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
-        (kernels, "_compare", {"PAGE": 16, "ROWS": kernels.AT_ONCE}),
-        (kernels, "_segment", {"ROWS": 8, "SIZE": 256}),
-        *(
-            (kernels, "_parts", {**SHAPE, "SIZE": size, "ROWS": 8, "QUERIES": 16})
-            for size in kernels.SIZES
-        ),
-        (kernels, "_join", {"HEADS": 16, "SIZE": 128, "SPLITS": 4, **SLICED}),
         (sample_graphs, "_gather", {"BLOCK": sample_graphs.BLOCK}),
         (step_reuse, "_advance", {"PAGE": 16, "BLOCK": step_reuse.BLOCK}),
     ],

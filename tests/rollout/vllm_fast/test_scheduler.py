@@ -30,7 +30,6 @@ def config(checks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("outputs_equal_vllms", (True, 30, True, False)),
         ("outputs_equal_vllms", (False, 400, True, False)),
         ("outputs_equal_vllms", (False, 30, False, True)),
-        ("rows_with_shared_prefixes_are_adjacent", ()),
         ("routes_belong_to_the_sampling_weights", (True, 18)),
         ("routes_belong_to_the_sampling_weights", (False, 30)),
         ("non_finite_completions_skip_route_checks", ()),

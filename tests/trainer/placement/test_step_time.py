@@ -124,8 +124,8 @@ def test_small_model_decoding_is_host_bound(moe: ModelFacts) -> None:
     packed = replace(config, rollout=replace(config.rollout, recorder="packed"))
     without = Rates(sampler_s=0.0)
     assert estimate(packed, moe, rates=without).decode_step == pytest.approx(2.02e-3, rel=0.01)
-    time = estimate(packed, moe)  # GPU time of a profile
-    assert not time.host_bound and time.decode_step == pytest.approx(2.3e-3, rel=0.05)
+    time = estimate(packed, moe)
+    assert not time.host_bound and time.decode_step == pytest.approx(2.5e-3, rel=0.05)
 
 
 def test_traffic_grows_with_zero_3_and_network(moe: ModelFacts) -> None:

@@ -1,1 +1,0 @@
-"""Attention that reads the prompt shared by a group only once."""
