@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -26,8 +26,7 @@ _CPU_SHARE = 0.1
 """The maximum fraction of a core to spend on polling. Many sandboxes are polled less often."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessUsage:
+class ProcessUsage(NamedTuple):
     """The resources that a process tree uses at one point in time."""
 
     resident: int
@@ -130,9 +129,7 @@ def reap(pid: int, within_s: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        if not poll.poll(within_s * 1000):
+        if not _has_exited(fd, within_s):
             return False
     finally:
         os.close(fd)
@@ -141,13 +138,18 @@ def reap(pid: int, within_s: float) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class _Limit:
+def _has_exited(pidfd: int, within_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
+
+
+class _Limit(NamedTuple):
+    pidfd: int
+    """Refers to the process even if its PID is reused."""
     memory_mib: int
     inside: bool
     """Set if the process is the first one inside a sandbox. Its own memory then does not count."""
-    start_time: bytes | None = None
-    """Used to detect that the PID has been reused for another process. None if not yet known."""
 
 
 class MemoryLimiter:
@@ -165,10 +167,12 @@ class MemoryLimiter:
         `inside` is set, `pid` is the first process in a forked sandbox, whose own memory does not
         count."""
         with self._lock:
-            limit = self._limits[pid] = _Limit(memory_mib, inside)
-            with suppress(OSError):  # then at the first poll
-                limit.start_time = _start_time(pid)
+            self._drop(pid)
             self._reasons.pop(pid, None)
+            try:
+                self._limits[pid] = _Limit(os.pidfd_open(pid), memory_mib, inside)
+            except ProcessLookupError:
+                return
             self._idle.clear()
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="sandboxes", daemon=True)
@@ -181,7 +185,8 @@ class MemoryLimiter:
             return self._reasons.pop(pid, "")
 
     def _drop(self, pid: int) -> None:
-        self._limits.pop(pid, None)
+        if limit := self._limits.pop(pid, None):
+            os.close(limit.pidfd)
         if not self._limits:
             self._idle.set()
 
@@ -199,23 +204,21 @@ class MemoryLimiter:
             self._idle.wait(max(_POLL_S, (time.monotonic() - started) / _CPU_SHARE))
 
     def _poll(self, pid: int, limit: _Limit) -> None:
-        if limit.start_time is None:
-            limit.start_time = _start_time(pid)
         used = usage(pid, include_root=not limit.inside)
         over = used.resident > limit.memory_mib << 20
-        # The kernel may report no memory for a process that has just started.
-        if not over and (used.processes > 1 or _start_time(pid)):
-            return
         with self._lock:
             if self._limits.get(pid) is not limit:
                 return  # released meanwhile
-            if over and limit.start_time == _start_time(pid):  # the PID was not reused
+            if exited := _has_exited(limit.pidfd, 0):
+                over = False  # the PID may belong to another process by now
+            if over:
                 _kill_sandbox(pid, inside=limit.inside)
                 self._reasons[pid] = (
                     f"out of memory: its {used.processes} processes use {used.resident >> 20} MiB "
                     f"together, the limit is {limit.memory_mib}"
                 )
-            self._drop(pid)
+            if over or exited:
+                self._drop(pid)
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
@@ -227,15 +230,6 @@ def _kill_sandbox(pid: int, *, inside: bool) -> None:
         for task in os.listdir(f"/proc/{pid}/task"):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
                 os.kill(int(child), signal.SIGKILL)
-
-
-def _start_time(pid: int) -> bytes:
-    """Return the start time of a process, or b"" if it has exited."""
-    try:
-        fields = _stat(str(pid))
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-    return b"" if fields[0] in (b"Z", b"X") else fields[19]
 
 
 _LIMITER = MemoryLimiter()

@@ -89,18 +89,11 @@ def test_reward_of_a_line(tmp_path: Path, line: dict[str, Any], reward: dict[str
     assert reward_of(tmp_path, json.dumps({"prompt": "a", **line})) == reward
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"answer": "E", "match": "choice", "choices": ["a", "b"]}',
-        '{"answer": "[0-9", "match": "regex"}',
-        '{"answer": {"type": 1}, "match": "schema"}',
-    ],
-)
-def test_invalid_answers(tmp_path: Path, line: str) -> None:
-    path = write(tmp_path, GOOD, '{"prompt": "x", ' + line[1:])
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: "):
-        load_jsonl(source(path), check_spec)
+def test_invalid_answers(tmp_path: Path) -> None:
+    for line in ('"E", "match": "choice", "choices": ["a", "b"]}', '"[0-9", "match": "regex"}'):
+        path = write(tmp_path, GOOD, '{"prompt": "x", "answer": ' + line)
+        with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: "):
+            load_jsonl(source(path), check_spec)
 
 
 BAD_LINES = {
@@ -113,7 +106,6 @@ BAD_LINES = {
     b'{"answer": "4"}': "prompt",
     b'{"prompt": " ", "answer": "4"}': "prompt",
     b'{"prompt": "x", "answer": ["4"]}': "answer",
-    b'{"prompt": "x", "answer": "4", "match": "fuzzy"}': "match",
     b'{"messages": ["x"], "answer": "4"}': "messages[0]",
     b'{"messages": [{"role": "assistant", "content": "x"}], "answer": "4"}': "assistant",
     b'{"prompt": "\\ud800", "answer": "4"}': "surrogate",

@@ -23,20 +23,15 @@ def test_contest_score() -> None:
     assert contest_score([], 3) == 0
 
 
-@pytest.mark.parametrize(
-    "unfit",
-    [
-        {"parts": {"samples": 0.0}},
-        {"parts": {"refusal": 1.0}},
-        {"finish_reason": "length"},
-        {"error": 1.0},
-    ],
-)
-def test_unfit_completions_are_not_submitted(unfit: dict[str, Any]) -> None:
-    samples = [sample(99, 0.3, 0.7, **unfit), sample(1, 0.3, 0)]
-    assert contest_score(samples, 1) == pytest.approx(0.3)
+def test_unfit_completions_are_not_submitted() -> None:
+    later = sample(1, 0.3, 0)
+    for unfit in (
+        *({"parts": {"samples": 0.0}}, {"parts": {"refusal": 1.0}}),
+        *({"finish_reason": "length"}, {"error": 1.0}),
+    ):
+        assert contest_score([sample(99, 0.3, 0.7, **unfit), later], 1) == pytest.approx(0.3)
     fit = sample(99, 0.3, 0.7, parts={"samples": 1.0, "refusal": 0.0})
-    assert contest_score([fit, samples[1]], 1) == pytest.approx(1)
+    assert contest_score([fit, later], 1) == pytest.approx(1)
 
 
 def asked(source: str, samples: list[dict[str, Any]], missing: int = 0, number: int = 0) -> Asked:

@@ -84,13 +84,13 @@ def hangs(prompt: Any, trajectory: Any) -> float:
 
 def loads(prompt: Any, trajectory: Any) -> float:
     if not MODEL:
-        time.sleep(1.5)
+        time.sleep(0.8)
         MODEL.append(1)
     return 1.0
 
 
 def slow(prompt: Any, trajectory: Any) -> float:
-    time.sleep(1.5)
+    time.sleep(0.8)
     return 1.0
 
 

@@ -137,7 +137,7 @@ def test_functions_are_tried_before_the_run(capfd: pytest.CaptureFixture[str]) -
     """The first call may load a model; the second has the run's deadline."""
     names = ("raises", "unlike", "loads", "slow")
     messages = try_functions(
-        [PROMPT], {f"{functions.NAME}.{name}": 1.0 for name in names}, timeout_s=1.0
+        [PROMPT], {f"{functions.NAME}.{name}": 1.0 for name in names}, timeout_s=0.5
     )
     tried = {name.rpartition(".")[2]: message for name, message in messages.items()}
     assert tried["loads"].startswith("1 ")
@@ -150,7 +150,7 @@ def test_functions_are_tried_before_the_run(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_a_hang_does_not_shorten_later_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 3.0)
+    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 2.0)
     domains = {PROMPT.domain: {f"{functions.NAME}.hangs": 1.0}}
     with Scorer(domains, workers=1, timeout_s=0.3, say=lambda _: None) as scorer:
         scores = [

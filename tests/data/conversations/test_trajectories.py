@@ -88,21 +88,11 @@ def test_most_per_prompt_counts_learned_ones(tmp_path: Path) -> None:
     assert said(found.train.sources["s"]) == {"short", "same", "other"}
 
 
-@pytest.mark.parametrize(
-    ("knobs", "rendered"),
-    [
-        ({}, False),
-        ({"thinking": "without"}, False),
-        ({"thinking": "with"}, True),
-        ({"system": "Be brief."}, True),
-    ],
-)
-def test_changed_prompts_are_rendered_again(
-    tmp_path: Path, knobs: dict[str, Any], rendered: bool
-) -> None:
+def test_changed_prompts_are_rendered_again(tmp_path: Path) -> None:
     path = write(tmp_path / "step.jsonl", trajectory("a1", 1.0, thinking=False))
-    found = load(source(path, source="trajectories", **knobs))
-    assert found.report["s"].sampled == (not rendered)
+    for knobs in ({}, {"thinking": "without"}, {"thinking": "with"}, {"system": "Be brief."}):
+        found = load(source(path, source="trajectories", **knobs))
+        assert found.report["s"].sampled == (knobs in ({}, {"thinking": "without"})), knobs
 
 
 def test_held_out_prompts_are_not_learned(tmp_path: Path) -> None:

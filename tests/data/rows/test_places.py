@@ -56,7 +56,6 @@ def test_split_and_subset(names: list[str], split: str, subset: str, chosen: lis
         (["main/train.csv", "socratic/train.csv"], "", ""),
         (["main/train.csv"], "", "mian"),
         (["test.csv", "train.csv"], "trian", ""),
-        (["test.csv"], "", ""),
         (["README.md", "state.json"], "", ""),
         (["train-00001-of-00002.csv"], "", ""),
     ],

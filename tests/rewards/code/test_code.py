@@ -225,11 +225,7 @@ def test_expected_outputs_never_enter_the_sandbox(
     assert len(calls) == 2 and not any(secret in call for call in calls)
 
 
-QUICK = {"endless output", "forging the result", "leaving something behind", "memory bomb"}
-QUICK |= {"opening sockets", "reading the tests", "replacing equality", "replacing print and exit"}
-
-
-@pytest.mark.parametrize("name", sorted(QUICK | SLEEPERS))
+@pytest.mark.parametrize("name", sorted(SLEEPERS))
 def test_hostile_programs_score_zero(name: str, box: Sandbox) -> None:
     verdict = verify_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
     assert verdict.score == 0.0

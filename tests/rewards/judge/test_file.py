@@ -24,37 +24,25 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
-    hostile = "[red]red[/red] \x1b]0;title\x07 blue"
-    answers = write(
-        tmp_path / "a.jsonl", LINE, {**LINE, "answer": hostile, "id": "h"}, {**LINE, "answer": ""}
-    )
-    out = tmp_path / "out.jsonl"
-    console = Console(file=io.StringIO(), width=100)
-    config = JudgeConfig(base_url=server.url, model="m")
-    assert judge_answers(read_answers(answers), config, out, console) == 0
-    results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(r["id"], r["score"]) for r in results] == [("1", 1.0), ("h", 1.0), ("3", 0.0)]
-    assert results[0]["verdicts"] == [{"name": "blue", "score": 1.0, "reason": "looked for blue"}]
-    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert "mean score 0.667 · blue 0.667" in shown
-    assert "judged 3, failed 0; 3 calls, 0 of them" in shown
-    assert "\x1b" not in shown
+    """Failed answers have no score, and hostile ones do not reach the terminal."""
 
-
-def test_failures_have_no_score(server: Server, tmp_path: Path) -> None:
     def behave(request: dict[str, Any]) -> Reply:
         refused = material_of(request["messages"])["answer"] == "two"
         return Reply('{"error": {"message": "no"}}', status=400) if refused else good(request)
 
     server.behave = behave
-    answers = write(tmp_path / "a.jsonl", LINE, {**LINE, "answer": "two"})
-    out = tmp_path / "out.jsonl"
-    console = Console(file=io.StringIO(), width=100)
+    hostile = "[red]red[/red] \x1b]0;title\x07 blue"
+    more = ({"answer": hostile, "id": "h"}, {"answer": ""}, {"answer": "two"})
+    answers = write(tmp_path / "a.jsonl", LINE, *({**LINE, **one} for one in more))
+    out, shown = tmp_path / "out.jsonl", io.StringIO()
     config = JudgeConfig(base_url=server.url, model="m")
-    assert judge_answers(read_answers(answers), config, out, console) == 1
-    failed = json.loads(out.read_text().splitlines()[1])
-    assert (failed["score"], failed["failed"]["kind"]) == (None, "refused")
-    assert "failed 1 (1 refused)" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert judge_answers(read_answers(answers), config, out, Console(file=shown, width=100)) == 1
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["id"], r["score"]) for r in results] == [("1", 1), ("h", 1), ("3", 0), ("4", None)]
+    assert results[0]["verdicts"] == [{"name": "blue", "score": 1.0, "reason": "looked for blue"}]
+    assert results[3]["failed"]["kind"] == "refused"
+    assert "mean score 0.667 · blue 0.667" in shown.getvalue() and "\x1b" not in shown.getvalue()
+    assert "judged 3, failed 1 (1 refused); 4 calls" in shown.getvalue()
 
 
 def test_a_rubric_for_all_lines(tmp_path: Path) -> None:

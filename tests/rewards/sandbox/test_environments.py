@@ -103,11 +103,11 @@ def test_a_reused_pid_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     excess = ProcessUsage(resident=65 << 20, cpu_s=0.0, processes=2)
     monkeypatch.setattr(processes, "usage", lambda pid, include_root: excess)
     monkeypatch.setattr(processes, "_kill_sandbox", lambda pid, inside: pids.append(pid))
-    for now, killed in ((b"2", []), (b"1", [1])):
+    own = os.getpid()
+    for exited, killed in ((True, []), (False, [own])):
         limiter = MemoryLimiter()
         limiter._thread = threading.current_thread()  # polled by hand
-        monkeypatch.setattr(processes, "_start_time", lambda pid: b"1")
-        limiter.hold(1, 64)
-        monkeypatch.setattr(processes, "_start_time", lambda pid, now=now: now)
-        limiter._poll(1, limiter._limits[1])
-        assert pids == killed and bool(limiter.release(1)) is bool(killed)
+        monkeypatch.setattr(processes, "_has_exited", lambda pidfd, within_s, it=exited: it)
+        limiter.hold(own, 64)
+        limiter._poll(own, limiter._limits[own])
+        assert pids == killed and bool(limiter.release(own)) is bool(killed)
