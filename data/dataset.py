@@ -23,7 +23,7 @@ _CountTokens = Callable[[Prompt], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceReport:
+class _SourceReport:
     """Number of prompts in a source, and how many were dropped for each reason."""
 
     train: int
@@ -34,7 +34,7 @@ class SourceReport:
     """One line for each malformed row, prompt without a pass rate, and pass rate without a
     prompt."""
     unread: Mapping[str, str]
-    """For each unused column, the location where it first occurred."""
+    """Maps each unused column to the location where it first occurred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Dataset:
     """Held-out prompts for each source name. They are never used for training."""
     reserved: frozenset[str]
     """The `Item.questions` of all held-out prompts."""
-    report: Mapping[str, SourceReport]
+    report: Mapping[str, _SourceReport]
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def load_dataset(
     held = [item for split in splits.values() for item in split.heldout]
     reserved = frozenset(question for item in held for question in item.questions)
     train: dict[str, list[Prompt]] = {}
-    report: dict[str, SourceReport] = {}
+    report: dict[str, _SourceReport] = {}
     for source in config.sources:
         split = splits[source.name]
         prompts = [item.prompt for item in split.train if reserved.isdisjoint(item.questions)]
@@ -102,7 +102,7 @@ def load_dataset(
                 f"{config.max_prompt_tokens})"
             )
         train[source.name] = prompts
-        report[source.name] = SourceReport(
+        report[source.name] = _SourceReport(
             train=len(prompts) if trains else 0,
             heldout=len(split.heldout),
             dropped=split.dropped,

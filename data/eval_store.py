@@ -75,7 +75,7 @@ class Asked:
 
     @property
     def right(self) -> list[bool]:
-        """Whether each completion is correct. Missing completions count as wrong."""
+        """Correctness of each completion. Missing completions count as wrong."""
         return [passed(s["correct"]) for s in self.samples] + [False] * len(self.missing)
 
     @property

@@ -24,7 +24,7 @@ class Item:
 
     prompt: Prompt
     origin: str
-    """Where the prompt comes from, for messages: `file:line`, or the task and index."""
+    """Origin of the prompt for messages: `file:line`, or the task and index."""
     bare: tuple[Mapping[str, Any], ...] = ()
     """The messages before the template, if it adds nothing else from the row."""
 
@@ -56,7 +56,7 @@ class Loaded:
     skipped: tuple[str, ...] = ()
     """Why each malformed line was skipped."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
-    """For each unused column, the location where it first occurred."""
+    """Maps each unused column to the location where it first occurred."""
 
 
 def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:

@@ -38,7 +38,7 @@ from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
 _MATCHES = {"math": ("tolerance",), "exact": (), "choice": ("choices",), "schema": (), "regex": ()}
-"""For each value of `match`, the keys that it uses in addition to `answer`."""
+"""Maps each value of `match` to the keys that it uses in addition to `answer`."""
 _CODE_KEYS = (
     *("tests", "subtasks", "reference", "language", "partial"),
     *("time_limit_s", "memory_mib", "tolerance"),
@@ -138,7 +138,7 @@ class _Reader:
         self.seen: set[str] = set()
         """The keys that occurred in the data."""
         self.unread: dict[str, str] = {}
-        """For each unused column, the location where it first occurred."""
+        """Maps each unused column to the location where it first occurred."""
 
     def item(self, read: ReadRow) -> Item:
         """Build a prompt from a row. Raises BadLine if the row is malformed."""

@@ -19,9 +19,9 @@ from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
-REFERENCES = 16
+_REFERENCES = 16
 """The maximum number of reference solutions to run for each source."""
-REFERENCES_S = 20.0
+_REFERENCES_S = 20.0
 """Time limit per source in seconds. When it is over, no further reference solution is started."""
 FAILED = "failed on a sample completion"
 """The message about a function that failed starts with this text."""
@@ -131,8 +131,8 @@ def check_prompts(
         check_outputs(prompt.reward, code, name=f"prompt {prompt.prompt_id}")
     solved = [prompt for prompt in programs if prompt.reward.get("reference") is not None]
     started, runs = time.monotonic(), 0
-    for prompt in solved[:REFERENCES]:
-        if time.monotonic() - started > REFERENCES_S:
+    for prompt in solved[:_REFERENCES]:
+        if time.monotonic() - started > _REFERENCES_S:
             break
         check_reference(prompt.reward, code, name=f"prompt {prompt.prompt_id}")
         runs += 1

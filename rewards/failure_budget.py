@@ -14,9 +14,9 @@ from pathlib import Path
 
 WINDOW = 200
 """The number of most recent completions over which the failure rate is measured."""
-MIN_WINDOW = 20
+_MIN_WINDOW = 20
 """The failure rate is computed as if there had been at least this many completions."""
-MAX_REPORTS = 5
+_MAX_REPORTS = 5
 """The maximum number of different errors to report for each function or kind of verifier."""
 
 _PACKAGE = str(Path(__file__).absolute().parent)
@@ -41,7 +41,7 @@ class FailureRate:
         otherwise."""
         self._failed.append(failed)
         failures, total = sum(self._failed), len(self._failed)
-        if not failed or failures <= self._max_fraction * max(total, MIN_WINDOW):
+        if not failed or failures <= self._max_fraction * max(total, _MIN_WINDOW):
             return ""
         return f"{failures} of the last {total} completions"
 
@@ -76,7 +76,7 @@ class FailureBudget:
                 message = f"{error} ({location})" if location else error
                 message = "".join(c if c.isprintable() else "�" for c in message.replace("\n", " "))
                 key = location or error.partition(":")[0]
-                if error and key not in reported and len(reported) < MAX_REPORTS:
+                if error and key not in reported and len(reported) < _MAX_REPORTS:
                     reported.add(key)
                     lines.append(
                         f"reward {name} failed on prompt {prompt_id}: {message}. Such completions "

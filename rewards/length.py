@@ -34,7 +34,7 @@ from keel.rewards.compose import Score
 from keel.rl.types import Trajectory
 
 Floats = NDArray[np.float64]
-KEPT_LEAD = 0.5
+_KEPT_LEAD = 0.5
 """The fraction of its lead over wrong completions that a right completion always keeps."""
 _LENGTH, _LENGTH_COST = "length", "length_cost"
 """Reward components: the adjustment of the reward, and the cost that it is computed from."""
@@ -105,9 +105,9 @@ class LengthRule:
             added += _centred(overlong, every)
         lead = rewards_G[right][:, None] - rewards_G[~right][None, :]
         lost = added[~right][None, :] - added[right][:, None]
-        excessive = (lead > 0) & (lost > (1 - KEPT_LEAD) * lead)
+        excessive = (lead > 0) & (lost > (1 - _KEPT_LEAD) * lead)
         if excessive.any():
-            added *= ((1 - KEPT_LEAD) * lead[excessive] / lost[excessive]).min()
+            added *= ((1 - _KEPT_LEAD) * lead[excessive] / lost[excessive]).min()
         return added
 
 

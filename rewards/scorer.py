@@ -79,7 +79,7 @@ class Scorer:
 
         `weights` maps each domain to its reward components and their weights, and `lengths` to its
         length rule. `environments` contains the domains whose environments define their own
-        components. `workers`, `timeout_s`, `code` and `log` are those of `WorkerPool`. The caller
+        components. `workers`, `timeout_s`, `code` and `log` go to `WorkerPool`. The caller
         must close `judge`. `say` is called with each line of an error report. Raises ValueError if
         a component is unknown.
         """

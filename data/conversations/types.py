@@ -17,7 +17,7 @@ class Example:
     """One training example: a conversation as it was read, or one window of a text."""
 
     origin: str
-    """Where the conversation comes from, for messages: `file:line`, or the task and index."""
+    """Origin of the conversation for messages: `file:line`, or the task and index."""
     messages: tuple[Message, ...] = ()
     trained: tuple[int, ...] = ()
     """Indices of the messages to train on."""

@@ -41,7 +41,7 @@ _METADATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "st
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 
 
-class FilesNotFound(ValueError):
+class _FilesNotFound(ValueError):
     """Raised if the split or subset has no files, or if one of several subsets must be chosen."""
 
 
@@ -77,14 +77,14 @@ def files_of(
             return [path]
         if saved := _saved(path, source.split):
             return saved
-        names = choose_files(_list_files(path), source.split, source.subset)
+        names = _choose_files(_list_files(path), source.split, source.subset)
         return [path / name for name in names]
-    except FilesNotFound as error:
+    except _FilesNotFound as error:
         raise ConfigError(f"{knob}.path = {source.path!r}: {error}") from error
 
 
-def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
-    """Return the files of a subset and a split (train by default), or raise FilesNotFound."""
+def _choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
+    """Return the files of a subset and a split (train by default), or raise _FilesNotFound."""
     subsets: dict[str, list[str]] = {}
     for name in sorted(names):
         *folders, file = PurePosixPath(name).parts
@@ -92,12 +92,12 @@ def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
             own = [f for f in folders if f not in _PLAIN_FOLDERS and not _split_of(f)]
             subsets.setdefault(own[-1] if own else "", []).append(name)
     if not subsets:
-        raise FilesNotFound("has no file of a known kind (.jsonl, .json, .csv, .parquet, …)")
+        raise _FilesNotFound("has no file of a known kind (.jsonl, .json, .csv, .parquet, …)")
     if not subset and len(subsets) == 1:
         subset = next(iter(subsets))
     if subset not in subsets:
         problem = f"has no subset {subset!r}" if subset else "has several subsets"
-        raise FilesNotFound(f"{problem}; set subset to one of {', '.join(filter(None, subsets))}")
+        raise _FilesNotFound(f"{problem}; set subset to one of {', '.join(filter(None, subsets))}")
     splits: dict[str, list[str]] = {}
     for name in subsets[subset]:
         parts = reversed(PurePosixPath(name).parts)
@@ -108,13 +108,13 @@ def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
         canonical = ""
     if not exact and canonical not in splits:
         has = ", ".join(each or f"files without one ({splits[each][0]}, …)" for each in splits)
-        raise FilesNotFound(f"has no split {split or 'train'!r}; it has {has} (set split)")
+        raise _FilesNotFound(f"has no split {split or 'train'!r}; it has {has} (set split)")
     chosen = exact or splits[canonical]
     for name in chosen:
         if shard := _SHARD.fullmatch(PurePosixPath(name).name):
             count = sum(_stem(PurePosixPath(each).name) == shard[1] for each in chosen)
             if count != int(shard[3]):
-                raise FilesNotFound(f"has {count} of the {int(shard[3])} parts of {name}")
+                raise _FilesNotFound(f"has {count} of the {int(shard[3])} parts of {name}")
     return chosen
 
 
@@ -152,13 +152,13 @@ def _saved(folder: Path, split: str) -> list[Path]:
             splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]
             name = split or (splits[0] if len(splits) == 1 else "train")
             if name not in splits:
-                raise FilesNotFound(f"has no split {name!r}; it has {', '.join(splits)}")
+                raise _FilesNotFound(f"has no split {name!r}; it has {', '.join(splits)}")
             folder = folder / name
         if not (state := folder / "state.json").is_file():
             return []
         files = json.loads(state.read_text("utf-8"))["_data_files"]
     except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise FilesNotFound(f"{folder} cannot be read: {error!r}") from error
+        raise _FilesNotFound(f"{folder} cannot be read: {error!r}") from error
     return [folder / entry["filename"] for entry in files]
 
 
@@ -170,17 +170,17 @@ def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
             return _from_cache(source, repo)
         revision = None
         try:
-            files = choose_files(_names(source.path, None), source.split, source.subset)
-        except FilesNotFound as original:
+            files = _choose_files(_names(source.path, None), source.split, source.subset)
+        except _FilesNotFound as original:
             revision = _CONVERTED
             try:
-                files = choose_files(_names(source.path, revision), source.split, source.subset)
-            except (FilesNotFound, HfHubHTTPError, HTTPError):
+                files = _choose_files(_names(source.path, revision), source.split, source.subset)
+            except (_FilesNotFound, HfHubHTTPError, HTTPError):
                 raise original from None
         folder = Path(snapshot_download(**repo, revision=revision, allow_patterns=files))
         return [folder / name for name in files]
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
-        raise FilesNotFound(
+        raise _FilesNotFound(
             f"the hub ({constants.ENDPOINT}) refuses it: {error}. Correct the name (owner/name), "
             "set HF_TOKEN if it is private or gated, or download it elsewhere and name its folder "
             "with source: file"
@@ -200,16 +200,16 @@ def _from_cache(source: _Source, repo: dict[str, Any]) -> list[Path]:
         try:
             commit = (cache / "refs" / revision).read_text("utf-8").strip()
             names = _list_files(cache / "snapshots" / commit)
-            files = choose_files(names, source.split, source.subset)
+            files = _choose_files(names, source.split, source.subset)
             # Checks all parts: a download may have been interrupted.
             parts = sorted({re.sub(r"\d+", "*", name) for name in files})
             snapshot_download(**repo, revision=commit, local_files_only=True, allow_patterns=parts)
             return [cache / "snapshots" / commit / name for name in files]
-        except (FilesNotFound, LocalEntryNotFoundError) as error:
+        except (_FilesNotFound, LocalEntryNotFoundError) as error:
             problem = f"the earlier download is incomplete: {error}"
         except OSError:
             continue
-    raise FilesNotFound(
+    raise _FilesNotFound(
         f"the hub ({constants.ENDPOINT}) does not answer, and {problem}. Download it elsewhere "
         f"(`hf download --repo-type dataset {source.path}`) and name the folder with source: file"
     )

@@ -1,8 +1,7 @@
 # pyright: basic
 """Calls functions of a program inside the sandbox, and prints their results.
 
-In the sandbox, this module cannot import the rest of the package. Its output is as untrusted as the
-program's.
+This module cannot import the rest of the package, and its output is as untrusted as the program's.
 
 Standard input is a JSON list of `[name, args, kwargs]`. Standard output has one line of JSON for
 each call: `{"returned": …}` or `{"raised": "…"}`. If the source cannot be loaded, there is a single

@@ -52,7 +52,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class ReplyCache:
+class _ReplyCache:
     """Keeps replies in a SQLite file, which several runs can share, or in memory. Read and write
     errors are logged and count as cache misses."""
 
@@ -135,7 +135,7 @@ class JudgeEndpoint:
         self._url: str = settings.base_url
         self._client = None if server else self._connect(settings.base_url)
         self._locating = asyncio.Lock()
-        self._cache = ReplyCache(settings.cache_dir)
+        self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
         if settings.chats:
             try:
@@ -302,8 +302,8 @@ class JudgeEndpoint:
         if isinstance(error, TimeoutError | openai.APITimeoutError):
             reason = f"no reply within {self._settings.timeout_s:g} s"
             return self._unjudged("timeout", reason, retry=True)
-        cause = error if isinstance(error, ReplyTooLarge) else error.__cause__
-        if isinstance(cause, ReplyTooLarge):
+        cause = error if isinstance(error, _ReplyTooLarge) else error.__cause__
+        if isinstance(cause, _ReplyTooLarge):
             return self._unjudged("invalid", cause.message, retry=True)
         return self._unjudged("unreachable", f"cannot be reached ({cause or error})", retry=True)
 
@@ -348,7 +348,7 @@ _HTTPX: Any = importlib.import_module(_BASE.__module__.partition(".")[0])
 _ByteStream: Any = _HTTPX.AsyncByteStream
 
 
-class ReplyTooLarge(APIConnectionError):
+class _ReplyTooLarge(APIConnectionError):
     """Raised if a reply is compressed or larger than the size limit."""
 
 
@@ -362,7 +362,7 @@ class _BoundedStream(_ByteStream):
             total += len(chunk)
             if total > _MAX_REPLY_BYTES:
                 message = f"the reply has more than {_MAX_REPLY_BYTES >> 20} MiB"
-                raise ReplyTooLarge(message=message, request=self._request)
+                raise _ReplyTooLarge(message=message, request=self._request)
             yield chunk
 
     async def aclose(self) -> None:
@@ -372,7 +372,7 @@ class _BoundedStream(_ByteStream):
 async def _bound(response: Any) -> None:
     if response.headers.get("content-encoding", "identity") != "identity":
         message = "the reply is compressed, although only identity encoding was accepted"
-        raise ReplyTooLarge(message=message, request=response.request)
+        raise _ReplyTooLarge(message=message, request=response.request)
     response.stream = _BoundedStream(response)
 
 

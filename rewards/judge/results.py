@@ -89,7 +89,7 @@ class Counts:
         """Return metrics for the time since `previous` was recorded."""
         metrics: dict[str, Metric] = {
             f"judge/{name}": Sum(getattr(self, count) - getattr(previous, count))
-            for name, count in JUDGE_COUNTS.items()
+            for name, count in _JUDGE_COUNTS.items()
         }
         failed, retried = self.failed - previous.failed, self.retried - previous.retried
         metrics["judge/failures"] = Sum(failed.total())
@@ -104,7 +104,7 @@ class Counts:
         return metrics
 
 
-JUDGE_COUNTS = {
+_JUDGE_COUNTS = {
     "completions": "judged",
     "skipped": "unasked",
     "calls": "calls",

@@ -23,7 +23,7 @@ from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, LostTe
 from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
-MAX_CHARACTERS = 2_048
+_MAX_CHARACTERS = 2_048
 """The maximum length of an answer, unless the right answer is about as long."""
 _MOST_ITEMS = 64
 _PLACES = 6
@@ -53,7 +53,7 @@ def mathematical(
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
     right = statements.undressed(right)
     spelling, words = statements.spelled(right), statements.words_of(right)
-    longest = max(MAX_CHARACTERS, 4 * len(right))
+    longest = max(_MAX_CHARACTERS, 4 * len(right))
     gold = cache(lambda: [_worked_out(plain(right)), *_ungrouped(plain(right))])
     if ready and not words:
         gold()
@@ -135,18 +135,18 @@ class Several(NamedTuple):
     items: tuple[Answer, ...]
 
 
-Cut = tuple[float, bool, Formula]
+_Cut = tuple[float, bool, Formula]
 """One end of an interval: its position, whether the cut lies just after it, and its formula."""
 
 
-class Region(NamedTuple):
+class _Region(NamedTuple):
     """A set of real numbers, from the first cut to the second, the third to the fourth, and so
     on."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[_Cut, ...]
 
 
-class Relation(NamedTuple):
+class _Relation(NamedTuple):
     """An equation or inequality. `sides` contains its sides, and `signs` the signs between them.
 
     `name` is the first side if that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last
@@ -159,7 +159,7 @@ class Relation(NamedTuple):
     value: Answer
 
 
-Answer = Number | Formula | Several | Region | Relation | str
+Answer = Number | Formula | Several | _Region | _Relation | str
 """A parsed answer. It stays a string, and is compared as text, if the grammar does not cover it."""
 
 _FRACTION = (
@@ -262,17 +262,17 @@ def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
         return parse(parts[0], depth) if len(parts) == 1 else text
     items = _items(parts, depth)
     regions = [region for item in items if (region := _region(_unnamed(item), point=True))]
-    if len(regions) == len(items) and any(isinstance(item, Region) for item in items):
+    if len(regions) == len(items) and any(isinstance(item, _Region) for item in items):
         rule = any if re.search("[∨¦]", marks) else all
         if region := _combined(rule, regions):
             return region
-    if re.search("[∧∨]", marks) and not any(isinstance(item, Relation) for item in items):
+    if re.search("[∧∨]", marks) and not any(isinstance(item, _Relation) for item in items):
         return text  # of logic, not of answers
     if any(isinstance(item, str) and not item.startswith("\\text") for item in items):
         return text
-    names = [item.name if isinstance(item, Relation) else "" for item in items]
+    names = [item.name if isinstance(item, _Relation) else "" for item in items]
     if names[0] and (not any(names[1:]) or len(set(names)) == 1):  # x = 1, 2 and x = 1, x = 2
-        items = [item.value if isinstance(item, Relation) else item for item in items]
+        items = [item.value if isinstance(item, _Relation) else item for item in items]
     return Several("∨" if set(marks) <= {*"∨¦"} else ",", "", tuple(items))
 
 
@@ -286,8 +286,8 @@ def _items(parts: Sequence[str], depth: int) -> list[Answer]:
     return items
 
 
-def _names(answer: Answer) -> TypeGuard[Relation]:
-    return isinstance(answer, Relation) and bool(answer.name)
+def _names(answer: Answer) -> TypeGuard[_Relation]:
+    return isinstance(answer, _Relation) and bool(answer.name)
 
 
 def _unnamed(answer: Answer) -> Answer:
@@ -329,18 +329,18 @@ def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
     sides: tuple[str, ...] = tuple(parts)
     value = parse(parts[-1], depth)
     if not set(signs) <= {*"=≈"}:
-        return _inequality(sides, signs) or Relation(sides, signs, "", value)
+        return _inequality(sides, signs) or _Relation(sides, signs, "", value)
     constants = [c for side in sides if (c := _constant(side)) is not None]
     if any(abs(one - constants[-1]) > abs(constants[-1]) / 100 for one in constants):
         return text  # 7 = 3.14
     names = re.fullmatch(r"\(([\w\s,]+)\)", sides[0])
     if names and isinstance(value, Several) and names[1].count(",") == len(value.items) - 1:
         pairs = zip(names[1].split(","), value.items, strict=True)
-        named = (Relation(sides, signs, name.strip(), item) for name, item in pairs)
+        named = (_Relation(sides, signs, name.strip(), item) for name, item in pairs)
         return Several(",", "", tuple(named))
-    is_name = _NAME.fullmatch(sides[0]) or isinstance(value, Region | Several)
+    is_name = _NAME.fullmatch(sides[0]) or isinstance(value, _Region | Several)
     is_name = is_name or len(sides) > 2 or "≈" in signs
-    return Relation(sides, signs, parts[0] if is_name else "", value)
+    return _Relation(sides, signs, parts[0] if is_name else "", value)
 
 
 def _constant(text: str) -> Any:
@@ -351,7 +351,7 @@ def _constant(text: str) -> Any:
 _DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
 
 
-def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
+def _inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
     r"""Parse an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `
 
     2x - 1
@@ -388,11 +388,11 @@ def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
     return region if inside else _outside(region)
 
 
-def _interval(low: Formula, high: Formula, brackets: str) -> Region:
+def _interval(low: Formula, high: Formula, brackets: str) -> _Region:
     first, last = _place(low), _place(high)
     after_first = brackets[0] == "(" and first != float("-inf")
     after_last = brackets[1] == "]" and last != float("inf")
-    return Region(((first, after_first, low), (last, after_last, high)))
+    return _Region(((first, after_first, low), (last, after_last, high)))
 
 
 def _place(end: Formula) -> float:
@@ -403,23 +403,23 @@ def _place(end: Formula) -> float:
         return float("nan")
 
 
-def _outside(region: Region) -> Region:
+def _outside(region: _Region) -> _Region:
     low, high = _interval(MINUS_INFINITE, INFINITE, "()").cuts
-    return Region((low, *region.cuts, high))
+    return _Region((low, *region.cuts, high))
 
 
-def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> Region | None:
+def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[_Region]) -> _Region | None:
     """Combine several regions into one. `rule` decides by one bool per region whether a number is
     in the result. Returns None if an end contains a symbol, or if there are too many ends."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
-    changes: list[Cut] = []
+    changes: list[_Cut] = []
     for cut in cuts:
         inside = [sum(one[:2] <= cut[:2] for one in region.cuts) % 2 == 1 for region in regions]
         if rule(inside) != (len(changes) % 2 == 1):
             changes.append(cut)
-    return Region(tuple(changes))
+    return _Region(tuple(changes))
 
 
 _READERS: dict[str, Callable[[str, list[str], str, int], Answer]] = {
@@ -448,7 +448,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     inside = text[1:-1].strip()
     if text[0] == "⦃" and (match := _SUCH_THAT.fullmatch(inside)):
         answer = parse(match[1], depth)
-        return answer if isinstance(answer, Region) else text
+        return answer if isinstance(answer, _Region) else text
     parts, marks = _split(inside, ",;")
     if not marks and text[0] in "([{":
         return parse(inside, depth) if text[0] + text[-1] in ("()", "{}") else None
@@ -530,12 +530,12 @@ def _unit(words: str) -> str:
 def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
     if isinstance(given, Several) and given.opening == "∨" and not isinstance(gold, Several):
         return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
-    if isinstance(gold, Relation):
-        if isinstance(given, Relation) and not (gold.name and gold.name == given.name):
+    if isinstance(gold, _Relation):
+        if isinstance(given, _Relation) and not (gold.name and gold.name == given.name):
             return _same_relation(gold, given)
-        given = given.value if isinstance(given, Relation) else given
+        given = given.value if isinstance(given, _Relation) else given
         return bool(gold.name) and _same(gold.value, given, tolerance)
-    if isinstance(given, Relation) and set(given.signs) <= {*"=≈"}:
+    if isinstance(given, _Relation) and set(given.signs) <= {*"=≈"}:
         if isinstance(gold, Several) and any(map(_names, gold.items)):
             return False
         before = given.signs.find("≈")
@@ -549,7 +549,7 @@ def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
             return _same_formula(gold, given, tolerance)
         case Several():
             return _same_several(gold, given)
-        case Region():
+        case _Region():
             return _same_region(gold, _region(given))
         case str():
             return isinstance(given, str) and squeezed(gold) == squeezed(given)
@@ -621,7 +621,7 @@ def _near(right: Any, given: Any, tolerance: float | None) -> bool:
 
 
 def _same_several(gold: Several, given: Answer) -> bool:
-    if isinstance(given, Region):
+    if isinstance(given, _Region):
         return _same_region(_region(gold), given)
     if not isinstance(given, Several):
         return len(gold.items) == 1 and gold.opening == "⦃" and _same(gold.items[0], given)
@@ -675,7 +675,7 @@ def _same_names(gold: Several, given: Several) -> bool:
     return "⦃" not in gold.opening + given.opening and _in_order(*bare)
 
 
-def _same_relation(gold: Relation, given: Relation) -> bool:
+def _same_relation(gold: _Relation, given: _Relation) -> bool:
     sides = [_as_formula(parse(side, 1)) for side in (*gold.sides, *given.sides)]
     if not all(sides):
         alike = [*map(squeezed, gold.sides)] == [*map(squeezed, given.sides)]
@@ -705,10 +705,10 @@ def _as_formula(answer: Answer) -> Formula | None:
     return answer if isinstance(answer, Formula) else None
 
 
-def _region(answer: Answer, *, point: bool = False) -> Region | None:
+def _region(answer: Answer, *, point: bool = False) -> _Region | None:
     """Convert an interval in brackets to a region. If `point` is set, a number or a set of numbers
     is accepted too. Returns None for other answers."""
-    if isinstance(answer, Region):
+    if isinstance(answer, _Region):
         return answer
     if point and (end := _as_formula(answer)):
         return _interval(end, end, "[]")
@@ -726,7 +726,7 @@ def _region(answer: Answer, *, point: bool = False) -> Region | None:
     return region if low.names or high.names or _place(low) < _place(high) else None
 
 
-def _same_region(gold: Region | None, given: Region | None) -> bool:
+def _same_region(gold: _Region | None, given: _Region | None) -> bool:
     if gold is None or given is None or len(gold.cuts) != len(given.cuts):
         return False
     pairs = zip(gold.cuts, given.cuts, strict=True)

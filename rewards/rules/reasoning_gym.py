@@ -26,7 +26,7 @@ from keel.rewards.text import WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
 """The maximum length of an answer, unless the right answer is about as long."""
-MOST_PARTIAL = 0.9
+_MOST_PARTIAL = 0.9
 """The maximum partial credit for an answer.
 
 Some verifiers score the fraction of letters in the right place. They give 1 − 1e-16, or even more
@@ -112,7 +112,7 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Build the verifier for an `entry` of a `task` whose generator has the options `params`. An
     answer gets full marks if its score is exactly 1 and it contains no extra text, and at most
-    `MOST_PARTIAL` otherwise."""
+    `_MOST_PARTIAL` otherwise."""
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
     entry = cast(dict[str, Any], entry_data if isinstance(entry_data, dict) else {})
@@ -133,7 +133,7 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
             raise ValueError(f"the verifier of {task} returned {score}")
         if score == 1.0 and _is_all_answer(task, answer, right):
             return 1.0
-        return min(max(score, 0.0), MOST_PARTIAL)
+        return min(max(score, 0.0), _MOST_PARTIAL)
 
     return verify
 

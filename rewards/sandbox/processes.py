@@ -26,7 +26,7 @@ _CPU_SHARE = 0.1
 """The maximum fraction of a core to spend on polling. Many sandboxes are polled less often."""
 
 
-class ProcessUsage(NamedTuple):
+class _ProcessUsage(NamedTuple):
     """The resources that a process tree uses at one point in time."""
 
     resident: int
@@ -36,7 +36,7 @@ class ProcessUsage(NamedTuple):
     processes: int
 
 
-def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
+def usage(root: int, *, include_root: bool = True) -> _ProcessUsage:
     """Measure the processes below `root`, and `root` itself if `include_root` is set. All values
     are zero once `root` has exited. Raises OSError if this process is out of files or memory."""
     resident = ticks = processes = 0
@@ -52,7 +52,7 @@ def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
                     pages = max(pages, int(_stat(f"{pid}/task/{task}")[21]))
         resident += pages * _PAGE
         processes += 1
-    return ProcessUsage(resident=resident, cpu_s=ticks / _TICKS, processes=processes)
+    return _ProcessUsage(resident=resident, cpu_s=ticks / _TICKS, processes=processes)
 
 
 def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
@@ -152,7 +152,7 @@ class _Limit(NamedTuple):
     """Set if the process is the first one inside a sandbox. Its own memory then does not count."""
 
 
-class MemoryLimiter:
+class _MemoryLimiter:
     """Kills sandboxes that exceed their memory limits. A single thread monitors all of them."""
 
     def __init__(self) -> None:
@@ -232,11 +232,11 @@ def _kill_sandbox(pid: int, *, inside: bool) -> None:
                 os.kill(int(child), signal.SIGKILL)
 
 
-_LIMITER = MemoryLimiter()
+_LIMITER = _MemoryLimiter()
 
 
 def hold(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
-    """Limit a sandbox's memory with this process's `MemoryLimiter`. None means no limit.
+    """Limit a sandbox's memory with this process's `_MemoryLimiter`. None means no limit.
 
     Returns a function that removes the limit. That function returns why the sandbox was killed, or
     "" if it was not.

@@ -27,19 +27,19 @@ from keel.rewards.sandbox.processes import kill_descendants
 from keel.rewards.workers.worker import PREEMPTION, reply_to
 from keel.rl.strict_json import allow_long_integers
 
-START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 120.0
 """The time limit for a worker to start and import its libraries."""
-CODE_GRACE_S = 30.0
+_CODE_GRACE_S = 30.0
 """Extra time besides `rewards.code.completion_s` for starting and stopping sandboxes."""
 GRACE_S = 30.0
 """How long to wait for the worker's own timer after a deadline, and for a killed worker to exit."""
-FIRST_CALL_S = 30.0
+_FIRST_CALL_S = 30.0
 """The minimum time limit for the first call of a function in a worker, which may load a model."""
-POLL_S = 1.0
+_POLL_S = 1.0
 """The time between checks of a worker that has not answered."""
-STOPPED_POLLS = 5
+_STOPPED_POLLS = 5
 """A worker is replaced if this many checks in a row find it stopped (SIGSTOP)."""
-MAX_REASSIGNMENTS = 3
+_MAX_REASSIGNMENTS = 3
 """How often a batch may be retried if it did not cause the failure of its worker."""
 
 
@@ -50,7 +50,7 @@ class VerifierScore:
     score: float
     error: str = ""
     at: str = field(default="", compare=False)
-    """Where the error occurred, such as `my_rewards.py:12 in brief`, or "" if unknown."""
+    """Location of the error, such as `my_rewards.py:12 in brief`, or "" if unknown."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Further reward components that the verifier returned."""
 
@@ -110,7 +110,7 @@ class WorkerPool:
         distinct = list(dict.fromkeys(completions))
         if self._workers:
             is_code = spec.get("kind") == "code"
-            limit_s = self._settings.completion_s + CODE_GRACE_S if is_code else self._timeout_s
+            limit_s = self._settings.completion_s + _CODE_GRACE_S if is_code else self._timeout_s
             worker = self._idle.get()  # never blocks: there are as many threads as workers
             try:
                 scores = worker.verify(spec, distinct, limit_s)
@@ -145,7 +145,7 @@ class _Worker:
         self._returned: set[str] = set()
         """The functions that have returned at least once, in any process of this worker."""
         self._slow: set[str] = set()
-        """Functions that timed out in their first call. They do not get `FIRST_CALL_S` again."""
+        """Functions that timed out in their first call. They do not get `_FIRST_CALL_S` again."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = socket.socket()
         self._buffer = b""
@@ -199,7 +199,7 @@ class _Worker:
                     self._stop()
                     self.start()
                 if name and name not in self._called and name not in self._slow:
-                    first_s = max(timeout_s, FIRST_CALL_S)
+                    first_s = max(timeout_s, _FIRST_CALL_S)
                 remaining = completions[len(scores) :]
                 self._begin(spec, remaining, {"first_s": first_s, "timeout_s": timeout_s})
                 ready = True
@@ -213,7 +213,7 @@ class _Worker:
                 if ready and name not in self._returned and "deadline" in str(lost):
                     self._slow.add(name)
                 reassignments += lost.blameless
-                if lost.blameless and reassignments <= MAX_REASSIGNMENTS:
+                if lost.blameless and reassignments <= _MAX_REASSIGNMENTS:
                     continue
                 if not ready:  # caused by the libraries or the machine
                     raise RuntimeError(
@@ -228,10 +228,10 @@ class _Worker:
     ) -> None:
         """Send a batch and wait until the verifier is built."""
         request = {"spec": dict(spec), "completions": list(completions), "code": self._code}
-        self._socket.settimeout(START_TIMEOUT_S)
+        self._socket.settimeout(_START_TIMEOUT_S)
         try:
             self._socket.sendall(json.dumps({**request, **limits}).encode() + b"\n")
-            reply = self._receive(START_TIMEOUT_S)
+            reply = self._receive(_START_TIMEOUT_S)
         except OSError as error:
             raise _WorkerLost(self._exit_message()) from error
         except _WorkerLost as lost:
@@ -243,12 +243,12 @@ class _Worker:
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         end, stopped_polls = time.monotonic() + timeout_s, 0
         while b"\n" not in self._buffer:
-            self._socket.settimeout(max(0.001, min(POLL_S, end - time.monotonic())))
+            self._socket.settimeout(max(0.001, min(_POLL_S, end - time.monotonic())))
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError as error:
                 stopped_polls = stopped_polls + 1 if self._is_stopped() else 0
-                if stopped_polls >= STOPPED_POLLS:
+                if stopped_polls >= _STOPPED_POLLS:
                     message = f"was stopped (SIGSTOP) in {stopped_polls} consecutive checks"
                     raise _WorkerLost(message, blameless=True) from error
                 if time.monotonic() >= end:

@@ -54,7 +54,7 @@ def test_all_domains_train_together(
         "data.sources[code].holdout=0",
         "data.sources[chat].budget.max_tokens=5",
     ]
-    monkeypatch.setattr("keel.rewards.checks.REFERENCES_S", PATIENCE_S)
+    monkeypatch.setattr("keel.rewards.checks._REFERENCES_S", PATIENCE_S)
     with running(good) as server, in_this_process():
         url = f"rewards.judge.base_url={server.url}"
         status = main(["train", "mixed-agents", url, *overrides])

@@ -54,7 +54,7 @@ def test_references_must_pass_their_tests(monkeypatch: pytest.MonkeyPatch) -> No
     assert check_prompts(good, CORRECT, code=TRUSTED).startswith("2 of 2 ")
     with pytest.raises(ValueError, match=r"prompt file/4: .*tests\[0\]"):
         check_prompts([*good, program(4, WRONG)], CORRECT, code=TRUSTED)
-    monkeypatch.setattr(checks, "REFERENCES", 1)
+    monkeypatch.setattr(checks, "_REFERENCES", 1)
     limited = check_prompts([*good, program(4, WRONG)], CORRECT, code=TRUSTED)
     assert limited.startswith("1 of 3 ")
     assert check_prompts([prompt(1, kind="answer", answer="3")], CORRECT, code=TRUSTED) == ""

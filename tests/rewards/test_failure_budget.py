@@ -11,8 +11,8 @@ import pytest
 
 from keel.rewards.checks import FAILED, try_functions
 from keel.rewards.failure_budget import (
-    MAX_REPORTS,
-    MIN_WINDOW,
+    _MAX_REPORTS,
+    _MIN_WINDOW,
     FailureBudget,
     FailureRate,
     RewardStopped,
@@ -65,7 +65,7 @@ def test_reports_are_limited() -> None:
     budget = FailureBudget(1.0, lines.append)
     for number in range(100):
         budget.record("a.b", "x/1", [("ValueError: x", f"a.py:{number} in b")], counted=True)
-    assert len(lines) == MAX_REPORTS
+    assert len(lines) == _MAX_REPORTS
 
 
 def test_a_failing_function_stops_the_run() -> None:
@@ -95,7 +95,7 @@ def test_rare_failures_and_verifiers_do_not_stop_the_run() -> None:
 @pytest.mark.parametrize(("share", "stops_at"), [(0.0, 1), (0.2, 5), (0.5, 11), (1.0, None)])
 def test_early_failure_rate_counts_twenty(share: float, stops_at: int | None) -> None:
     rate = FailureRate(share)
-    first = next((n for n in range(1, 10 * MIN_WINDOW) if rate.add(True)), None)
+    first = next((n for n in range(1, 10 * _MIN_WINDOW) if rate.add(True)), None)
     assert first == stops_at
     assert FailureRate(share).add(False) == ""
 
@@ -104,7 +104,7 @@ def test_early_failure_rate_counts_twenty(share: float, stops_at: int | None) ->
 def test_a_lost_worker_reports_its_location(
     tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 0.0)
+    monkeypatch.setattr("keel.rewards.workers.pool._FIRST_CALL_S", 0.0)
 
     def check(limit_s: float) -> None:
         lines: list[str] = []
@@ -150,7 +150,7 @@ def test_functions_are_tried_before_the_run(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_a_hang_does_not_shorten_later_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 2.0)
+    monkeypatch.setattr("keel.rewards.workers.pool._FIRST_CALL_S", 2.0)
     domains = {PROMPT.domain: {f"{functions.NAME}.hangs": 1.0}}
     with Scorer(domains, workers=1, timeout_s=0.3, say=lambda _: None) as scorer:
         scores = [

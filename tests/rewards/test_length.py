@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rewards.length import KEPT_LEAD, LengthRule
+from keel.rewards.length import _KEPT_LEAD, LengthRule
 
 ANSWER = st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 1200), st.floats(-0.2, 0.2))
 GROUP = st.lists(ANSWER, min_size=1, max_size=12)
@@ -55,7 +55,7 @@ def test_means_stay_and_leads_keep_their_sign(
         for j in np.flatnonzero(~right):
             lead = rewards[i] - rewards[j]
             if lead > 0:
-                assert lead + added[i] - added[j] >= KEPT_LEAD * lead - 1e-9
+                assert lead + added[i] - added[j] >= _KEPT_LEAD * lead - 1e-9
     for members in (right, ~right):  # a shorter completion never gets less
         order = np.argsort(tokens[members])
         assert (np.diff(added[members][order]) <= 1e-9).all()
@@ -81,7 +81,7 @@ def test_overlong_is_dapos_up_to_a_constant(
     if may_outweigh or not (leads > 0).any():
         assert factor == pytest.approx(1)
     else:
-        assert (adjusted[leads > 0] >= KEPT_LEAD * leads[leads > 0] - 1e-9).all()
+        assert (adjusted[leads > 0] >= _KEPT_LEAD * leads[leads > 0] - 1e-9).all()
 
 
 def _dapo(tokens: int, limit: int, cache: int) -> float:
@@ -129,7 +129,7 @@ def test_equal_lengths_change_no_bit() -> None:
 def test_only_may_outweigh_turns_leads_over() -> None:
     correct, tokens = [1.0, 1.0, 0.0], [1000, 0, 0]
     added = adjust(rule(linear=4.0), correct, tokens)
-    assert 1 + added[0] == pytest.approx(KEPT_LEAD)
+    assert 1 + added[0] == pytest.approx(_KEPT_LEAD)
     assert added[2] == 0.0
     added = adjust(rule(linear=4.0, may_outweigh=True), correct, tokens)
     assert sum(added) == pytest.approx(0)

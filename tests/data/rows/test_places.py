@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.data.rows import places
-from keel.data.rows.places import FilesNotFound, cached_places, choose_files, files_of
+from keel.data.rows.places import _choose_files, _FilesNotFound, cached_places, files_of
 
 LINES = b'{"question": "1+1?", "answer": "so #### 2"}\n{"question": "1+2?", "answer": "#### 3"}\n'
 GSM8K: dict[str, Any] = {"columns": {"prompt": "question"}, "answer_after": "####"}
@@ -47,7 +47,7 @@ OWN = ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.p
     ],
 )
 def test_split_and_subset(names: list[str], split: str, subset: str, chosen: list[str]) -> None:
-    assert choose_files(names, split, subset) == chosen
+    assert _choose_files(names, split, subset) == chosen
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_split_and_subset(names: list[str], split: str, subset: str, chosen: lis
     ],
 )
 def test_missing_files(names: list[str], split: str, subset: str) -> None:
-    with pytest.raises(FilesNotFound):
-        choose_files(names, split, subset)
+    with pytest.raises(_FilesNotFound):
+        _choose_files(names, split, subset)
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from keel.configs.schema import ConfigError, JudgeConfig
 from keel.rewards.judge import client
-from keel.rewards.judge.client import ReplyCache
+from keel.rewards.judge.client import _ReplyCache
 from keel.rewards.judge.specs import Rubric, judged_spec
 
 ONE = {"name": "a", "text": "says a", "weight": 1}
@@ -73,7 +73,7 @@ def test_bad_settings_are_refused(changes: dict[str, Any]) -> None:
 
 def test_runs_share_a_cache_file(tmp_path: Path) -> None:
     folder = str(tmp_path / "a" / "b")
-    first, second = ReplyCache(folder), ReplyCache(folder)
+    first, second = _ReplyCache(folder), _ReplyCache(folder)
     first.put("key", "old")
     second.put("key", "new ✓")
     assert first.get("key") == "new ✓"
@@ -84,12 +84,12 @@ def test_runs_share_a_cache_file(tmp_path: Path) -> None:
     file.write_text("not a database, " * 100)
     for path in (tmp_path, file):
         with pytest.raises(ValueError, match=r"rewards\.judge\.cache_dir"):
-            ReplyCache(str(path))
+            _ReplyCache(str(path))
 
 
 def test_the_memory_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_MAX_REPLIES", 3)
-    cache = ReplyCache("")
+    cache = _ReplyCache("")
     for number in range(5):
         cache.put(f"key {number}", "y")
     assert [cache.get(f"key {number}") for number in range(5)] == [None, None, "y", "y", "y"]

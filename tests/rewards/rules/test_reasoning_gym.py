@@ -17,7 +17,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import SourceConfig
 from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym, to_jsonable
 from keel.rewards.code.call_driver import from_jsonable
-from keel.rewards.rules.reasoning_gym import MOST_PARTIAL
+from keel.rewards.rules.reasoning_gym import _MOST_PARTIAL
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rewards.text import answer_in
 from keel.rewards.workers.worker import reply_to
@@ -104,7 +104,7 @@ def check_task(task: str, params: str) -> None:
         others = [other["entry"]["answer"] for other in tasks[index + 1 :] + tasks[:index]]
         for text in junk(entry, [other for other in others if other != right][:3]):
             if not same_value(text, right):
-                assert score(verifier, text) <= MOST_PARTIAL, f"{text!r} for {right!r}"
+                assert score(verifier, text) <= _MOST_PARTIAL, f"{text!r} for {right!r}"
                 assert not passed(score(verifier, text))
 
 
@@ -157,7 +157,7 @@ def test_partial_credit_is_capped_despite_rounding(letters: int) -> None:
     right = "abcdefghijklmnopqrstuvwxyz"[:letters]
     verifier = verifier_for(spec_of("spell_backward", right))
     assert verifier(right) == verifier(right.upper()) == 1.0
-    assert verifier(f"{right}x") <= MOST_PARTIAL < 1.0
+    assert verifier(f"{right}x") <= _MOST_PARTIAL < 1.0
 
 
 MARKED = ["{}.", "The answer is {}.", "Therefore, the final answer is: {}", "#### {}", "**{}**"]

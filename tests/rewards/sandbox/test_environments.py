@@ -13,7 +13,7 @@ import pytest
 from keel.rewards.sandbox import processes
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap, runtime
-from keel.rewards.sandbox.processes import MemoryLimiter, ProcessUsage
+from keel.rewards.sandbox.processes import _MemoryLimiter, _ProcessUsage
 
 KNOB = "agents.environments.x.isolation"
 NO_ISOLATION = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
@@ -100,12 +100,12 @@ def test_runtime_of_an_interpreter() -> None:
 
 def test_a_reused_pid_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int] = []
-    excess = ProcessUsage(resident=65 << 20, cpu_s=0.0, processes=2)
+    excess = _ProcessUsage(resident=65 << 20, cpu_s=0.0, processes=2)
     monkeypatch.setattr(processes, "usage", lambda pid, include_root: excess)
     monkeypatch.setattr(processes, "_kill_sandbox", lambda pid, inside: pids.append(pid))
     own = os.getpid()
     for exited, killed in ((True, []), (False, [own])):
-        limiter = MemoryLimiter()
+        limiter = _MemoryLimiter()
         limiter._thread = threading.current_thread()  # polled by hand
         monkeypatch.setattr(processes, "_has_exited", lambda pidfd, within_s, it=exited: it)
         limiter.hold(own, 64)

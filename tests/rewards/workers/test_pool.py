@@ -28,7 +28,7 @@ MARK = f"1000.{os.getpid()}"  # no other process sleeps for this time
 def module() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEEL_TEST_MARK", MARK)
-        patch.setattr(pool_module, "FIRST_CALL_S", 0.0)
+        patch.setattr(pool_module, "_FIRST_CALL_S", 0.0)
         yield
 
 
@@ -128,7 +128,7 @@ def test_a_killed_worker_is_replaced() -> None:
 
 def test_a_stopped_worker_is_replaced_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both at its start and during a completion."""
-    monkeypatch.setattr(pool_module, "POLL_S", 0.02)
+    monkeypatch.setattr(pool_module, "_POLL_S", 0.02)
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         first = pool._workers[0]._process
