@@ -80,7 +80,7 @@ class TextTrajectory:
 
     @property
     def raw(self) -> str:
-        """The policy's last message, exactly as sampled. Thinking is always marked with `<think>`."""
+        """The policy's last message, exactly as sampled, with thinking marked by `<think>`."""
         return raw_text(self.messages)
 
     def dumps(self) -> str:

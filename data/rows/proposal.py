@@ -63,7 +63,7 @@ class Proposal:
     """Length of the longest prompt in UTF-8 bytes."""
     rows: int
     whole: bool
-    """True if `rows` is the number of all rows in the source, not just of the rows that were read."""
+    """True if `rows` counts all rows in the source."""
     names: Sequence[str]
     """Names of all columns."""
 
