@@ -239,6 +239,19 @@ def judge(
         return [future.result(PATIENCE_S) for future in futures]
 
 
+def judged(service: JudgeService, answer: str, prompt: Prompt = PROMPT) -> Judged:
+    """Judge an answer, which must succeed."""
+    result = service.submit_text(prompt, answer).result(PATIENCE_S)
+    assert isinstance(result, Judged), result
+    return result
+
+
+def failed(service: JudgeService, answer: str) -> Failed:
+    result = service.submit_text(PROMPT, answer).result(PATIENCE_S)
+    assert isinstance(result, Failed), result
+    return result
+
+
 def scripted(*replies: Reply) -> Callable[[dict[str, Any]], Reply]:
     """The given replies in order, then good ones."""
     remaining = list(replies)

@@ -12,12 +12,18 @@ from hypothesis import strategies as st
 
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.prompts import meta_question
-from keel.rewards.judge.results import Judged
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.untrusted import as_json, fenced, new_fence
 from keel.rl.types import Prompt
-from tests.rewards.judge.judge_server import ORDER, Server, fence_of, gullible, material_of, running
-from tests.waiting import PATIENCE_S
+from tests.rewards.judge.judge_server import (
+    ORDER,
+    Server,
+    fence_of,
+    gullible,
+    judged,
+    material_of,
+    running,
+)
 
 CRITERIA = [{"name": "blue", "text": "says blue", "weight": 1}]
 TASK = ({"role": "user", "content": "What colour is it?"},)
@@ -55,13 +61,8 @@ def server() -> Iterator[Server]:
 def score(server: Server) -> Iterator[Callable[[str], float]]:
     """Score of an answer by the gullible judge."""
 
-    def of(answer: str) -> float:
-        result = service.submit_text(PROMPT, answer).result(PATIENCE_S)
-        assert isinstance(result, Judged), result
-        return result.value
-
     with JudgeService(JudgeConfig(base_url=server.url, model="m", retries=0)) as service:
-        yield of
+        yield lambda answer: judged(service, answer, PROMPT).value
 
 
 def unguarded(answer: str) -> str:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.prompts import MetaCheck, Verification
-from keel.rewards.judge.results import Failed, Judged
+from keel.rewards.judge.results import Failed
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import Proof, ProofSample, ProofSpec, read_proof
 from keel.rl.types import Prompt
-from tests.rewards.judge.judge_server import Reply, Server, material_of, running, says
+from tests.rewards.judge.judge_server import Reply, Server, judged, material_of, running, says
 from tests.waiting import PATIENCE_S
 
 PROMPT = Prompt(
@@ -113,8 +113,7 @@ def service(server: Server) -> Iterator[JudgeService]:
 def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None:
     server.reset()
     server.behave = scripted("1", "1", "1")
-    result = service.submit_text(PROMPT, answer("right")).result(PATIENCE_S)
-    assert isinstance(result, Judged)
+    result = judged(service, answer("right"), PROMPT)
     assert result.value == 1.0
     materials = [material_of(request["messages"]) for request in server.requests]
     assert {tuple(material) for material in materials} == {
@@ -125,8 +124,7 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
 
     server.reset()
     server.behave = scripted("0.5", "1", "0.5")
-    result = service.submit_text(PROMPT, answer("nearly", "1")).result(PATIENCE_S)
-    assert isinstance(result, Judged)
+    result = judged(service, answer("nearly", "1"), PROMPT)
     parts = {"proof": 0.5, "self_score": 0.5, "self_meta": 0.5, "verifier_meta": 1.0}
     assert result.parts == {**parts, "proof_format": 1.0, "disagreement": 0.0}
     assert result.value == pytest.approx(0.76 * 0.5 + 0.24 * 0.5 * 0.5)
@@ -141,22 +139,19 @@ def test_the_reward_of_a_verifier(server: Server, service: JudgeService) -> None
     prompt = replace(PROMPT, reward=spec)
     server.reset()
     server.behave = scripted("1", "1", "0.5")
-    result = service.submit_text(prompt, "Step 2 fails. \\boxed{0.5}").result(PATIENCE_S)
-    assert isinstance(result, Judged)
+    result = judged(service, "Step 2 fails. \\boxed{0.5}", prompt)
     assert result.value == pytest.approx(0.75 * 0.5)
     (request,) = server.requests
     assert material_of(request["messages"])["solution"] == "QED" and "0.25" not in str(request)
 
     server.reset()
-    result = service.submit_text(prompt, "It is fine.").result(PATIENCE_S)
-    assert isinstance(result, Judged)
+    result = judged(service, "It is fine.", prompt)
     assert (result.value, result.parts["verification_format"], server.requests) == (0, 0, [])
 
 
 def test_malformed_answers_score_zero_unasked(server: Server, service: JudgeService) -> None:
     server.reset()
-    result = service.submit_text(PROMPT, "It is obvious. \\boxed{1}").result(PATIENCE_S)
-    assert isinstance(result, Judged)
+    result = judged(service, "It is obvious. \\boxed{1}", PROMPT)
     assert (result.value, result.parts["proof_format"]) == (0.0, 0.0)
     assert server.requests == []
 

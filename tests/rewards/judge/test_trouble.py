@@ -19,8 +19,10 @@ from tests.rewards.judge.judge_server import (
     PROMPT,
     Reply,
     Server,
+    failed,
     good,
     judge,
+    judged,
     running,
     says,
     scripted,
@@ -49,9 +51,8 @@ def test_a_moved_server_is_found_again(server: Server, monkeypatch: pytest.Monke
     config = settings("http://unused", base_url="", serve=True)
     moving = Moving("http://127.0.0.1:9/v1", server.url)
     with JudgeService(config, server=moving, backoff_s=0.005) as service:
-        result = service.submit_text(PROMPT, "blue").result(PATIENCE_S)
-        assert isinstance(result, Judged)
-        service.submit_text(PROMPT, "red").result(PATIENCE_S)
+        judged(service, "blue")
+        judged(service, "red")
     assert server.keys == ["Bearer its key"] * 2
     assert moving.urls == []
 
@@ -106,12 +107,10 @@ def test_a_wrong_reply_is_retried_and_never_a_score(
     server: Server, service: JudgeService, reply: Reply
 ) -> None:
     server.behave = scripted(reply)
-    result = service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S)
-    assert isinstance(result, Judged) and result.value == 0.75
+    assert judged(service, next(ANSWERS)).value == 0.75
     assert len(server.requests) == 2
     server.behave = lambda request: reply
-    result = service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S)
-    assert isinstance(result, Failed) and result.kind == "invalid"
+    assert failed(service, next(ANSWERS)).kind == "invalid"
 
 
 @pytest.mark.parametrize(
@@ -130,12 +129,11 @@ def test_only_transient_failures_are_retried(
     server: Server, service: JudgeService, reply: Reply, kind: str, attempts: int
 ) -> None:
     server.behave = lambda request: reply
-    result = service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S)
-    assert isinstance(result, Failed)
-    assert (result.kind, len(server.requests)) == (kind, attempts)
+    assert failed(service, next(ANSWERS)).kind == kind
+    assert len(server.requests) == attempts
     if attempts > 1:
         server.behave = scripted(reply, reply)
-        assert isinstance(service.submit_text(PROMPT, next(ANSWERS)).result(PATIENCE_S), Judged)
+        judged(service, next(ANSWERS))
 
 
 def test_pauses_double_and_vary_by_half(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +164,7 @@ def test_retry_after_is_respected(server: Server) -> None:
         return good(request) if len(times) > 1 else busy
 
     server.behave = busy_once
-    (result,) = judge(settings(server.url), ["blue"])
-    assert isinstance(result, Judged)
+    assert isinstance(judge(settings(server.url), ["blue"])[0], Judged)
     assert times[1] - times[0] >= 0.1
 
 
@@ -175,16 +172,14 @@ def test_retry_after_is_respected(server: Server) -> None:
 def test_slow_replies_time_out(server: Server, reply: Reply) -> None:
     server.behave = lambda request: reply
     (result,) = judge(settings(server.url, timeout_s=0.05, retries=1), ["blue"])
-    assert isinstance(result, Failed)
-    assert result.kind == "timeout"
+    assert isinstance(result, Failed) and result.kind == "timeout"
 
 
 def test_an_absent_judge() -> None:
     with running(good) as gone:
         url = gone.url
     (result,) = judge(settings(url), ["blue"])
-    assert isinstance(result, Failed)
-    assert result.kind == "unreachable"
+    assert isinstance(result, Failed) and result.kind == "unreachable"
     with (
         JudgeService(settings(url), backoff_s=0.005) as service,
         pytest.raises(ValueError, match="base_url"),
@@ -225,8 +220,7 @@ def test_too_many_failures_stop_the_run(server: Server) -> None:
     server.behave = lambda request: Reply("{}", status=400)
     with JudgeService(settings(server.url, max_failure_fraction=0.2), backoff_s=0.005) as service:
         for number in range(4):
-            result = service.submit_text(PROMPT, f"blue {number}").result(PATIENCE_S)
-            assert isinstance(result, Failed)
+            failed(service, f"blue {number}")
         assert service.counts().failed == {"refused": 4}
         with pytest.raises(JudgeStopped, match=r"5 of the last 5 .*HTTP 400"):
             service.submit_text(PROMPT, "blue").result(PATIENCE_S)
