@@ -14,7 +14,6 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -344,8 +343,7 @@ def _token_count(value: Any) -> int:
 
 # httpx, or the package that replaces it in newer releases of openai.
 _BASE = next(kind for kind in DefaultAsyncHttpxClient.__mro__ if kind.__name__ == "AsyncClient")
-_HTTPX: Any = importlib.import_module(_BASE.__module__.partition(".")[0])
-_ByteStream: Any = _HTTPX.AsyncByteStream
+_ByteStream: Any = importlib.import_module(_BASE.__module__.partition(".")[0]).AsyncByteStream
 
 
 class _ReplyTooLarge(APIConnectionError):
@@ -376,11 +374,6 @@ async def _bound(response: Any) -> None:
     response.stream = _BoundedStream(response)
 
 
-@cache  # reading the certificates takes 30 ms, and a relocated server gets a new client
-def _certificates(*, trust_env: bool) -> Any:
-    return _HTTPX.create_ssl_context(trust_env=trust_env)
-
-
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
     """Return an HTTP client that limits the size of replies, for `AsyncOpenAI(http_client=…)`.
 
@@ -389,7 +382,6 @@ def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
     """
     return DefaultAsyncHttpxClient(
         trust_env=trust_env,
-        verify=_certificates(trust_env=trust_env),
         follow_redirects=False,
         headers={"accept-encoding": "identity"},
         event_hooks={"response": [_bound]},

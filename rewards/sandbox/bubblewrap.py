@@ -71,14 +71,6 @@ def make_folders(folders: Iterable[str]) -> list[str]:
     return words
 
 
-def package_folders(folders: Iterable[str]) -> list[str]:
-    """Return the folders with Python packages in library folders. They include Keel's own."""
-    paths = [path for folder in folders for path in Path(folder).glob("python3*/*-packages")]
-    names = ("site-packages", "dist-packages")
-    found = (p for p in paths if p.name in names and p.is_dir() and not p.is_symlink())
-    return sorted({*map(str, found)})
-
-
 def devices(names: Sequence[str] = (*DEVICES, "zero")) -> list[str]:
     return [word for n in names for word in ("--dev-bind", f"/dev/{n}", f"/dev/{n}")]
 
@@ -91,16 +83,12 @@ def unprivileged(root: bool) -> list[str]:
     """Return a command prefix that drops root's privileges inside the sandbox."""
     if not root:
         return []
-    user = _unused_user()
-    words = [tool("setpriv"), "--reuid", user, "--regid", user, "--clear-groups"]
-    return [*words, "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
-
-
-def _unused_user() -> str:
-    """Return a random unused user ID, so that per-user limits apply to a single run."""
+    # A random unused user ID, so that per-user limits apply to a single run.
     spans = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max((tuple(map(int, span)) for span in spans), key=lambda span: span[2])
-    return str(first + count // 4 + secrets.randbelow(count // 4))
+    user = str(first + count // 4 + secrets.randbelow(count // 4))
+    words = [tool("setpriv"), "--reuid", user, "--regid", user, "--clear-groups"]
+    return [*words, "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
 
 
 def tool(name: str) -> str:

@@ -272,9 +272,10 @@ def _python() -> _Python:
         for path in (executable, *libraries)
         if path.exists() and not any(path.is_relative_to(folder) for folder in shared)
     ]
-    mounted = [str(path) for path in (*libraries, *shared, Path("/lib"), Path("/lib64"))]
-    hidden = {os.path.realpath(path): path for path in bubblewrap.package_folders(mounted)}
-    return _Python(str(executable), tuple(parts), tuple(hidden))
+    mounted = (*libraries, *shared, Path("/lib"), Path("/lib64"))
+    packages = (path for folder in mounted for path in folder.glob("python3*/*-packages"))
+    hidden = {os.path.realpath(p) for p in packages if p.is_dir() and not p.is_symlink()}
+    return _Python(str(executable), tuple(parts), tuple(sorted(hidden)))
 
 
 class Sandbox:
