@@ -13,7 +13,7 @@ from typing import Any
 
 from keel.configs.distillation import SelectConfig
 from keel.configs.schema import ConfigError
-from keel.data.eval_store import read_evaluation
+from keel.data.eval_store import read_evaluation, trajectory_of
 from keel.data.results import aligned
 from keel.rl.evaluation import FAIL
 
@@ -96,20 +96,15 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
     for specialist, folder in sampled.items():
         for request in read_evaluation(folder):
             for sample in request.samples:
-                record = dict(sample["record"])
                 line = {
-                    **record,
-                    "messages": [*record["asked"], *sample["messages"]],
-                    "reward": sample["correct"],
-                    "parts": {"correct": sample["correct"], **sample["parts"]},
+                    **trajectory_of(sample),
                     "source": request.source,
                     "specialist": specialist,
                 }
-                line.pop("asked")
                 why = "wrong" if sample["correct"] < least - FAIL else ""
                 why = "cut off" if sample["finish_reason"] != "stop" else why
                 why = "not scored" if sample["error"] else why
-                kind = (request.domain, bool(record["thinking"]))
+                kind = (request.domain, bool(line["thinking"]))
                 yield _Candidate(kind, request.id, sample["tokens"], why, line)
 
 

@@ -150,6 +150,15 @@ def read_evaluation(folder: Path) -> list[Asked]:
     return read_records(folder / "samples.jsonl", asked_in, "an evaluation (a folder of keel eval)")
 
 
+def trajectory_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a completion to a trajectory record for `keel sft`."""
+    record = dict(sample["record"])
+    prompt = record.pop("asked", [])
+    messages = record.pop("messages", None) or [*prompt, *sample["messages"]]
+    parts = {"correct": sample["correct"], **(sample.get("parts") or {})}
+    return {**record, "messages": messages, "parts": parts, "reward": sample["correct"]}
+
+
 def asked_in(line: Any) -> Asked:
     """Parse one line from `samples.jsonl`. Raises ValueError if it is malformed."""
     try:

@@ -12,6 +12,7 @@ from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.forms import KNOWN, conversation_of, thinking_of, tools_of, unread_of
 from keel.data.conversations.types import Example, ReadSource
+from keel.data.eval_store import trajectory_of
 from keel.data.items import MAX_MALFORMED, malformed
 from keel.data.rows.columns import check_keys, parse_json, picked, without_nulls
 from keel.data.rows.places import files_of
@@ -106,7 +107,7 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     def selected(at: str, text: bytes) -> Iterator[_Placed]:
         line = object_of(text, replace_surrogates=True)[0]
         of_evaluation = "samples" in line
-        samples = map(_evaluated, line["samples"]) if of_evaluation else [dict(line)]
+        samples = map(trajectory_of, line["samples"]) if of_evaluation else [dict(line)]
         for number, record in enumerate(samples):
             if reason := _drop_reason(record, source):
                 dropped[reason] += 1
@@ -181,15 +182,6 @@ def _files(folder: Path) -> list[Path]:
         if files := sorted(path for path in folder.glob(pattern) if "." not in path.stem):
             return files
     return []
-
-
-def _evaluated(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an evaluation's completion to a trajectory record."""
-    record = dict(sample["record"])
-    prompt = record.pop("asked", [])
-    messages = record.pop("messages", None) or [*prompt, *sample["messages"]]
-    parts = {"correct": sample["correct"], **(sample.get("parts") or {})}
-    return {**record, "messages": messages, "parts": parts, "reward": sample["correct"]}
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:
