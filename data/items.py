@@ -32,19 +32,20 @@ class Item:
     def question(self) -> str:
         """Return a digest of the question that ignores ID, source, template, system message and
         white space. Prompts with the same question all go to training or all to evaluation."""
-        return _question(self.bare or self.prompt.messages)
+        return question_of(self.bare or self.prompt.messages)
 
     @property
     def questions(self) -> frozenset[str]:
         """Return the digests of the question with and without its template."""
-        templated = {_question(self.prompt.messages)} if self.bare else set[str]()
+        templated = {question_of(self.prompt.messages)} if self.bare else set[str]()
         return frozenset({self.question, *templated})
 
 
-def _question(messages: Sequence[Mapping[str, Any]]) -> str:
+def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest of messages that ignores system messages and white space."""
     question = [dict(m) for m in messages if m.get("role") != "system"]
     for message in question:
-        message["content"] = " ".join(str(message.get("content", "")).split())
+        message["content"] = " ".join(str(message.get("content") or "").split())
     return digest(json.dumps(question, sort_keys=True))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.data.items import digest
+from keel.data.items import digest, question_of
 from keel.rl.turns import Message
 from keel.rl.types import Segment
 
@@ -43,10 +43,7 @@ class Example:
             return self.document
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         first = (*self.trained, *answers, len(self.messages))[0]
-        question = [dict(m) for m in self.messages[:first] if m["role"] != "system"]
-        for message in question:
-            message["content"] = " ".join(str(message.get("content") or "").split())
-        return digest(json.dumps(question, sort_keys=True, default=str))
+        return question_of(self.messages[:first])
 
     @property
     def content(self) -> str:
