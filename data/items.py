@@ -91,6 +91,25 @@ def read_records(path: Path, parse: Callable[[Any], R], kind: str) -> list[R]:
     return records
 
 
+def prompt_of(
+    source: SourceConfig,
+    label: object,
+    messages: Sequence[Mapping[str, Any]],
+    reward: Mapping[str, Any],
+) -> Prompt:
+    """Create a source's prompt with an ID that is unique in the source."""
+    return Prompt(
+        prompt_id=f"{source.name}/{label}",
+        domain=source.domain_name,
+        messages=tuple(messages),
+        thinking=source.thinking,
+        reward=reward,
+        kl_coef=source.kl_coef,
+        environment=source.name if source.environment.enabled else "",
+        raw=source.raw,
+    )
+
+
 def with_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple, cast
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.conversations.forms import ROLES, calls_of, entries_of, text_of
-from keel.data.items import MAX_MALFORMED, Item, Loaded, malformed, with_source_system
+from keel.data.items import MAX_MALFORMED, Item, Loaded, malformed, prompt_of, with_source_system
 from keel.data.rows.columns import MISSING, check_keys, look_up, parse_json, picked, without_nulls
 from keel.data.rows.places import files_of
 from keel.data.rows.read import BadLine, kind_of, rows_of_files, rows_of_lines
 from keel.data.rows.read import Row as ReadRow
 from keel.rl.turns import USER_ROLES
-from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
+from keel.rl.types import ENVIRONMENT, FUNCTIONS
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
 _MATCHES = {"math": ("tolerance",), "exact": (), "choice": ("choices",), "schema": (), "regex": ()}
@@ -148,7 +148,7 @@ class _Reader:
         if not isinstance(label, str) or not label:
             raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
         functions = any("." in part for part in source.rewards)
-        environment = source.name if source.environment.enabled else ""
+        environment = source.environment.enabled
         if functions and not environment and not set(_REWARD_KEYS) & set(record):
             if mapped := [key for key in _REWARD_KEYS if source.columns.get(key)]:
                 raise self._missing(mapped[0], row)
@@ -177,16 +177,7 @@ class _Reader:
             self._check_reward(reward)
         except ValueError as error:
             raise BadLine(str(error)) from error
-        prompt = Prompt(
-            prompt_id=f"{source.name}/{label}",
-            domain=source.domain_name,
-            messages=with_source_system(source, messages),
-            thinking=source.thinking,
-            reward=reward,
-            kl_coef=source.kl_coef,
-            environment=environment,
-            raw=source.raw,
-        )
+        prompt = prompt_of(source, label, with_source_system(source, messages), reward)
         return Item(prompt=prompt, origin=read.at, bare=tuple(bare) if self._keeps_question else ())
 
     def _keyed(self, row: ReadRow) -> _Row:

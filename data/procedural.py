@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.items import Item, Loaded, digest, with_source_system
-from keel.rl.types import ENVIRONMENT, Prompt
+from keel.data.items import Item, Loaded, digest, prompt_of, with_source_system
+from keel.rl.types import ENVIRONMENT
 
 REFUSED_TASKS = {
     "coin_flip": "its verifier accepts a prefix of the right number, such as 0 for 0.1",
@@ -106,17 +106,8 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
             f"data.sources[{source.name}]: {origin} cannot be generated: {_describe(error)}"
         ) from error
     question = [{"role": "user", "content": reward["entry"]["question"]}]
-    prompt = Prompt(
-        prompt_id=f"{source.name}/{index}",
-        domain=source.domain_name,
-        messages=with_source_system(source, question),
-        thinking=source.thinking,
-        reward=reward,
-        kl_coef=source.kl_coef,
-        environment=source.name if source.environment.enabled else "",
-        raw=source.raw,
-    )
-    return Item(prompt=prompt, origin=origin)
+    messages = with_source_system(source, question)
+    return Item(prompt=prompt_of(source, index, messages, reward), origin=origin)
 
 
 def _describe(error: Exception) -> str:
@@ -126,20 +117,12 @@ def _describe(error: Exception) -> str:
 def load_episodes(source: SourceConfig) -> Loaded:
     """Return prompts that only name tasks 0 to size − 1 of an environment, which opens the
     conversation itself. `keel.agents.probe` rejects an environment that does not."""
-    names = [f"{source.name}/{index}" for index in range(source.size)]
-    prompts = [
-        Prompt(
-            prompt_id=name,
-            domain=source.domain_name,
-            messages=({"role": "user", "content": f"(task {name})"},),
-            thinking=source.thinking,
-            reward={"kind": ENVIRONMENT},
-            kl_coef=source.kl_coef,
-            environment=source.name,
-        )
-        for name in names
-    ]
-    return Loaded(items=tuple(Item(prompt=one, origin=one.prompt_id) for one in prompts))
+    items: list[Item] = []
+    for index in range(source.size):
+        message = {"role": "user", "content": f"(task {source.name}/{index})"}
+        prompt = prompt_of(source, index, [message], {"kind": ENVIRONMENT})
+        items.append(Item(prompt=prompt, origin=prompt.prompt_id))
+    return Loaded(items=tuple(items))
 
 
 def to_jsonable(value: Any, path: str = "value") -> Any:
