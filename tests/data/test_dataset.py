@@ -1,14 +1,16 @@
-"""Datasets: held-out questions, duplicates, and omitted prompts."""
+"""Datasets: held-out questions, duplicates, omitted prompts, and the recipes of docs/data.md."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, DataConfig, SourceConfig
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.jsonl import load_jsonl
@@ -137,3 +139,15 @@ def test_invalid_tasks() -> None:
     ):
         with pytest.raises(ConfigError, match=r"task|params"):
             load(gym(**knobs))
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+
+
+def test_every_recipe_of_the_page_is_read(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) >= 5
+    for number, block in enumerate(blocks):
+        recipe = tmp_path / f"{number}.yaml"
+        recipe.write_text(block)
+        assert load_config(recipe).data.sources
