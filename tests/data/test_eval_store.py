@@ -4,43 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from keel.configs.load import load_config
 from keel.data.eval_store import Asked, EvaluationFolder
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "data.sources[spelling].budget.max_tokens=40",
-        "data.max_prompt_tokens=70",
-        "rollout.timeout_s=77",
-        "eval.temperature=0.3",
-    ],
-)
-def test_settings_of_an_evaluation(override: str, tmp_path: Path) -> None:
+def test_settings_of_an_evaluation(tmp_path: Path) -> None:
     def settings(*overrides: str) -> object:
         config = load_config("quickstart", [f"run.dir={tmp_path}", *overrides])
         return EvaluationFolder(config, "the model", "model")._settings
 
     assert settings("run.steps=7", "data.sources[spelling].weight=2") == settings()
-    assert settings(override) != settings()
+    for knob in ("data.sources[spelling].budget.max_tokens=40", "rollout.timeout_s=77"):
+        assert settings(knob) != settings()
+    for knob in ("data.max_prompt_tokens=70", "eval.temperature=0.3"):
+        assert settings(knob) != settings()
 
 
 def test_progress(tmp_path: Path) -> None:
     config = load_config("quickstart", [f"run.dir={tmp_path}"])
+    known = {"variant": "recipe", "source": "s", "domain": "d", "digest": "x"}
 
     def asked(number: int, *correct: float, missing: int = 0) -> Asked:
-        return Asked(
-            variant="recipe",
-            source="s",
-            domain="d",
-            id=f"s/{number}",
-            digest="x",
-            samples=[{"correct": one} for one in correct],
-            missing=["late"] * missing,
-        )
+        samples = [{"correct": one} for one in correct]
+        return Asked(**known, id=f"s/{number}", samples=samples, missing=["late"] * missing)
 
     with EvaluationFolder(config, "the model", "model") as out:
         out.add(asked(0, 1.0, 0.0))

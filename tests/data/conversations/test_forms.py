@@ -38,52 +38,28 @@ def test_equivalent_forms(form: str) -> None:
 
 
 def test_calls_and_results() -> None:
+    """Results without an ID answer the first open call."""
+    calls: list[Any] = [{"id": "a", "function": {"name": "add", "arguments": '{"x": 2}'}}]
+    calls.append({"function": {"name": "sub", "arguments": {}}})
     tool = {"name": "add", "parameters": {"type": "object", "properties": {"x": {}}}}
-    openai = {
-        "messages": [
-            USER,
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [
-                    {"id": "a", "function": {"name": "add", "arguments": '{"x": 2}'}},
-                    {"function": {"name": "sub", "arguments": {}}},
-                ],
-            },
-            {"role": "tool", "tool_call_id": "call_1_1", "content": "0"},
-            {"role": "tool", "content": "4"},
-            SAID,
-        ],
-        "tools": [tool],
-    }
-    messages, learned = conversation_of(openai, "")
-    assert learned == [1, 4]
-    assert messages[1]["tool_calls"][0] == CALL
-    assert [(m["tool_call_id"], m["name"]) for m in messages[2:4]] == [
-        ("call_1_1", "sub"),
-        ("a", "add"),
-    ]
-    (shown,) = tools_of(openai)
+    chat = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+    chat += [{"role": "tool", "tool_call_id": "call_1_1", "content": "0"}]
+    chat += [{"role": "tool", "content": "4"}, SAID]
+    messages, learned = conversation_of({"messages": chat}, "")
+    assert learned == [1, 4] and messages[1]["tool_calls"][0] == CALL
+    results = [(m["tool_call_id"], m["name"]) for m in messages[2:4]]
+    assert results == [("call_1_1", "sub"), ("a", "add")]
+    (shown,) = tools_of({"tools": [tool]})
     assert shown["type"] == "function" and shown["function"]["description"] == ""
-    sharegpt = {
-        "conversations": [
-            {"from": "human", "value": "2+2?"},
-            {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 2}}'},
-            {"from": "observation", "value": "4"},
-            {"from": "gpt", "value": "4"},
-        ],
-        "tools": '[{"name": "add"}]',
-    }
-    messages, learned = conversation_of(sharegpt, "")
+    call = '{"name": "add", "arguments": {"x": 2}}'
+    turns = (("human", "2+2?"), ("function_call", call), ("observation", "4"), ("gpt", "4"))
+    sharegpt = [{"from": sender, "value": value} for sender, value in turns]
+    messages, learned = conversation_of({"conversations": sharegpt}, "")
     assert learned == [1, 3]
     assert messages[1]["tool_calls"][0]["function"] == CALL["function"]
-    assert messages[2] == {
-        "role": "tool",
-        "content": "4",
-        "tool_call_id": "call_1_0",
-        "name": "add",
-    }
-    assert tools_of(sharegpt)[0]["function"]["name"] == "add"
+    result = {"role": "tool", "content": "4", "tool_call_id": "call_1_0", "name": "add"}
+    assert messages[2] == result
+    assert tools_of({"tools": '[{"name": "add"}]'})[0]["function"]["name"] == "add"
 
 
 def called(**call: Any) -> list[dict[str, Any]]:
