@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from keel.configs.schema import Config
@@ -152,26 +153,22 @@ class BatchStream:
                 awaited = self._buffer.awaited()
                 sampled = bool(awaited) and self._sampling.isdisjoint(awaited)
                 with waiting("reward" if sampled else "rollout"):
-                    if not self._changes(should_abort):
-                        raise TimeoutError(
-                            f"waited {self._timeout_s:.0f} s for a group: {len(self._in_flight)} "
-                            f"are in flight, {len(self._sampling)} of them being sampled "
-                            "(rollout.timeout_s and the timeouts of environments and rewards)"
-                        )
+                    self._wait_for_change(should_abort)
             batch = self._buffer.take()
         if not any(len(group.rewards_G) for group in batch.groups):
             raise EmptyBatch(batch.groups)
         return batch
 
-    def _changes(self, should_abort: Callable[[], bool]) -> bool:
-        """Wait until something changes or the run is aborted. Returns False on timeout."""
+    def _wait_for_change(self, should_abort: Callable[[], bool]) -> None:
+        """Wait until something changes or the run is aborted."""
         end = time.monotonic() + self._timeout_s
-        while not self._changed.wait(min(POLL_S, self._timeout_s)):
-            if should_abort():
-                return True
+        while not self._changed.wait(min(POLL_S, self._timeout_s)) and not should_abort():
             if time.monotonic() >= end:
-                return False
-        return True
+                raise TimeoutError(
+                    f"waited {self._timeout_s:.0f} s for a group: {len(self._in_flight)} are in "
+                    f"flight, {len(self._sampling)} of them being sampled (rollout.timeout_s and "
+                    "the timeouts of environments and rewards)"
+                )
 
     def adopting(self, step: int, update: Future[None]) -> None:
         """Make room for new groups once `update` is done, that is, once the engines have loaded the
@@ -218,16 +215,16 @@ class BatchStream:
                 sampled = self._sample(prompt)
             except Exception as error:
                 sampled = failed(error)
-            sampled.add_done_callback(lambda _, number=number: self._sampled(number))
+            sampled.add_done_callback(partial(self._sampled, number))
             flight = then(sampled, self._score)
             with self._changed:
                 self._in_flight[number] = flight
                 closed = not self._open
-            flight.add_done_callback(lambda done, number=number: self._arrived(number, done))
+            flight.add_done_callback(partial(self._arrived, number))
             if closed:  # since the prompts were drawn, so `close` did not see this group
                 flight.cancel()
 
-    def _sampled(self, number: int) -> None:
+    def _sampled(self, number: int, _: object) -> None:
         with self._changed:
             self._sampling.discard(number)
             self._changed.notify_all()

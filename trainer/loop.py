@@ -115,7 +115,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     with guard.run():
         if start:  # the engines started from the base model
             wait_for(parts.push(learner.version), should_abort)
-        if _evaluation_missing(parts, run, start):
+        due = bool(parts.heldout) and evaluation_due(run, start)
+        if start == 0 or (due and not parts.journal.evaluated(start)):
             parts.journal.begin("evaluating")
             parts.journal.record(start, evaluate(parts, config, start), [])
             if parts.should_stop():
@@ -154,11 +155,6 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
 
 def evaluation_due(run: RunConfig, step: int) -> bool:
     return step == run.steps or (run.eval_every > 0 and step % run.eval_every == 0)
-
-
-def _evaluation_missing(parts: Parts, run: RunConfig, start: int) -> bool:
-    due = bool(parts.heldout) and evaluation_due(run, start)
-    return start == 0 or (due and not parts.journal.evaluated(start))
 
 
 def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:

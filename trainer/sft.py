@@ -1,8 +1,4 @@
-"""The loop for supervised fine-tuning: draw conversations, train on them and evaluate held-out
-sets.
-
-Like `keel.trainer.loop`, it depends only on protocols.
-"""
+"""The loop for supervised training: draw conversations, train on them, evaluate held-out sets."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
+from keel.data.stream import Stream
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, pack_sft
@@ -24,16 +21,6 @@ from keel.trainer.nonfinite import SHOWN_FINDINGS
 
 _MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
 """Maps the names of the ranks' metrics for a held-out set to their names under `eval/`."""
-
-
-class _SftStream(Protocol):
-    """An endless stream of conversations in a seeded order."""
-
-    def take(self, n: int) -> list[SftExample]: ...
-
-    def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]: ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class _SftLearner(Protocol):
@@ -74,7 +61,7 @@ class SftParts:
 class Batches:
     """Draws a batch of conversations for each step."""
 
-    def __init__(self, stream: _SftStream, config: SftConfig, *, epoch: float) -> None:
+    def __init__(self, stream: Stream[SftExample], config: SftConfig, *, epoch: float) -> None:
         """`epoch` is the number of conversations in an epoch."""
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None
@@ -84,7 +71,10 @@ class Batches:
     def take(self) -> list[SftExample]:
         """Return the next batch. The last batch of `sft.epochs` may be smaller."""
         batch: list[SftExample] = []
-        room, remaining = self._config.tokens_per_step, self._remaining
+        room = self._config.tokens_per_step
+        remaining = self._end_of(self._config.epochs) - self._drawn
+        if remaining <= 0:  # `sft.epochs` is not set or already complete
+            remaining = sys.maxsize
         if not room:
             batch = self._stream.take(min(remaining, self._config.conversations_per_step))
         while room and len(batch) < remaining and (not batch or self._peek().total_tokens <= room):
@@ -102,7 +92,7 @@ class Batches:
 
     def steps_of(self, epochs: float) -> int:
         """Return the number of steps left until `epochs` are complete."""
-        before, end, steps = self.position(), self._conversations(epochs), 0
+        before, end, steps = self.position(), self._end_of(epochs), 0
         while self._drawn < end:
             self.take()
             steps += 1
@@ -121,15 +111,8 @@ class Batches:
         """The average number of times that a conversation has been trained on so far."""
         return self._drawn / self._epoch
 
-    def _conversations(self, epochs: float) -> int:
+    def _end_of(self, epochs: float) -> int:
         return math.ceil(epochs * self._epoch - 1e-9)
-
-    @property
-    def _remaining(self) -> int:
-        """The number of conversations left in `sft.epochs`. Unlimited if `sft.epochs` is not set or
-        already complete."""
-        remaining = self._conversations(self._config.epochs) - self._drawn
-        return remaining if remaining > 0 else sys.maxsize
 
     def _peek(self) -> SftExample:
         if self._next is None:
@@ -143,7 +126,18 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
     The run ends early, with a checkpoint, when `parts.should_stop()` returns True.
     """
     run, learner = config.run, parts.learner
-    heldout = _pack_heldout(parts.heldout, config)
+    packed = {
+        name: pack_sft(
+            examples,
+            ranks=config.trainer.groups,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+        )
+        for name, examples in parts.heldout.items()
+    }
+    heldout = [
+        {name: shares[group] for name, shares in packed.items()}
+        for group in range(config.trainer.groups if packed else 0)
+    ]
 
     def measure() -> dict[str, Metric]:
         if parts.should_abort():
@@ -192,22 +186,6 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
             if parts.should_stop() and written:  # also if asked to during the save
                 return step
     return max(start, run.steps)
-
-
-def _pack_heldout(
-    heldout: Mapping[str, Sequence[SftExample]], config: Config
-) -> list[dict[str, TrainBatch]]:
-    trainer = config.trainer
-    packed = {
-        name: pack_sft(
-            examples, ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
-        )
-        for name, examples in heldout.items()
-    }
-    return [
-        {name: batches[group] for name, batches in packed.items()}
-        for group in range(trainer.groups if packed else 0)
-    ]
 
 
 def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
