@@ -18,7 +18,7 @@ from keel.model.tiny.build import default_cache_dir
 from keel.rl.metrics import values
 from keel.trainer.engine import offload
 from tests.gpu.marks import GPU
-from tests.trainer.engine.batches import Rollouts, write_dense, write_model
+from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, training
 
 pytestmark = GPU
@@ -30,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder / "untied")
     write_model(folder / "wide", head_dim=64)
-    write_dense(folder / "broad", hidden_size=1024)
+    write_model(folder / "broad", "dense", hidden_size=1024)
     yield Ranks(0, 1, dist.HashStore(), folder)
     dist.destroy_process_group()
 
@@ -71,7 +71,7 @@ def test_half_precision_follows_float32_under_every_stage(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_bfloat16_masses_follow_float32(ranks: Ranks, stage: int) -> None:
-    held = {"kept_mass_coef": 1.0, "tokens": TIGHT, "warm": stage == 1}
+    held = {"kept_mass_coef": 1.0, "tokens": TIGHT}
     exact, plain, half = (
         values(training(stage, **changes)(ranks)["metrics"][0])
         for changes in (held, {}, {**held, "dtype": "bfloat16", "compile": stage == 1})
@@ -110,7 +110,7 @@ def test_offloading_changes_no_training(
     for sleep in (False, True):
         config = make_config(1, stage, dtype="bfloat16", tokens=TIGHT, kl_coef=0.1, sleep=sleep)
         engine = ranks.engine(config)
-        groups = Rollouts(0, ranks.folder / "untied").groups(2, 3, kl_coef=0.1)
+        groups = Rollouts(0).groups(2, 3, kl_coef=0.1)
         steps = []
         for step in range(3):
             steps.append(values(engine.step([ranks.batch(groups, config)])))
@@ -135,7 +135,7 @@ def test_offloading_changes_no_training(
 
 def test_overflowing_loss_scales_are_halved(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(1, 1, dtype="float16")
-    groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
+    groups = Rollouts(0).groups(2, 3)
     monkeypatch.setattr("keel.trainer.engine.zero.SCALE_POWER", 26)
     engine = ranks.engine(config)
     before = ranks.published(engine)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
 import pytest
 
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
+from keel.rl.futures import done
 from keel.rl.types import Group, Prompt, ScoredGroup
-from keel.trainer import batch_stream as module
 from keel.trainer.batch_stream import BatchStream
 from tests.rl.rollouts import finished, prompt
 from tests.waiting import PATIENCE_S
@@ -32,8 +32,6 @@ class FakeRequests:
         )
         self.asked: dict[str, Future[Group]] = {}
         self.judged: dict[str, Future[ScoredGroup]] = {}
-        self.waits: list[str] = []
-        self.meanwhile: Callable[[], object] | None = None
         self.feed = BatchStream(
             config,
             next_prompts=self.next_prompts,
@@ -64,16 +62,8 @@ class FakeRequests:
         for name in names:
             self.judged[name].set_result(finished(name, versions=(version,)))
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        self.waits.append(what)
-        if self.meanwhile is not None:  # by another thread, once this one waits
-            threading.Thread(target=self.meanwhile).start()
-            self.meanwhile = None
-        yield
-
     def take(self) -> list[str]:
-        batch = self.feed.take(self.waiting)
+        batch = self.feed.take(nullcontext)
         return [group.group.prompt.prompt_id for group in batch.groups]
 
 
@@ -134,38 +124,24 @@ def test_trained_lengths_equal_sampled_lengths(lag: int) -> None:
     assert trained == list(alarm.durations) and len(trained) == 300
 
 
-def done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
-
-
 def test_silent_system_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     world = FakeRequests()
     world.feed.open()
     monkeypatch.setattr(world.feed, "_timeout_s", 0.02)
-    assert module.GRACE_S > 0
     with pytest.raises(TimeoutError, match=r"2 are in flight, 2 of them"):
         world.take()
 
 
 def test_closing_cancels_and_keeps_the_position() -> None:
+    """Also groups that are being submitted meanwhile."""
     world = FakeRequests(max_lag=1)
     world.feed.open()
     world.finish("p2")
     assert world.feed.position()["unfinished"] == ["p0", "p1", "p2", "p3"]
     world.feed.close()
     assert all(world.asked[name].cancelled() for name in ("p0", "p1", "p3"))
-
-
-def test_closing_during_submission_cancels_the_rest() -> None:
-    world = FakeRequests()
-
-    def closing(asked: Prompt) -> Future[Group]:
-        world.feed.close()
-        return world.sample(asked)
-
-    world.feed._sample = closing
+    world, sample = FakeRequests(), FakeRequests.sample
+    world.feed._sample = lambda asked: (world.feed.close(), sample(world, asked))[1]
     world.feed.open()
     assert [future.cancelled() for future in world.asked.values()] == [True, True]
 

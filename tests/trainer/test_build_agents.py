@@ -36,16 +36,13 @@ SHOP = Path(__file__).parents[1] / "agents"
 OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
 
 
-def config(
-    *, window: int = 400, thinking: bool = False, rewards: Any = None, **environment: Any
-) -> Config:
+def config(*, window: int = 400, rewards: Any = None, **environment: Any) -> Config:
     settings = {"target": "shop:Shop", "folder": str(SHOP), "isolation": OPEN, **environment}
     source = SourceConfig(
         name="shop",
         source="environment",
         environment=EnvironmentConfig(**settings),
         size=4,
-        thinking=thinking,
         rewards=rewards or {"correct": 1.0},
     )
     return Config(
@@ -56,8 +53,8 @@ def config(
     )
 
 
-def checked(recipe: Config, tokenizer: Any = None) -> dict[str, str]:
-    chat = check_chat(recipe, tokenizer or build_tokenizer())
+def checked(recipe: Config) -> dict[str, str]:
+    chat = check_chat(recipe, build_tokenizer())
     return check_environments(recipe, chat, load_dataset(recipe.data, seed=0))
 
 
@@ -78,10 +75,7 @@ def test_environment_notes() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"target": "nowhere:Shop"},
-            r"sources\[shop\].environment: .*nowhere cannot be imported",
-        ),
+        ({"target": "nowhere:Shop"}, r"\[shop\].environment: .*nowhere cannot be imported"),
         ({"window": 30}, r"agents.window = 30"),
         ({"folder": "/nowhere"}, "/nowhere"),
         (
@@ -99,14 +93,7 @@ def test_invalid_environments_are_refused(changes: dict[str, Any], message: str)
         checked(config(**changes))
 
 
-def driven(folder: Path, code: str, **more: Any) -> Config:
-    (folder / "my_agent.py").write_text(
-        "import os\nfrom http.client import HTTPConnection\n" + code
-    )
-    options = {"program": "my_agent:solve", "folder": str(folder), "open_s": PATIENCE_S}
-    return config(**{"target": "", **options, **more})
-
-
+HEAD = "import os\nfrom http.client import HTTPConnection\n"
 ASKS = """
 def solve(task, prompt):
     host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
@@ -115,35 +102,33 @@ def solve(task, prompt):
     key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     link.request("POST", f"/{path}/chat/completions", body, key)
     assert link.getresponse().status == 200
-    return %s
+    return VERDICT
 """
-
-
-@pytest.mark.e2e
-def test_programs_are_tried_first(tmp_path: Path) -> None:
-    ((name, note),) = checked(driven(tmp_path, ASKS.replace("%s\n", "1.0\n"))).items()
-    assert name == "shop, its program" and "for 1 turns" in note and "ended well" in note
+SOLVE = "my_agent:solve"
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("code", "program", "message"),
     [
-        ("import nowhere_at_all\n", "my_agent:solve", "-m pip install nowhere_at_all"),
-        ("", "my_agent:solve", "has no 'solve'"),
-        ("def solve(task): pass\n", "my_agent:solve", "without a turn of the policy"),
-        (ASKS.replace("%s\n", "None\n"), "my_agent:solve", "gave no verdict .*KEEL_VERDICT"),
+        (ASKS.replace("VERDICT", "1.0"), SOLVE, ""),
+        ("import nowhere_at_all\n", SOLVE, "-m pip install nowhere_at_all"),
+        ("", SOLVE, "has no 'solve'"),
+        ("def solve(task): pass\n", SOLVE, "without a turn of the policy"),
+        (ASKS.replace("VERDICT", "None"), SOLVE, "gave no verdict .*KEEL_VERDICT"),
         ("", "no-such-agent {prompt}", "no-such-agent"),
     ],
 )
-def test_invalid_programs_are_refused(
-    tmp_path: Path, code: str, program: str, message: str
-) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"(?s)sources\[shop\].environment: .*{message}"
-    ) as caught:
-        checked(driven(tmp_path, code, program=program))
-    assert str(caught.value).count("sources[shop].environment") == 1
+def test_programs_are_tried_first(tmp_path: Path, code: str, program: str, message: str) -> None:
+    (tmp_path / "my_agent.py").write_text(HEAD + code)
+    options = {"program": program, "folder": str(tmp_path), "open_s": PATIENCE_S}
+    recipe = config(target="", **options)
+    if message:
+        with pytest.raises(ConfigError, match=rf"(?s)sources\[shop\].environment: .*{message}"):
+            checked(recipe)
+    else:
+        ((name, note),) = checked(recipe).items()
+        assert name == "shop, its program" and "for 1 turns" in note and "ended well" in note
 
 
 @pytest.mark.e2e
@@ -169,14 +154,10 @@ def test_prompt_files_are_hidden_in_sandboxes(tmp_path: Path) -> None:
             pytest.skip(str(error))
         names = [str(path) for path in (tasks, tmp_path / "link", more)]
         with isolated([sys.executable, "-c", code, *names], readable=[tmp_path]) as launch:
-            return subprocess.run(
-                launch.command,
-                env=dict(launch.env),
-                pass_fds=launch.pass_fds,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE_S,
-            ).stdout.split()
+            options: dict[str, Any] = {"env": dict(launch.env), "pass_fds": launch.pass_fds}
+            return subprocess.check_output(
+                launch.command, **options, text=True, timeout=PATIENCE_S
+            ).split()
 
     assert read() == ["none", "none", '42"']
     assert read(str(tasks)) == ['42"', '42"', '42"']

@@ -34,7 +34,8 @@ class Ranks:
         """answers: delay in seconds and reply of each rank."""
         self.now, self.fetched_s, self._answers = 0.0, 60.0, dict(enumerate(answers))
         """fetched_s: timeout needed to fetch a result."""
-        self._actors = [Rank(number) for number in self._answers]
+        calls = [SimpleNamespace(remote=lambda *_, n=number: n) for number in self._answers]
+        self._actors = [SimpleNamespace(step=call, send=call) for call in calls]
         patch.setattr(ray_timeouts, "wait", self._wait)
         patch.setattr(ray_timeouts, "get", self._get)
         patience = ray_timeouts.Deadline
@@ -73,11 +74,6 @@ class Ranks:
         return answer
 
 
-class Rank:
-    def __init__(self, number: int) -> None:
-        self.step = self.send = SimpleNamespace(remote=lambda *_: number)
-
-
 def raised(error: Exception) -> Exception:
     return RayTaskError("step", "traceback", error).as_instanceof_cause()
 
@@ -98,12 +94,7 @@ SEND = "sending weights to the engines"
         ([(1, raised(KeyError("own"))), (2, "well")], RuntimeError, "rank 0 failed .*own", 2),
         ([(1, ObjectLostError("ref", "", "")), NEVER], WorkerLost, "rank 0 failed", 1),
         ([(1, raised(GetTimeoutError("its own"))), NEVER], CollectiveTimeout, "its own", 91),
-        (
-            [(1, "well"), NEVER],
-            WorkerLost,
-            "waited 100 s for a step: no answer from trainer rank 1",
-            100,
-        ),
+        ([(1, "well"), NEVER], WorkerLost, "waited 100 s for a step: .* trainer rank 1", 100),
     ],
 )
 def test_failures_name_the_lost_rank(
@@ -119,9 +110,7 @@ def test_failures_name_the_lost_rank(
     assert type(info.value) is kind and ranks.now == after_s
 
 
-def test_lost_sender_fails_every_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lost_sender_fails_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, (1, PEER), (71, ActorDiedError()))
     engines: Any = [SimpleNamespace(index=index, actor=None) for index in range(3)]
     for future in ranks.learner(make_config(2, 1), direct=True).send(engines):

@@ -61,7 +61,7 @@ def test_run_save_resume_and_lost_rank(model: Path, tmp_path: Path) -> None:
     assert first.version == 0
     same(weights(first), load_file(model / "model.safetensors"))
 
-    groups = Rollouts(0, model, windows=7).groups(4, 3)  # more than a micro-batch holds
+    groups = Rollouts(0, windows=7).groups(4, 3)  # more than a micro-batch holds
     result = first.step(groups)
     assert result.version == first.version == 2
     metrics = values(result.metrics)

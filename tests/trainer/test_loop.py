@@ -13,11 +13,11 @@ import pytest
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
 from keel.rl.futures import failed
 from keel.rl.metrics import Mean, Metric, Sum
-from keel.rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
+from keel.rl.types import Group, Prompt, ScoredGroup, StepResult
 from keel.trainer.guard import Saver
 from keel.trainer.loop import Parts, train
 from tests.data.test_stream import stream
-from tests.rl.rollouts import prompt
+from tests.rl.rollouts import prompt, segment, trajectory
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
 
@@ -35,23 +35,6 @@ def done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-def answer(name: str, sibling: int, version: int) -> Trajectory:
-    segment = Segment(
-        prompt_id=name,
-        token_ids_T=np.arange(4, dtype=np.int32),
-        trainable_T=np.array([False, False, True, True]),
-        logp_old_T=np.array([0, 0, -1, -1], np.float32),
-        version_T=np.array([-1, -1, version, version], np.int32),
-    )
-    return Trajectory(
-        prompt_id=name,
-        sibling=sibling,
-        segments=(segment,),
-        finish_reason="stop",
-        messages=({"role": "assistant", "content": "4", "raw": "4"},),
-    )
 
 
 class FakeRun:
@@ -80,8 +63,8 @@ class FakeRun:
             self.events.append(f"{purpose}@{self.engine_version}")
         if self.empty:
             return Group(prompt=p, trajectories=(), dropped=("late", "late"))
-        both = tuple(answer(p.prompt_id, i, self.engine_version) for i in range(2))
-        return Group(prompt=p, trajectories=both)
+        sampled = segment(name=p.prompt_id, context=2, version=self.engine_version)
+        return Group(prompt=p, trajectories=tuple(trajectory(sampled, sibling=i) for i in (0, 1)))
 
     def push(self, version: int) -> Future[None]:
         assert version == self.version

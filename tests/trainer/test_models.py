@@ -98,10 +98,7 @@ def test_incomplete_model_folders_are_refused(
     missing: str, change: dict[str, Any], words: str, recipe: Path, capsys: Any
 ) -> None:
     shape = recipe.with_name("config.json")
-    content = {**json.loads(shape.read_text()), **change}
-    shape.write_text(
-        json.dumps({key: value for key, value in content.items() if value is not None})
-    )
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | change))
     if missing:
         recipe.with_name(missing).unlink()
     assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 2

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keel.rl.packing import MicroBatch, pack
+from keel.rl.packing import pack
 from keel.trainer.nonfinite import (
     NanTracer,
     SkipCounter,
@@ -37,69 +37,47 @@ TOKENS = len(BATCH.token_ids_N)
 SAMPLED = np.flatnonzero(BATCH.trainable_N)
 
 
-def looked(
-    batch: MicroBatch = BATCH,
-    *,
-    forward: dict[int, float] | None = None,
-    backward: dict[int, float] | None = None,
-    slope: dict[int, float] | None = None,
-    logp: dict[int, float] | None = None,
-    offset: float = 0.0,
-) -> list[tuple[int, str, bool]]:
-    """Findings by row for a network of two layers. Rows of `logp` and `slope` are sampled tokens;
-    the second layer is modified."""
+def looked(*, offset: float = 0.0, **changes: tuple[int, float]) -> list[tuple[int, str, bool]]:
+    """Findings by row for a network of two layers, of which the second is modified. `forward`,
+    `backward`, `slope` and `logp` replace one factor; rows of the last two are sampled tokens."""
 
-    def ones(changes: dict[int, float] | None, count: int = TOKENS) -> Tensor:
+    def ones(name: str, count: int = TOKENS) -> Tensor:
         values = torch.ones(count)
-        for row, value in (changes or {}).items():
-            values[row] = value
+        if name in changes:
+            values[changes[name][0]] = changes[name][1]
         return values
 
-    layers = [Layer(ones(None), ones(None)), Layer(ones(forward), ones(backward))]
+    layers = [Layer(ones(""), ones("")), Layer(ones("forward"), ones("backward"))]
     look = NanTracer(layers)
-    with look.trace(batch, 0):
+    with look.trace(BATCH, 0):
         hidden = torch.ones(1, TOKENS, 2, requires_grad=True)
         for layer in layers:
             (hidden,) = layer(hidden)
-        logp_R = -hidden[0, SAMPLED].sum(1) * ones(logp, len(SAMPLED))
-        loss = (logp_R * ones(slope, len(SAMPLED))).sum() + offset
+        logp_R = -hidden[0, SAMPLED].sum(1) * ones("logp", len(SAMPLED))
+        loss = (logp_R * ones("slope", len(SAMPLED))).sum() + offset
         look.observe(logp_R, None, torch.zeros(len(SAMPLED)), loss)
         loss.backward()
-    starts = {}
-    for row in range(TOKENS):
-        starts.setdefault(batch.segment_N[row], row)
-    return [
-        (
-            next(s for s in starts.values() if _same(batch, s, f.token_ids_T)) + f.token,
-            f.what,
-            f.certain,
-        )
-        for f in look.findings
-    ]
+    starts = {  # the first row of each segment, by its token ids
+        BATCH.token_ids_N[BATCH.segment_N == n].tobytes(): int(np.argmax(BATCH.segment_N == n))
+        for n in set(BATCH.segment_N)
+    }
+    return [(starts[f.token_ids_T.tobytes()] + f.token, f.what, f.certain) for f in look.findings]
 
 
-def _same(batch: MicroBatch, start: int, ids: np.ndarray) -> bool:
-    return np.array_equal(batch.token_ids_N[start : start + len(ids)], ids)
-
-
-def test_bad_activation_names_token_and_layer() -> None:
-    assert looked(forward={9: math.inf}) == [(9, "not finite from the output of layer 1 on", True)]
-
-
-def test_bad_head_or_loss_names_the_token() -> None:
+def test_first_bad_number_names_token_and_cause() -> None:
     row = int(SAMPLED[2])
-    assert looked(logp={2: math.nan}) == [(row, "log-probability is nan", True)]
-    assert looked(slope={2: math.inf})[0][:2] == (row, "slope of the loss is inf")
-
-
-def test_bad_gradient_names_the_layer() -> None:
-    row = int(SAMPLED[1])
-    findings = looked(backward={row: math.nan})
-    assert findings == [(row, "its gradient is not finite behind layer 0", True)]
+    certain = [
+        (looked(forward=(9, math.inf)), 9, "not finite from the output of layer 1 on"),
+        (looked(logp=(2, math.nan)), row, "log-probability is nan"),
+        (looked(slope=(2, math.inf)), row, "slope of the loss is inf"),
+        (looked(backward=(row, math.nan)), row, "its gradient is not finite behind layer 0"),
+    ]
+    for findings, expected, what in certain:
+        assert findings[0] == (expected, what, True)
 
 
 def test_certain_findings_replace_the_steepest() -> None:
-    ((row, what, certain),) = looked(slope={3: 1e30})
+    ((row, what, certain),) = looked(slope=(3, 1e30))
     assert row == SAMPLED[3] and "slope of 1e+30" in what and not certain
     ((_, what, certain),) = looked(offset=math.inf)
     assert "the loss of its micro-batch is inf" in what and certain

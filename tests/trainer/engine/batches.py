@@ -6,12 +6,14 @@ transformers is imported where it is used: every run of pytest collects this mod
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.rl.types import Group, Prompt, SamplingMasks, ScoredGroup, Segment, Trajectory
+from keel.rl.types import SamplingMasks, ScoredGroup, Segment
+from tests.rl.rollouts import scored, trajectory
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 64, 3, 4, 2
 DENSE_LAYER = 1
@@ -19,78 +21,66 @@ MOST_KEPT = 8
 """Largest sampling mask; recipes have four times as many for top-k."""
 
 
-def write_model(folder: Path, *, tied: bool = False, head_dim: int = 16) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "initializer_range": 0.1,
+}
+_MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": TOP_K, "norm_topk_prob": True}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": (
+        "qwen3_moe",
+        {
+            **_MIXTURE,
+            "mlp_only_layers": [DENSE_LAYER],
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": EXPERTS,
+        },
+    ),
+    "dense": ("qwen3", {"num_key_value_heads": 1, "head_dim": 16}),
+    "sparse": (
+        "deepseek_v32",
+        {
+            **_MIXTURE,
+            **_LATENT,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "n_routed_experts": EXPERTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+            "index_topk": 4,
+        },
+    ),
+}
+"""The family and shape of each model. "dense" has a single key head, and "sparse" attends to 4
+tokens."""
 
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        mlp_only_layers=[DENSE_LAYER],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    write_tokenizer(folder)
 
+def write_model(folder: Path, model: str = "untied", *, seed: int = 0, **changes: Any) -> None:
+    """Write one of `MODELS`, or a family with these `changes`, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-def write_dense(folder: Path, *, hidden_size: int = 64) -> None:
-    """A dense model with a single key head."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden_size,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=16,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    write_tokenizer(folder)
-
-
-def write_sparse(folder: Path) -> None:
-    """A model with sparse attention over 4 tokens and the routers of `write_model`."""
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM  # noqa: PLC0415
-
-    torch.manual_seed(0)
-    config = DeepseekV32Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        mlp_layer_types=["dense" if layer == DENSE_LAYER else "sparse" for layer in range(LAYERS)],
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        n_group=1,
-        topk_group=1,
-        index_n_heads=8,
-        index_head_dim=16,
-        index_topk=4,
-        initializer_range=0.1,
-    )
-    DeepseekV32ForCausalLM(config).save_pretrained(folder)
+    torch.manual_seed(seed)
+    family, shape = MODELS.get(model, (model, {}))
+    config = AutoConfig.for_model(family, **{**_SIZES, **shape, **changes})
+    network = AutoModelForCausalLM.from_config(config)
+    for name, buffer in network.named_buffers():
+        if name.endswith("e_score_correction_bias") and seed:
+            buffer.normal_(std=0.1)
+    network.save_pretrained(folder)
     write_tokenizer(folder)
 
 
@@ -108,16 +98,15 @@ def write_tokenizer(folder: Path) -> None:
 class Rollouts:
     """Seeded scored groups of trajectories of up to `windows` segments.
 
-    live_routes: record the routes of the model itself. prompt: tokens, with routes, that all
-    segments of a group begin with.
+    live: record the routes of this model. prompt: tokens, with routes, that all segments of a group
+    begin with.
     """
 
     def __init__(
         self,
         seed: int,
-        model_path: Path,
         *,
-        live_routes: bool = False,
+        live: Path | None = None,
         experts: int = EXPERTS,
         windows: int = 2,
         prompt: int = 0,
@@ -125,10 +114,10 @@ class Rollouts:
         self._random = np.random.default_rng(seed)
         self._experts, self._windows, self._prompt = experts, windows, prompt
         self._model = None
-        if live_routes:
+        if live:
             from transformers import Qwen3MoeForCausalLM  # noqa: PLC0415
 
-            self._model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            self._model = Qwen3MoeForCausalLM.from_pretrained(live, dtype=torch.float32)
 
     def groups(self, prompts: int, size: int, *, kl_coef: float = 0.0) -> list[ScoredGroup]:
         return [self._group(f"p{index}", size, kl_coef) for index in range(prompts)]
@@ -137,30 +126,18 @@ class Rollouts:
         begun = self._random.integers(0, VOCABULARY, self._prompt).astype(np.int32)
         routes = self._routes(begun) if self._prompt else None
         rewards = self._random.permutation(np.linspace(0, 1, size)).astype(np.float32)
-        message = {"role": "user", "content": "?"}
-        return ScoredGroup(
-            group=Group(
-                prompt=Prompt(
-                    prompt_id=prompt_id, domain="d", messages=(message,), kl_coef=kl_coef
+        trajectories = [
+            trajectory(
+                *(
+                    self._segment(prompt_id, begun, routes)
+                    for _ in range(self._random.integers(1, self._windows + 1))
                 ),
-                trajectories=tuple(
-                    Trajectory(
-                        prompt_id=prompt_id,
-                        sibling=sibling,
-                        segments=tuple(
-                            self._segment(prompt_id, begun, routes)
-                            for _ in range(self._random.integers(1, self._windows + 1))
-                        ),
-                        finish_reason="stop",
-                        messages=(),
-                    )
-                    for sibling in range(size)
-                ),
-            ),
-            rewards_G=rewards,
-            parts_G=tuple({"correct": float(reward)} for reward in rewards),
-            advantages_G=rewards - rewards.mean(),
-        )
+                sibling=sibling,
+            )
+            for sibling in range(size)
+        ]
+        parts = [{"correct": float(reward)} for reward in rewards]
+        return scored(trajectories, rewards, parts=parts, kl_coef=kl_coef)  # type: ignore[arg-type]
 
     def _segment(
         self, prompt_id: str, begun: NDArray[np.int32], routes: NDArray[np.int16] | None

@@ -22,7 +22,7 @@ SMALL = 2**14
 @cache
 def groups_of(step: int, model: Path) -> Sequence[ScoredGroup]:
     """Rollouts with live routes, cached as they take a while."""
-    return Rollouts(step, model, live_routes=True).groups(2, 3, kl_coef=0.1)
+    return Rollouts(step, live=model).groups(2, 3, kl_coef=0.1)
 
 
 def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:

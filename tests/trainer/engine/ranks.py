@@ -132,7 +132,7 @@ class Ranks:
         """Train and return metrics over all ranks; with time sharing, publish after each step."""
         results = []
         for step in steps:
-            groups = Rollouts(step, self.folder / "untied").groups(2, 3)
+            groups = Rollouts(step).groups(2, 3)
             results.append(self.merged(engine.step([self.batch(groups, config)])))
             if config.rollout.time_share:
                 self.published(engine)

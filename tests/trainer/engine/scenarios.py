@@ -93,7 +93,7 @@ def referenced(stage: int, **changes: Any) -> Scenario:
     def run(ranks: Ranks) -> Result:
         config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
         engine = ranks.engine(config)
-        groups = Rollouts(0, ranks.folder / "untied", live_routes=True).groups(2, 3, kl_coef=0.1)
+        groups = Rollouts(0, live=ranks.folder / "untied").groups(2, 3, kl_coef=0.1)
         batch, metrics = ranks.batch(groups, config), []
         for _ in range(3):
             metrics.append(ranks.merged(engine.step([batch])))

@@ -35,7 +35,7 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
         if bfloat16:
             module.compute_dtype = lambda *_: torch.bfloat16
         config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0, **trainer)
-        groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
+        groups = Rollouts(0).groups(2, 3)
         good = ranks.batch(groups, config)
         assert len(good.micro_batches) == 2, "one that is bad on a rank, and one that is not"
         bad = with_nan(good) if ranks.rank == 1 else good
@@ -93,7 +93,7 @@ def without_signal(stage: int) -> Any:
 
     def run(ranks: Ranks) -> dict[str, Any]:
         config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0)
-        groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
+        groups = Rollouts(0).groups(2, 3)
         good = ranks.batch(groups, config)
         uniform = [replace(each, advantages_G=each.advantages_G * 0) for each in groups]
         silent = ranks.batch(uniform, config)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.rl.metrics import values
-from tests.trainer.engine.batches import write_dense, write_model, write_sparse
+from tests.trainer.engine.batches import write_model
 from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS
 from tests.trainer.engine.scenarios import SCENARIOS, run_all, same, same_training
 
@@ -26,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run every scenario once."""
     folder = tmp_path_factory.mktemp("trainer")
     write_model(folder / "untied")
-    write_model(folder / "tied", tied=True)
-    write_dense(folder / "dense")
-    write_sparse(folder / "sparse")
+    write_model(folder / "tied", tie_word_embeddings=True)
+    write_model(folder / "dense", "dense")
+    write_model(folder / "sparse", "sparse")
     return folder
 
 

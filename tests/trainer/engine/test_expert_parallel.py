@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.rl.metrics import Metric, values
-from tests.trainer.engine.batches import LAYERS, TOP_K, VOCABULARY, Rollouts, write_tokenizer
+from tests.trainer.engine.batches import LAYERS, TOP_K, Rollouts, write_model
 from tests.trainer.engine.scenarios import (
     TIGHT,
     Ranks,
@@ -33,48 +33,29 @@ STEPS = 3
 SAVED_AFTER = 1
 STAGES = (0, 1, 2, 3)
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 64,
+_MIXTURE = {
     "moe_intermediate_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_experts_per_tok": TOP_K,
     "norm_topk_prob": True,
-    "initializer_range": 0.1,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": EXPERTS,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": EXPERTS, "mlp_only_layers": [1], "head_dim": 16},
-    "deepseek_v3": {
-        "n_routed_experts": EXPERTS,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.7,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    },
-    "deepseek_v2": {
-        "n_routed_experts": EXPERTS,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "topk_method": "group_limited_greedy",
-        "routed_scaling_factor": 1.7,
-        "norm_topk_prob": False,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    },
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "qwen2_moe": {
         "num_experts": EXPERTS,
         "mlp_only_layers": [1],
@@ -88,24 +69,14 @@ FAMILIES["deepseek_v2 greedy"] = {**FAMILIES["deepseek_v2"], "topk_method": "gre
 
 
 def write_family(folder: Path, family: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
-
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family.split()[0], **{**_SIZES, **FAMILIES[family]})
-    )
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(std=0.1)
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_model(folder, family.split()[0], seed=1, **{**_MIXTURE, **FAMILIES[family]})
 
 
 def train(ranks: Ranks, engine: Any, config: Any, steps: range, **groups: Any) -> list[Any]:
     """Metrics of each step over all ranks. Step 1 has too few groups, so some ranks get padding."""
     results: list[dict[str, Metric]] = []
     for step in steps:
-        rollouts = Rollouts(step, ranks.folder, experts=EXPERTS)
+        rollouts = Rollouts(step, experts=EXPERTS)
         batch = ranks.batch(rollouts.groups(1 if step == 1 else 2, 3, **groups), config)
         results.append(ranks.merged(engine.step([batch])))
     return results

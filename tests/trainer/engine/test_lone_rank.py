@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def computing(dtype: torch.dtype) -> Iterator[pytest.MonkeyPatch]:
 
 
 def one_batch(ranks: Ranks, step: int, config: Config) -> TrainBatch:
-    return ranks.batch(Rollouts(step, Path()).groups(2, 3), config)
+    return ranks.batch(Rollouts(step).groups(2, 3), config)
 
 
 def trained(ranks: Ranks, stage: int, *, offload: bool) -> tuple[dict[str, Tensor], int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keel.configs.schema import Config, ConfigError, LoraConfig
 from keel.rl.metrics import values
-from tests.trainer.engine.batches import Rollouts, write_dense, write_model
+from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import Ranks, Scenario, make_config, run_all, same
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +33,7 @@ def lora(model: str, stage: int) -> Scenario:
         engine = ranks.engine(config, model)
 
         def step(engine: Any, number: int) -> dict[str, float]:
-            groups = Rollouts(number, Path()).groups(2, 3, kl_coef=0.1)
+            groups = Rollouts(number).groups(2, 3, kl_coef=0.1)
             return values(engine.step([ranks.batch(groups, config)]))
 
         result: dict[str, Any] = {"first": ranks.published(engine), "metrics": [step(engine, 0)]}
@@ -57,7 +57,7 @@ SCENARIOS = {1: {"dense": lora("dense", 0), "moe": lora("moe", 2)}}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
-    write_dense(folder / "dense")
+    write_model(folder / "dense", "dense")
     write_model(folder / "moe")
     return folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +44,7 @@ def head_of(weight: Tensor) -> SupportHead:
 
 
 def batch_of(tokens: int) -> TrainBatch:
-    groups = Rollouts(5, Path()).groups(3, 4)
+    groups = Rollouts(5).groups(3, 4)
     (batch,) = pack(groups, ranks=1, micro_batch_tokens=tokens)
     return batch
 
@@ -114,7 +113,7 @@ def test_penalty_matches_its_definition(weight: Tensor, top_k: int) -> None:
 def test_probes_are_unbiased(weight: Tensor) -> None:
     config, some, every = settings(), [], []
     for seed in range(40):
-        groups = Rollouts(seed, Path()).groups(3, 4)
+        groups = Rollouts(seed).groups(3, 4)
         (batch,) = pack(groups, ranks=1, micro_batch_tokens=ROOMY)
         some.append(float(penalty(batch, config, weight, most=2)[0]))
         every.append(float(penalty(batch, config, weight)[0]))

@@ -90,7 +90,7 @@ def test_step_is_repeated_in_smaller_micro_batches(
 ) -> None:
     roomy = short(make_config(1, 0, tokens=96, kl_coef=0.1))
     assert roomy.max_context == 24
-    groups = [Rollouts(step, model).groups(4, 3) for step in range(STEPS)]
+    groups = [Rollouts(step).groups(4, 3) for step in range(STEPS)]
     half = replace(roomy, trainer=replace(roomy.trainer, micro_batch_tokens=48))
     straight = Local(model, half)
     expected = [straight.step(each) for each in groups]
@@ -137,5 +137,5 @@ def test_out_of_memory_update_is_not_retried(
 
     monkeypatch.setattr(learner.worker.engine._engine, "step", full)
     with pytest.raises(UpdateOutOfMemory, match=r"30\.50 GiB.*offload_optimizer: true"):
-        repeating.step(Rollouts(0, model).groups(4, 3))
+        repeating.step(Rollouts(0).groups(4, 3))
     assert not output and lowering.config is config

@@ -13,7 +13,7 @@ from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 from keel.rl.metrics import values
 from keel.rl.packing import pack
 from keel.rl.types import ScoredGroup
-from tests.trainer.engine.batches import Rollouts, write_dense
+from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, run_all
 
 pytestmark = pytest.mark.e2e
@@ -43,7 +43,7 @@ def kl_of(ranks: Ranks, teachers: dict[str, str], domains: str) -> float:
 
     config, groups = config_for(teachers), list[ScoredGroup]()
     for number, domain in enumerate(domains):
-        groups += in_domain(Rollouts(number, Path()).groups(1, 4, kl_coef=1.0), domain)
+        groups += in_domain(Rollouts(number).groups(1, 4, kl_coef=1.0), domain)
     ((batch,),) = pack_shares(groups, config)
     return values(ranks.engine(config, "student").step([batch]))["kl/ref"]
 
@@ -62,7 +62,7 @@ SCENARIOS = {1: {"compared": compared}}
 @pytest.fixture(scope="module")
 def kl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("teachers")
-    write_dense(folder / "student")
+    write_model(folder / "student", "dense")
     write_other(folder / "teacher")
     return run_all(folder, __name__)["compared"]
 
@@ -70,7 +70,7 @@ def kl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 def write_other(folder: Path) -> None:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    write_dense(folder)
+    write_model(folder, "dense")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_teachers_of_untrained_domains_are_not_loaded() -> None:
     sources = tuple(replace(each, holdout=2) for each in config.data.sources)
     config = replace(config, data=replace(config.data, sources=sources, train_on=("b",)))
     assert config.data.references == ("", "u")
-    groups = in_domain(Rollouts(0, Path()).groups(1, 3, kl_coef=1.0), "b")
+    groups = in_domain(Rollouts(0).groups(1, 3, kl_coef=1.0), "b")
     ((batch,),) = pack_shares(groups, config)
     kinds = [micro.reference_S for micro in batch.micro_batches]
     assert all(kind is not None and set(kind) == {1} for kind in kinds)
@@ -111,7 +111,7 @@ def test_teachers_of_untrained_domains_are_not_loaded() -> None:
 def test_packing_keeps_references() -> None:
     groups: list[Any] = []
     for number, domain in enumerate(("a", "b")):
-        groups += in_domain(Rollouts(number, Path()).groups(1, 3), domain)
+        groups += in_domain(Rollouts(number).groups(1, 3), domain)
     options: dict[str, Any] = {"ranks": 1, "micro_batch_tokens": 4096}
     (batch,) = pack(groups, references={"a": 0, "b": 2}, **options)
     (micro,) = batch.micro_batches

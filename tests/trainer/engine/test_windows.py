@@ -22,9 +22,7 @@ from keel.rl.sft import SftExample, pack_sft, supervised_segment
 from tests.trainer.engine.batches import (
     VOCABULARY,
     Rollouts,
-    write_dense,
     write_model,
-    write_sparse,
 )
 from tests.trainer.engine.scenarios import (
     TIGHT,
@@ -142,7 +140,7 @@ def training(
         metrics, scored, split, shared = [], [], [], []
         for step in range(STEPS):
             # Step 1 has too few groups for all ranks, so some get padding.
-            rollouts = Rollouts(step, ranks.folder / "untied", windows=windows, prompt=prompt)
+            rollouts = Rollouts(step, windows=windows, prompt=prompt)
             groups = rollouts.groups(1 if step == 1 else 2, 3, kl_coef=kl_coef)
             batches = [ranks.batch(part, config) for part in split_updates(groups, updates)]
             passes: list[Any] = [None] * ranks.world_size
@@ -218,8 +216,8 @@ SPLIT = [name for name in OTHERS if name not in SHARED]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("windows")
     write_model(folder / "untied")
-    write_dense(folder / "dense")
-    write_sparse(folder / "sparse")
+    write_model(folder / "dense", "dense")
+    write_model(folder / "sparse", "sparse")
     return folder
 
 
