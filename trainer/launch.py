@@ -345,15 +345,12 @@ def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None
         yield None
         return
     sampling = {purpose: task.config.sampling(purpose) for purpose in get_args(Purpose)}
-    runner = episode_runner(
+    with episode_runner(
         task.config,
         task.chat,
         lambda request, purpose: pool.turn(request, sampling=sampling[purpose], purpose=purpose),
-    )
-    try:
+    ) as runner:
         yield runner
-    finally:
-        runner.close()
 
 
 @contextmanager

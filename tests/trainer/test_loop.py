@@ -241,29 +241,44 @@ def test_giving_up_saves_no_checkpoint() -> None:
     assert "reward/mean" in world.records[1] and "loss" in world.records[1]
 
 
-class Hurried(FakeRun):
-    """Preempted after event `when`; later requests never finish."""
+class Disturbed(FakeRun):
+    """After event `when`, the run is aborted ("abort"), asked to stop during an evaluation that
+    never ends ("stop"), or engines and rewards fail ("fail")."""
 
-    def __init__(self, when: str, **changes: Any) -> None:
-        super().__init__(**changes)
-        self.when = when
+    def __init__(self, when: str, how: str) -> None:
+        super().__init__()
+        self.when, self.how = when, how
         self.given_up: list[Future[Any]] = []
 
+    def by(self, *how: str) -> bool:
+        return self.when in self.events and self.how in how
+
     def hurry(self) -> bool:
-        return self.when in self.events
+        return self.by("abort")
+
+    def leave(self) -> bool:
+        return self.by("stop")
+
+    def stop(self) -> bool:
+        return self.by("abort", "stop")
+
+    def whole(self, error: Exception) -> bool:
+        self.events.append(f"asked about {error}")
+        return True
 
     def submit(self, what: Any, purpose: str) -> Future[Any]:
         answer = super().submit(what, purpose)
-        if self.hurry():
+        if self.by("fail"):
+            return failed(RuntimeError("all is over"))
+        if self.by("abort") or (self.by("stop") and purpose == "eval"):
             self.given_up.append(answer := Future())
         return answer
 
     def push(self, version: int) -> Future[None]:
         update = super().push(version)
-        return Future() if self.hurry() else update
-
-    def stop(self) -> bool:
-        return self.hurry()
+        if self.by("fail"):
+            return failed(RuntimeError("all is over"))
+        return Future() if self.by("abort") else update
 
 
 @pytest.mark.parametrize(
@@ -280,7 +295,7 @@ class Hurried(FakeRun):
     ],
 )
 def test_abort_saves_the_last_trained_step(when: str, saved: list[str], reached: int) -> None:
-    world = Hurried(when)
+    world = Disturbed(when, "abort")
     assert world.run(config(steps=9, eval_every=2, checkpoint_every=2)) == reached
     assert [event for event in world.events if event.startswith("save")] == saved
     assert sorted(world.records) == list(range(reached + 1)) if when != "eval@0" else [0]
@@ -290,27 +305,9 @@ def test_abort_saves_the_last_trained_step(when: str, saved: list[str], reached:
     assert all(future.cancelled() for future in world.given_up)
 
 
-class Asked(FakeRun):
-    """Interrupted by Ctrl-C during an evaluation that never ends."""
-
-    def __init__(self, when: str) -> None:
-        super().__init__()
-        self.when = when
-
-    def leave(self) -> bool:
-        return self.when in self.events
-
-    def stop(self) -> bool:
-        return self.leave()
-
-    def submit(self, what: Any, purpose: str) -> Future[Any]:
-        answer = super().submit(what, purpose)
-        return Future() if self.leave() and purpose == "eval" else answer
-
-
 @pytest.mark.parametrize(("when", "saved"), [("eval@0", []), ("eval@2", ["save@2"])])
 def test_stop_cuts_evaluations_short(when: str, saved: list[str]) -> None:
-    world = Asked(when)
+    world = Disturbed(when, "stop")
     assert world.run(config(steps=9, eval_every=2)) == int(when[-1])
     assert [event for event in world.events if event.startswith("save")] == saved
     assert not world.evaluated(int(when[-1]))
@@ -318,7 +315,7 @@ def test_stop_cuts_evaluations_short(when: str, saved: list[str]) -> None:
 
 @pytest.mark.parametrize("start", [2, 3])
 def test_cut_evaluation_is_made_up_for(start: int) -> None:
-    cut_off = Hurried(f"eval@{start}")
+    cut_off = Disturbed(f"eval@{start}", "abort")
     changed = config(steps=3, eval_every=2)
     assert cut_off.run(changed) == start and not cut_off.evaluated(start)
     world = FakeRun(version=start)
@@ -327,26 +324,6 @@ def test_cut_evaluation_is_made_up_for(start: int) -> None:
     assert world.events[:2] == [f"update@{start}", f"eval@{start}"]
     assert world.evaluated(start) and world.evaluated(3)
     assert world.asked == (0 if start == 3 else world.asked)
-
-
-class Failing(FakeRun):
-    """Engines or rewards fail after event `when`."""
-
-    def __init__(self, when: str) -> None:
-        super().__init__()
-        self.when = when
-
-    def whole(self, error: Exception) -> bool:
-        self.events.append(f"asked about {error}")
-        return True
-
-    def submit(self, what: Any, purpose: str) -> Future[Any]:
-        answer = super().submit(what, purpose)
-        return failed(RuntimeError("all is over")) if self.when in self.events else answer
-
-    def push(self, version: int) -> Future[None]:
-        update = super().push(version)
-        return failed(RuntimeError("all is over")) if self.when in self.events else update
 
 
 @pytest.mark.parametrize(
@@ -361,7 +338,7 @@ class Failing(FakeRun):
     ],
 )
 def test_engine_errors_leave_a_checkpoint(when: str, saved: list[str], recorded: int) -> None:
-    world = Failing(when)
+    world = Disturbed(when, "fail")
     with pytest.raises(RuntimeError, match="all is over") as raised:
         world.run(config(steps=9, eval_every=2, checkpoint_every=2))
     assert [event for event in world.events if event.startswith("save")] == saved

@@ -1,6 +1,6 @@
 """Everything in the trainer that uses DeepSpeed beyond its documented API.
 
-The attributes used here may differ in any other release, so `check_version` requires one exact
+The attributes used here may differ in any other release, so `check_deepspeed` requires one exact
 version.
 """
 
@@ -25,17 +25,14 @@ with not_found("mlflow"):
 VERSION = "0.19.8"
 
 
-def check_version() -> None:
+def check_deepspeed() -> None:
+    """Raise RuntimeError if the version is not supported. Mark the all-reduce kernel for CPUs as
+    unavailable, since it is not used here, but compiling it would take a minute."""
     if deepspeed.__version__ != VERSION:
         raise RuntimeError(
             f"DeepSpeed {deepspeed.__version__} is installed, but Keel needs {VERSION}. Run "
             f"pip install deepspeed=={VERSION}"
         )
-
-
-def skip_shared_memory_op() -> None:
-    """Mark DeepSpeed's all-reduce kernel for CPUs as unavailable. It is not used here, but
-    compiling it would take a minute."""
     if not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore[attr-defined]
 

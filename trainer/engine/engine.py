@@ -13,7 +13,6 @@ does not need to know about the groups.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -48,7 +47,6 @@ from keel.trainer.engine.objectives import (
     indexer_metrics,
     mass_metrics,
     mass_share,
-    sharing_metrics,
 )
 from keel.trainer.engine.offload import NoOffload, Offload
 from keel.trainer.engine.policy import (
@@ -57,7 +55,6 @@ from keel.trainer.engine.policy import (
     ReferencePolicy,
     References,
     compile_layers,
-    indexer_weight,
     recorded_routes,
     seen_tokens,
     use_flash4,
@@ -85,7 +82,6 @@ from keel.trainer.run.manifest import Entry
 from keel.weights.buckets import Bucket, FlatBucket, in_host_memory
 
 MIB = 2**20
-_LOG = logging.getLogger(__name__)
 
 
 class TrainerEngine:
@@ -255,7 +251,7 @@ class TrainerEngine:
             return counts if self._rank == 0 else {}
         pending: list[Callable[[], dict[str, Metric]]] = []
         self._offload.before_gradients()
-        split = SplitGaps.begun(batch, self.device, self._score)
+        split = SplitGaps(batch, self.device, self._score)
         for index, micro_batch in enumerate(batch.micro_batches, 1):
             self._engine.set_gradient_accumulation_boundary(index == len(batch.micro_batches))
             pending.append(self._accumulate(micro_batch, batch, split))
@@ -281,7 +277,7 @@ class TrainerEngine:
         """Repeat a skipped step with tracing, to find the tokens that caused it. Weights and
         gradients do not change."""
         self._offload.before_gradients()
-        split = SplitGaps.begun(batch, self.device, self._score)
+        split = SplitGaps(batch, self.device, self._score)
         tracer = NanTracer(self._traced_layers)
         self._engine.set_gradient_accumulation_boundary(False)
         for micro_batch in batch.micro_batches:
@@ -318,8 +314,9 @@ class TrainerEngine:
             )
             split.add(inputs, logp)
             penalty, masses = mass_share(inputs, log_mass, batch.total_sequences, config)
-            indexer_loss = indexers * indexer_weight(self._network, config, batch)
-            loss = share.loss + penalty + indexer_loss
+            loss = share.loss + penalty
+            if self._network.learning_indexers:  # a mean over tokens
+                loss = loss + indexers * (config.trainer.indexer_loss / batch.total_tokens)
             if tracer:
                 tracer.observe(logp, reference, inputs.kl_coef_R, loss)
             factor = tracer.factor if tracer else finite_factor(loss)
@@ -337,7 +334,9 @@ class TrainerEngine:
                 values["indexer/kl"] = Mean(float(indexers), tokens * layers)
             values |= indexer_metrics(held) | mass_metrics(masses)
             if self._part.rank == 0:  # its group has the same
-                values |= share.metrics | sharing_metrics(micro_batch)
+                values |= share.metrics
+                if micro_batch.follows is not None:
+                    values["train/shared_tokens"] = Sum(micro_batch.shared_tokens)
             if replay is not None:
                 values |= replay.metrics(ends=ends)
             if seen is not None:
@@ -409,12 +408,8 @@ class TrainerEngine:
         progress = self._checkpoints.load(folder)
         self.steps, self.version = progress["steps"], progress["version"]
 
-    def _note(self, line: str) -> None:
-        if line and line not in self.notes:
-            self.notes.append(line)
-            _LOG.warning(line)
-
     def _make_network(self, model: PreTrainedModel) -> PolicyNetwork:
         flash4, note = use_flash4(self._config, model, self.device)
-        self._note(note)
+        if note and note not in self.notes:
+            self.notes.append(note)
         return PolicyNetwork.of(model, self._config, flash4=flash4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.model.torch_internals import to_device
 from keel.rl.losses import LossOutput, grpo_loss, nll_loss
-from keel.rl.metrics import Max, Mean, Metric, Sum
+from keel.rl.metrics import Max, Mean, Metric
 from keel.rl.offpolicy import GapTotals, kept_mass_shortfall
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.trainer.engine.policy import Inputs
@@ -21,35 +21,29 @@ CUT = 4
 """A sampling mask may have been cut by top-k if it has more than 1/`CUT` of the ids that top-k
 allows. Top-k is applied before top-p, but it has no effect where a few ids hold nearly all of the
 probability."""
-Scored = Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]]
 
 
 class SplitGaps:
     """Computes the mean of log π_old − log π_θ, which the sequence mask needs, for each of the P
     trajectories that are split over micro-batches or ranks."""
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._count = count
+    def __init__(
+        self,
+        batch: TrainBatch,
+        device: torch.device,
+        scored: Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]],
+    ) -> None:
+        """Compute the means before an optimizer step. All ranks must call this together."""
+        sampled = batch.micro_batches[0].loss == "grpo"
+        count = self._count = batch.split_sequences if sampled else 0
         self._totals = GapTotals(count, device)
         self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
         """The means before the step, or NaN for trajectories that the mask cannot drop."""
-
-    @staticmethod
-    def begun(batch: TrainBatch, device: torch.device, scored: Scored) -> SplitGaps:
-        """Create the gaps for an optimizer step that is about to begin, and compute the means
-        before it."""
-        sampled = batch.micro_batches[0].loss == "grpo"
-        gaps = SplitGaps(batch.split_sequences if sampled else 0, device)
-        gaps.score(batch.scored_first, scored)
-        return gaps
-
-    def score(self, batches: Sequence[MicroBatch], scored: Scored) -> None:
-        """Compute the means before training. All ranks must pass the same number of `batches`."""
-        if batches:
-            for batch in batches:
-                self.add(*scored(batch)[:2])
+        if batch.scored_first:
+            for micro_batch in batch.scored_first:
+                self.add(*scored(micro_batch)[:2])
             self._before_P = self._means()
-            self._totals = GapTotals(self._count, self._before_P.device)
+            self._totals = GapTotals(count, device)
 
     def add(self, inputs: Inputs, logp: Tensor) -> None:
         """Include the [R] sampled tokens of a micro-batch in the means."""
@@ -154,10 +148,6 @@ def mass_metrics(totals: Tensor) -> dict[str, Metric]:
     mass, tokens, short, counted = totals.tolist()
     metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
     return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})
-
-
-def sharing_metrics(batch: MicroBatch) -> dict[str, Metric]:
-    return {"train/shared_tokens": Sum(batch.shared_tokens)} if batch.follows is not None else {}
 
 
 LOSSES: Mapping[Loss, Callable[..., Any]] = {"grpo": _grpo, "nll": _nll}

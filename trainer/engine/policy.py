@@ -41,7 +41,7 @@ from keel.model.torch_internals import specialise_and_recompute, to_device
 from keel.model.trainable import decoder_layers
 from keel.model.transformers_internals import disable_dropout, fix_long_rope
 from keel.model.ulysses import WHOLE, Slice
-from keel.rl.packing import Loss, MicroBatch, TrainBatch
+from keel.rl.packing import Loss, MicroBatch
 from keel.rl.types import NO_ROUTE, TokenNumbers
 from keel.trainer.engine.zero import initialize
 
@@ -378,16 +378,6 @@ class References:
             if model is not None and (self._together or bool((kind_R == kind).any())):
                 logp_R = torch.where(kind_R == kind, model.logp(inputs), logp_R)
         return logp_R
-
-
-def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:
-    """Return the factor by which a micro-batch's indexer loss enters the step's loss. The indexer
-    loss is a sum over tokens."""
-    if not network.learning_indexers:
-        return 0.0
-    if step.total_tokens < 1:
-        raise ValueError("train batch: total_tokens is 0, but the indexer loss is a mean over it")
-    return config.trainer.indexer_loss / step.total_tokens
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:

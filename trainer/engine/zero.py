@@ -22,12 +22,11 @@ from keel.configs.schema import Config, TrainerConfig
 from keel.model.torch_internals import check_torch
 from keel.trainer.engine.deepspeed_internals import (
     DeepSpeedEngine,
-    check_version,
+    check_deepspeed,
     deepspeed,
     forget_sums,
     gradient_sums,
     grow_loss_scale,
-    skip_shared_memory_op,
     whole_shape,
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
@@ -45,8 +44,7 @@ _NEVER = 2**31
 def check_libraries() -> None:
     """Raise RuntimeError if Keel does not support the installed version of PyTorch or DeepSpeed."""
     check_torch()
-    check_version()
-    skip_shared_memory_op()
+    check_deepspeed()
 
 
 def join_ranks(

@@ -38,13 +38,9 @@ def crowding(stage: int) -> Callable[[Ranks], dict[str, Any]]:
         from keel.trainer.engine import offload  # noqa: PLC0415
 
         def away(engine: Any) -> dict[str, int]:
-            one = engine._offload
-            return {
-                "state": one._state.offloaded_bytes,
-                "reference": one._frozen.offloaded_bytes,
-                "weights": one._weights.offloaded_bytes,
-                "rest": one._rest.offloaded_bytes,
-            }
+            names = {"state": "state", "reference": "frozen", "weights": "weights", "rest": "rest"}
+            buffers = {key: getattr(engine._offload, f"_{name}") for key, name in names.items()}
+            return {key: buffer.offloaded_bytes for key, buffer in buffers.items()}
 
         def one_byte_less(one: Any) -> float:
             back = (one._gradients, one._buckets, one._rest, one._frozen)

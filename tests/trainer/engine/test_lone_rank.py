@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16 import loss_scaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch import Tensor
 
 from keel.configs.schema import Config
 from keel.rl.metrics import values
 from keel.rl.packing import TrainBatch
+from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.ranks import TIGHT, make_config
 from tests.trainer.engine.scenarios import Ranks, run_all, same
@@ -157,3 +161,26 @@ def test_buckets_may_be_smaller_than_a_tensor(results: dict[str, Any], index: in
     assert max(tensor.numel() for tensor in whole.values()) > SMALL
     assert 0 < less <= 2 * SMALL
     same(small, whole, atol=0)
+
+
+def test_loss_scale_is_restored_with_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(scaler: Any) -> Any:
+        return SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)  # it logs an overflow
+    saved, fresh = (DynamicLossScaler(2.0**16, 100, 1.0, 1, False) for _ in range(2))
+    for overflows in (False, True, False):
+        saved.update_scale(overflows)
+    state = loss_scale(engine(saved))
+    assert state["cur_scale"] == 2.0**15 and state["cur_iter"] == 3
+    set_loss_scale(engine(fresh), state)
+    for _ in range(100):  # doubles within this window
+        saved.update_scale(False)
+        fresh.update_scale(False)
+        assert vars(fresh) == vars(saved)
+    assert fresh.loss_scale == 2.0**16
+    static = LossScaler(scale=1.0)
+    for unscaled in (engine(static), SimpleNamespace(optimizer=SimpleNamespace())):
+        assert loss_scale(unscaled) == {}
+        set_loss_scale(unscaled, {"cur_scale": 7.0})
+    assert static.loss_scale == 1.0

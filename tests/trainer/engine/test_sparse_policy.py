@@ -14,7 +14,6 @@ from keel.rl.types import Segment
 from tests.model.families import VOCAB
 from tests.model.test_sparse import TOP_K, theirs
 from tests.rl.rollouts import scored, trajectory
-from tests.trainer.engine.ranks import make_config
 
 pytestmark = pytest.mark.e2e  # loads DeepSpeed
 TOKENS = 20
@@ -61,16 +60,3 @@ def test_policy_replays_selections_and_reference_does_not() -> None:
     torch.testing.assert_close(logp(unrecorded), logp(live))
     with pytest.raises(ValueError, match="recorded selection: token 0"):
         logp(replace(recorded, selected_NLk=np.zeros_like(recorded.selected_NLk)))
-
-
-def test_indexer_loss_is_a_mean_over_tokens() -> None:
-    from keel.trainer.engine.policy import PolicyNetwork, indexer_weight  # noqa: PLC0415
-
-    config, batch = make_config(1, 0, indexer_loss=0.5), step(None)
-    network = PolicyNetwork(theirs(), temperature=1.0)
-    assert indexer_weight(network, config, batch) == 0.5 / TOKENS
-    uncounted = replace(batch, total_tokens=0)
-    with pytest.raises(ValueError, match="total_tokens is 0"):
-        indexer_weight(network, config, uncounted)
-    frozen = PolicyNetwork(theirs(), temperature=1.0, indexer_loss=False)
-    assert indexer_weight(frozen, config, uncounted) == 0.0
