@@ -48,8 +48,7 @@ def never() -> bool:
 
 
 def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
-    """Wait for a future and return its result. Raises `Cancelled` if the run is aborted. There is
-    no timeout, so the future must have its own."""
+    """Wait for a future, which must have its own timeout. Raises `Cancelled` on abort."""
     while not future.done():
         if should_abort():
             raise Cancelled
@@ -171,8 +170,7 @@ class BatchStream:
                 )
 
     def adopting(self, step: int, update: Future[None]) -> None:
-        """Make room for new groups once `update` is done, that is, once the engines have loaded the
-        weights from `step`."""
+        """Make room for new groups once `update` has given the engines the weights from `step`."""
 
         def adopted(done: Future[None]) -> None:
             with self._changed:
@@ -187,8 +185,7 @@ class BatchStream:
         update.add_done_callback(adopted)
 
     def wait_for_adoption(self, should_abort: Callable[[], bool] = never) -> None:
-        """Wait until the engines have loaded the latest weights. Raises an error if loading failed,
-        and `Cancelled` if the run is aborted."""
+        """Wait until the engines have loaded the latest weights. Raises `Cancelled` on abort."""
         if self._update is not None:
             wait_for(self._update, should_abort)
 

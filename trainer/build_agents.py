@@ -50,11 +50,9 @@ from keel.rollout.chat.template_checks import check_calls_in_thinking, check_pre
 _SHOWN_TOOLS = 8
 """The maximum number of tools listed by name in the notes before a run."""
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
-"""Maps each value of `on_crash` to the phases in which a crash of the environment is blamed on the
-policy."""
+"""The phases in which a crash is blamed on the policy, by the value of `on_crash`."""
 _MAX_STARTING = 8
-"""The maximum number of environments that start at the same time. Starting more at once would slow
-down each of them."""
+"""The maximum number of environments that start at the same time."""
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:

@@ -110,8 +110,7 @@ class RunGuard:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Return a context for sampling a batch. If sampling fails, the previous step is saved and
-        the error is raised."""
+        """Return a context for sampling a batch. If it fails, the previous step is saved."""
         self._journal.begin("sampling")
         try:
             yield
@@ -124,8 +123,7 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """Return a context for an activity after an optimizer step. If it fails, `finish` raises
-        the error later."""
+        """Return a context for an activity after a step, whose error `finish` raises later."""
         self._journal.begin(activity)
         try:
             yield

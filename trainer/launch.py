@@ -99,8 +99,7 @@ class Runtime:
         awaited(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a version of `should_abort` that also raises an error if a process of the run is
-        lost or hangs."""
+        """Return `should_abort` with a check that no process of the run is lost or hangs."""
 
         def check() -> bool:
             if self.watchdog is not None:
@@ -339,8 +338,7 @@ def build_scorer(
 
 @contextmanager
 def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
-    """Return a context that yields a runner of episodes on the engines. Yields None if no source
-    has an environment."""
+    """Return a context that yields a runner of episodes on the engines, or None without any."""
     if task.chat is None:
         yield None
         return
@@ -369,8 +367,7 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 
 
 def download(path: str) -> None:
-    """Download a model from the hub to this machine's cache. This is done before any actor starts,
-    since actors start with a timeout."""
+    """Download a model to this machine's cache before actors start, which have a timeout."""
     if path == TINY_MODEL or (model := Download.of(path)) is None:
         return
     with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:

@@ -52,8 +52,7 @@ STEP = "an optimizer step"
 
 
 class Learner:
-    """Controls the trainer's ranks from the driver. The ranks train, score, save and send weights
-    together."""
+    """Controls the trainer's ranks from the driver."""
 
     def __init__(
         self,
@@ -91,16 +90,14 @@ class Learner:
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
             ray_timeouts.call(rank.read, model_path, config)
         self._order = threading.Lock()
-        """Held while calling all ranks. If two threads make calls, all ranks then receive them in
-        the same order."""
+        """Held while calling all ranks, so that all ranks receive calls in the same order."""
         self._senders: list[threading.Thread] = []
         self._locations: list[RankLocation] = []
         self._version = 0
         sending_s = config.sending_timeout_s if self.direct else 0.0
         self._deadlines = StepDeadlines(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
-        """Per-token numbers from the last step, keyed by segment. They cover the trajectories that
-        will be saved to disk."""
+        """Per-token numbers from the last step for segments that will be saved, by segment."""
 
     @property
     def version(self) -> int:
@@ -200,8 +197,7 @@ class Learner:
         ray_timeouts.awaited(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Make rank 0 put the current weights into Ray's object store, one bucket at a time.
-        Returns the references."""
+        """Put rank 0's weights into Ray's object store, in buckets, and return the references."""
         return self._call_all("put_weights", deadline=self._deadlines.of("the weights"))[0]
 
     def send(self, engines: Sequence[UpdatableEngine]) -> list[Future[int]]:
@@ -247,8 +243,7 @@ class Learner:
         return {name: entry for part in parts for name, entry in part.items()}
 
     def load(self, folder: Path) -> None:
-        """Restore the exact state that `save` wrote to `folder`. Requires that `start` was called
-        first."""
+        """Restore the exact state that `save` wrote to `folder`. Requires `start`."""
         self._version = self._with_folder("load", folder, f"loading {folder}")[0]
 
     def export(self, folder: Path) -> dict[str, Entry]:

@@ -34,8 +34,7 @@ class Prompts(Protocol):
     def take(self, n: int) -> Sequence[Prompt]: ...
 
     def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
-        """Return the position in the data. A run that resumes from it starts with the `unfinished`
-        prompts."""
+        """Return a position from which a resumed run starts with the `unfinished` prompts."""
         ...
 
 
@@ -78,8 +77,7 @@ class Parts:
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
     """Save the batch and the findings of a step with a non-finite gradient."""
     should_abort: Callable[[], bool] = never
-    """Return True to end the run at once and drop unfinished rollouts. Raises an error if a process
-    was lost."""
+    """Return True to end the run at once. Raises an error if a process was lost."""
     should_skip_evaluation: Callable[[], bool] = never
     """Return True to cut an evaluation short. The last evaluation is never cut short. A resumed run
     repeats the evaluation."""

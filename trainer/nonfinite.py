@@ -1,5 +1,4 @@
-"""Handles non-finite gradients on a trainer rank: counts skipped steps and finds the token that
-caused them."""
+"""Counts steps with non-finite gradients and finds the tokens that caused them."""
 
 from __future__ import annotations
 

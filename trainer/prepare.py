@@ -173,8 +173,7 @@ class SftTask(PlannedModel):
     recipe: Config
     """The complete recipe. `config` has only the part that affects supervised training."""
     prompts: Dataset | None
-    """The prompts from `data.sources`, which the tiny model's cold start uses. Their held-out sets
-    are excluded from training."""
+    """The prompts from `data.sources`, whose held-out sets are excluded from training."""
     format: str
     """The name of the chat format. Empty if there are no chats."""
 
@@ -329,8 +328,7 @@ def prepare_sft(
 
 
 def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
-    """Load and check a recipe that trains only on text. Raises ConfigError if it has other data or
-    a check fails."""
+    """Load and check a recipe that trains only on text. Raises ConfigError if it cannot."""
     config = load_config(recipe, overrides)
     others = [source.name for source in config.sft.sources if not source.is_text]
     if others or not config.sft.sources:
@@ -447,8 +445,7 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
 
 
 def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
-    """Load the recipe's prompts and check their lengths and rewards. Raises ConfigError if a check
-    fails."""
+    """Load the prompts and check their lengths and rewards. Raises ConfigError if one fails."""
     return load_dataset(
         config.data,
         seed=config.run.seed,
@@ -475,8 +472,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
 
 
 def require_prompts(config: Config) -> None:
-    """Raise ConfigError if the recipe has no prompts, that is, if it is only for supervised
-    training."""
+    """Raise ConfigError if the recipe has no prompts."""
     if not config.data.sources:
         raise ConfigError(
             "data.sources is empty: nothing to sample. sft.sources are for `keel sft` and "
@@ -513,8 +509,7 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
 
 
 def length_rules(config: Config) -> dict[str, LengthRule]:
-    """Return the length rule of each domain. Raises ValueError, which names the domain, if a rule
-    is invalid."""
+    """Return the length rule of each domain. Raises ValueError if a rule is invalid."""
     rules: dict[str, LengthRule] = {}
     for domain, length in config.data.lengths_by_domain.items():
         budget = config.budget(domain)
@@ -616,8 +611,7 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Return a warning if engines and ranks together need more than the machine's memory. Returns
-    nothing if the memory size is unknown (0)."""
+    """Yield a warning if engines and ranks need more than the machine's memory, if known."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
     if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
-from keel.data.stream import Stream
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, pack_sft
@@ -23,6 +22,16 @@ _MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
 """Maps the names of the ranks' metrics for a held-out set to their names under `eval/`."""
 
 
+class _SftStream(Protocol):
+    """An endless stream of conversations in a seeded order."""
+
+    def take(self, n: int) -> list[SftExample]: ...
+
+    def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
 class _SftLearner(Protocol):
     @property
     def version(self) -> int: ...
@@ -30,8 +39,7 @@ class _SftLearner(Protocol):
     def train(
         self, shares: Sequence[Sequence[TrainBatch]], examples: Sequence[SftExample], /
     ) -> StepResult:
-        """Take an optimizer step. `examples` are used to name the conversation in messages about
-        non-finite numbers."""
+        """Take an optimizer step. Messages about non-finite numbers name the `examples`."""
         ...
 
     def score(
@@ -61,7 +69,7 @@ class SftParts:
 class Batches:
     """Draws a batch of conversations for each step."""
 
-    def __init__(self, stream: Stream[SftExample], config: SftConfig, *, epoch: float) -> None:
+    def __init__(self, stream: _SftStream, config: SftConfig, *, epoch: float) -> None:
         """`epoch` is the number of conversations in an epoch."""
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None

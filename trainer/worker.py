@@ -43,8 +43,7 @@ _PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """Allocator settings that speed up pinning host memory from 2.1 to 8.4 GiB/s on a machine with an
 H200. In its first step, a rank with offloading pins tens of GiB."""
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-"""A folder in which the NVIDIA driver lists all GPUs of the machine, including those hidden from
-this process."""
+"""The NVIDIA driver's list of GPUs, including those hidden from this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +57,7 @@ class RankLocation:
 
 
 def last_lines(log: str) -> str:
-    """Return the last lines of a log file. Returns an empty string if the file is not on this
-    machine."""
+    """Return the last lines of a log file, or nothing if it is not on this machine."""
     lines = Path(log).read_text(errors="replace").splitlines() if Path(log).is_file() else []
     return "\n".join(["last lines of its log:", *lines[-_LOG_LINES:]]) if lines else ""
 
@@ -113,8 +111,7 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
 
 
 class TrainerWorker:
-    """Runs one trainer rank in its own process. Libraries that use the GPU are not imported before
-    `prepare` is called."""
+    """Runs one trainer rank in its own process, and imports GPU libraries in `prepare`."""
 
     def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only
@@ -145,8 +142,7 @@ class TrainerWorker:
         check_libraries()
 
     def read(self, model_path: str, config: Config) -> None:
-        """Load the model into host memory if this is one of the ranks that read it (see
-        `read_once`)."""
+        """Load the model into host memory if this rank reads it (see `read_once`)."""
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
@@ -260,8 +256,7 @@ class TrainerWorker:
         return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
-        """Send the current weights to the engines that this rank serves. All ranks must call this
-        together, even those that serve no engine."""
+        """Send the weights to the engines that this rank serves, if any. All ranks must call it."""
         assert self._sender is not None
         buckets = self.engine.buckets(requested=bool(receivers))
         return self._sender.send(buckets, receivers, self.engine.version)

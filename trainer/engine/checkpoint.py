@@ -235,8 +235,7 @@ class Checkpoints:
 
 
 def _choose_writers(shares: Sequence[_Share]) -> list[set[int]]:
-    """Choose which tensors each rank writes. If several ranks have the same tensor, only the first
-    one writes it. Padding is not written."""
+    """Choose the tensors each rank writes: those that no rank before it has, and no padding."""
     seen: set[tuple[_StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
     for share in shares:

@@ -91,8 +91,7 @@ def sum_in_one_pass(optimizer: Any) -> None:
 
 
 def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Return the float32 gradient buffers. They are not used between an optimizer step and the next
-    backward pass."""
+    """Return the float32 gradient buffers, which are unused between an update and the next pass."""
     zero_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if zero_3 is None else [zero_3]
 
@@ -113,8 +112,7 @@ def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str,
 
 
 def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return the master weights and moments. They are needed for an update, but not for a backward
-    pass."""
+    """Return the master weights and moments, which only an update needs."""
     masters, state = _masters(optimizer)
     moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
     weights = set(map(_storage, weights_of(module)))
@@ -205,8 +203,7 @@ class Master(NamedTuple):
 
 
 def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) -> list[Master]:
-    """Return all tensors of master weights on this rank. At ZeRO stage 0, these are the parameters
-    themselves."""
+    """Return this rank's master weights. At ZeRO stage 0, these are the parameters themselves."""
     if stage == 0:
         return [
             Master(p, [Part(name, 0, p.numel(), 0, p.detach().view(-1))])
@@ -252,8 +249,7 @@ def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | Non
 def replacing_masters(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
-    """Allow changing master weights inside this context. At its end, the changes are copied to the
-    model's weights."""
+    """Allow changing master weights, and copy the changes to the model's weights at the end."""
     optimizer: Any = engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -339,8 +335,7 @@ def original_names(layer: Any) -> dict[str, str]:
 def split_experts(
     parameters: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split parameters into those that all ranks share and expert parameters, which differ between
-    ranks."""
+    """Split parameters into those that all ranks share, and experts."""
     from deepspeed.moe.utils import split_params_into_shared_and_expert_params  # noqa: PLC0415
 
     return split_params_into_shared_and_expert_params(list(parameters))

@@ -85,8 +85,7 @@ MIB = 2**20
 
 
 class TrainerEngine:
-    """The policy, optimizer and reference policy on one rank. All ranks must call the same methods
-    in the same order."""
+    """The policy, optimizer and reference on one rank. All ranks must call the same methods."""
 
     def __init__(
         self,
@@ -188,20 +187,17 @@ class TrainerEngine:
         """The number of optimizer steps so far, including skipped ones."""
         self._updated = False
         self.tokens: dict[int, TokenNumbers] = {}
-        """Per-token numbers from the last step, keyed by segment. They cover the segments that will
-        be saved to disk."""
+        """Per-token numbers from the last step for segments that will be saved, by segment."""
 
     @property
     def gave_up(self) -> str:
-        """Why the run must stop after too many non-finite gradients in a row. Empty while training
-        can continue."""
+        """Why the run must stop. Empty while training can continue."""
         return self._skips.gave_up
 
     # Training
 
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
-        """Take one optimizer step for each of `batches` and return the metrics. Stops early once
-        `gave_up` is set."""
+        """Take an optimizer step for each batch until `gave_up` is set, and return the metrics."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
         lr = learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
@@ -224,8 +220,7 @@ class TrainerEngine:
         return alone
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Use activation checkpointing from now on. With `keep_attention`, attention outputs are
-        kept instead of recomputed."""
+        """Use activation checkpointing from now on, and keep attention outputs if told to."""
         self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
@@ -274,8 +269,7 @@ class TrainerEngine:
         return merge(parts)
 
     def _examine(self, batch: TrainBatch) -> None:
-        """Repeat a skipped step with tracing, to find the tokens that caused it. Weights and
-        gradients do not change."""
+        """Repeat a skipped step, without effect, to find the tokens that caused it."""
         self._offload.before_gradients()
         split = SplitGaps(batch, self.device, self._score)
         tracer = NanTracer(self._traced_layers)
@@ -396,8 +390,7 @@ class TrainerEngine:
     # Checkpoints
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write everything that `load` needs. Returns the files that this rank wrote and synced to
-        disk."""
+        """Write everything that `load` needs. Returns the files that this rank wrote."""
         self._offload.load(state=True)
         return self._checkpoints.save(folder, {"steps": self.steps, "version": self.version})
 

@@ -134,8 +134,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 
 
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups for AdamW. Experts are in a group of their own, marked so that ZeRO
-    reduces them separately."""
+    """Return parameter groups for AdamW, with experts in a group that ZeRO reduces separately."""
     shared, experts = split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
     if experts:
@@ -151,8 +150,7 @@ def _renamed(name: str, prefix: str, names: Mapping[str, str]) -> str:
 
 
 def _gather(share: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather [E/P, …] from each rank into [E, …], in rank order. This is also the order of the
-    experts."""
+    """Gather [E/P, …] from each rank into [E, …], in rank order, which is that of the experts."""
     share = share.detach().contiguous()
     whole = share.new_empty(len(share) * dist.get_world_size(group), *share.shape[1:])
     dist.all_gather_into_tensor(whole, share, group=group)

@@ -38,8 +38,7 @@ large tensor is split into blocks of this size."""
 SPARE = 2 * GIB
 """Bytes of device memory that stay free in addition to the known need."""
 _TRIES = 3
-"""How many times to try to free enough memory. One try may not be enough, since fragmented memory
-stays reserved."""
+"""How many times to try to free enough memory, since fragmented memory stays reserved."""
 _SLACK = 1.1
 """Safety factor on the activation memory measured so far, since micro-batches differ in size."""
 
@@ -63,8 +62,7 @@ class _Buffer:
         return sum(size for _, size in self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor], enough: float = math.inf) -> float:
-        """Offload `tensors` until `enough` bytes are freed. Returns how many bytes are still
-        missing."""
+        """Offload `tensors` until `enough` bytes are freed. Returns how many are still missing."""
         freed: list[tuple[UntypedStorage, int]] = []
         copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         for storage in _on_device(tensors, self._device):
@@ -198,8 +196,7 @@ class Offload:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def before_update(self) -> None:
-        """Load the optimizer state after the backward pass. If memory is short, offload the
-        reference policy first."""
+        """Load the optimizer state. If memory is short, offload the reference policy first."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
             self._activations = max(self._activations, float(peak))
@@ -215,8 +212,7 @@ class Offload:
         self._state.load()
 
     def mark_crowded(self) -> None:
-        """Offload all optimizer state during forward and backward passes from now on. Call this
-        after an out-of-memory error."""
+        """After an out-of-memory error, offload all optimizer state during passes from now on."""
         self._activations = math.inf
 
     def _optimizer_state(self) -> list[Tensor]:

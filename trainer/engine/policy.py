@@ -119,8 +119,7 @@ class Inputs:
 
     @property
     def padding(self) -> bool:
-        """True if the micro-batch is empty. It then only keeps this rank's collectives in step with
-        the other ranks."""
+        """True if the micro-batch is empty and only keeps this rank's collectives in step."""
         return len(self.sequence_tokens_S) == 0
 
     @staticmethod
@@ -180,8 +179,7 @@ class PolicyNetwork(nn.Module):
     learning_indexers: int = 0
     """The number of layers with a sparse-attention indexer that is being trained."""
     replays: bool = True
-    """If set, sparse attention uses the tokens that the engines selected, provided they were
-    recorded."""
+    """If set, sparse attention uses the selected tokens that the engines recorded, if any."""
 
     def __init__(
         self,
@@ -239,8 +237,7 @@ class PolicyNetwork(nn.Module):
         )
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Use activation checkpointing. With `keep_attention`, attention outputs are kept instead
-        of recomputed."""
+        """Use activation checkpointing, and keep attention outputs if told to."""
         options = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
 
@@ -313,8 +310,7 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> None:
-        """`forward` calls the network. With `replays`, tokens go to the experts that the engine
-        recorded."""
+        """With `replays`, tokens go to the experts that the engine recorded."""
         self.network, self._forward, self._replays = network, forward, replays
 
     @classmethod
@@ -381,8 +377,7 @@ class References:
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-    """Return a context in which each token goes to the experts that the engine recorded. Raises
-    ValueError if no routes were recorded."""
+    """Return a context in which each token goes to the experts that the engine recorded."""
     routes = inputs.routes_NLK
     if inputs.padding:
         # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.

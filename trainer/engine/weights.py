@@ -117,8 +117,7 @@ def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
 def gathered(
     parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a context in which the parameters are not sharded. Only `modifier_rank` may change
-    them."""
+    """Return a context with unsharded parameters, which only `modifier_rank` may change."""
     return deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
     )
@@ -138,8 +137,7 @@ class Weights:
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield checkpoint names and full tensors. `dtype` is applied as in
-        `keel.model.load.precision`."""
+        """Yield checkpoint names and full tensors, converted as in `keel.model.load.precision`."""
         convert = precision(self._model, dtype)
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
             yield name, convert(name, tensor)
