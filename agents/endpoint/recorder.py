@@ -19,9 +19,14 @@ from time import monotonic
 import numpy as np
 
 from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget, with_turn
-from keel.agents.conversation import SegmentRecord, common_prefix, segments_of
-from keel.agents.endpoint.replies import Reply, client_message
-from keel.agents.endpoint.requests import ApiError, ChatRequest, budget_spent
+from keel.agents.conversation import SegmentRecord, common_prefix, message_of, segments_of
+from keel.agents.endpoint.replies import Reply
+from keel.agents.endpoint.requests import (
+    ApiError,
+    ChatRequest,
+    budget_spent,
+    replace_surrogates,
+)
 from keel.agents.endpoint.turn_index import Turn, TurnIndex, key_of_tools, prefix_keys
 from keel.agents.schemas import arguments_of
 from keel.rl.turns import Chat, Malformed, Message, Parsed, TurnRequest, TurnResult
@@ -210,8 +215,9 @@ class TrajectoryRecorder:
         )
         full = result.finish_reason == "length" and len(record.ids) >= self._budget.window
         ended: FinishReason = "window" if full else result.finish_reason
-        may_call = request.may_call and parsed.closed
-        message = client_message(parsed, cut=ended != "stop", may_call=may_call)
+        message = replace_surrogates(message_of(parsed))
+        if ended != "stop" or not request.may_call or not parsed.closed:
+            message.pop("tool_calls", None)  # clients run calls whatever the finish reason
         turn = Turn(
             record=record,
             end=len(record.ids),

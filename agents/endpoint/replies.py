@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keel.agents.endpoint.requests import replace_surrogates
-from keel.rl.turns import Message, Parsed, message_of
+from keel.rl.turns import Message
 from keel.rl.types import FinishReason
 
 MODEL = "policy"
@@ -35,15 +34,6 @@ class Reply:
         if self.ended != "stop":
             return "length"
         return "tool_calls" if self.message.get("tool_calls") else "stop"
-
-
-def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
-    """Return a turn as the message for the client, without calls if it was truncated or may not
-    call."""
-    message = replace_surrogates(message_of(parsed))
-    if cut or not may_call:
-        message.pop("tool_calls", None)
-    return message
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
