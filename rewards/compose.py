@@ -14,7 +14,7 @@ LANGUAGE_PARTS = {"language": "both", "language_answer": "answer", "language_thi
 _RUBRIC = ("rubric", "disagreement")
 _PROOF = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
 _VERIFICATION = ("verification_score", "verification_meta", "verification_format", "disagreement")
-_JUDGED_PARTS = {
+JUDGED_PARTS = {
     "rubric": _RUBRIC,
     "proof": _PROOF,
     "refusal": _RUBRIC,
@@ -29,7 +29,7 @@ PARTS = (
     "format",
     REFUSAL,
     *LANGUAGE_PARTS,
-    *dict.fromkeys(part for parts in _JUDGED_PARTS.values() for part in parts),
+    *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )
 """Built-in reward components that a recipe can list in `data.sources[].rewards`. A recipe can also
 list functions there, whose names contain a dot."""
@@ -95,7 +95,7 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
             "data.sources[].rewards judges it"
         )
     for name in weights:
-        kinds = [kind for kind, parts in _JUDGED_PARTS.items() if name in parts]
+        kinds = [kind for kind, parts in JUDGED_PARTS.items() if name in parts]
         if kinds and kind not in kinds:
             raise ValueError(
                 f"has no reward {name!r}: it is of kind {kind!r}, not {' or '.join(kinds)}. Give "

@@ -166,11 +166,11 @@ class JudgeEndpoint:
         if cached is not None:
             with suppress(BadReply):  # ask again and overwrite a corrupt entry
                 reply = question.read(cached)
-                self.counts.cached += 1
+                self.counts.cache_hits += 1
                 return reply
         task = self._in_flight.get(key)
         if task is not None:
-            self.counts.cached += 1
+            self.counts.cache_hits += 1
         else:
             task = asyncio.create_task(self._attempts(question, key))
             self._in_flight[key] = task

@@ -168,8 +168,8 @@ def judge_answers(
         f"{' · '.join(f'{name} {sum(v) / len(v):.3f}' for name, v in scores.items())}\n"
         f"judged {len(judged)}, failed {failures}{_by_kind(counts.failed)}; {counts.calls} calls, "
         f"{counts.retried.total()} of them retries{_by_kind(counts.retried)}, "
-        f"{counts.cached} cached; {counts.prompt_tokens:,} tokens in, {counts.reply_tokens:,} out\n"
-        f"reasons: {out}"
+        f"{counts.cache_hits} cached; {counts.prompt_tokens:,} tokens in, "
+        f"{counts.reply_tokens:,} out\nreasons: {out}"
     )
     console.print(summary, markup=False, highlight=False)
     return failures

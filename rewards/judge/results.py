@@ -64,17 +64,17 @@ class JudgeStopped(RuntimeError):
 
 @dataclass(slots=True)
 class Counts:
-    """Counts everything that the judge has done since it started. The judge updates it in place."""
+    """Counts what the judge has done since it started. The integers are metrics `judge/NAME`."""
 
-    judged: int = 0
+    completions: int = 0
     """The number of answers judged, including cached ones and those that needed no call."""
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
     """The number of answers that could not be judged, by kind of failure."""
-    unasked: int = 0
+    skipped: int = 0
     """The number of answers that scored 0 unjudged. They were blank, too long or malformed."""
     calls: int = 0
     """The number of requests sent, including retries."""
-    cached: int = 0
+    cache_hits: int = 0
     """The number of questions answered from the cache or by an identical request in progress."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
@@ -88,31 +88,19 @@ class Counts:
     def since(self, previous: Counts) -> dict[str, Metric]:
         """Return metrics for the time since `previous` was recorded."""
         metrics: dict[str, Metric] = {
-            f"judge/{name}": Sum(getattr(self, count) - getattr(previous, count))
-            for name, count in _JUDGE_COUNTS.items()
+            f"judge/{name}": Sum(count - getattr(previous, name))
+            for name in self.__slots__
+            if isinstance(count := getattr(self, name), int)
         }
         failed, retried = self.failed - previous.failed, self.retried - previous.retried
         metrics["judge/failures"] = Sum(failed.total())
         metrics |= {f"judge/failures_{kind}": Sum(n) for kind, n in failed.items()}
         metrics |= {f"judge/retries_{kind}": Sum(n) for kind, n in retried.items()}
-        for name, now, before in (
-            ("call", self.call_s, previous.call_s),
-            ("queue", self.queue_s, previous.queue_s),
-        ):
+        for name in ("call", "queue"):
+            now, before = getattr(self, f"{name}_s"), getattr(previous, f"{name}_s")
             if count := now.count - before.count:
                 metrics[f"judge/{name}_seconds"] = Mean(now.total - before.total, count)
         return metrics
-
-
-_JUDGE_COUNTS = {
-    "completions": "judged",
-    "skipped": "unasked",
-    "calls": "calls",
-    "cache_hits": "cached",
-    "prompt_tokens": "prompt_tokens",
-    "reply_tokens": "reply_tokens",
-}
-"""Maps each metric (`judge/…`) to the field of `Counts` that it reports."""
 
 
 class ServedJudge(Protocol):

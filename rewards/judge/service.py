@@ -125,8 +125,8 @@ class JudgeService:
         elif blank(final):
             reason = "there is no answer"
         if reason:
-            self._counts.judged += 1
-            self._counts.unasked += 1
+            self._counts.completions += 1
+            self._counts.skipped += 1
             return spec.missed(reason)
         thinking = tail(thinking, limit)
 
@@ -139,7 +139,7 @@ class JudgeService:
         except Unjudged as error:
             # A completion too long for the context is the policy's fault, not the judge's.
             if error.kind == "too_long" and size(final) + error.thinking > limit * _LONG:
-                self._counts.unasked += 1
+                self._counts.skipped += 1
                 return self._count(spec.missed(f"it exceeds the judge's context: {error}"))
             return self._count(Failed(error.kind, str(error)))
         return self._count(result)
@@ -159,7 +159,7 @@ class JudgeService:
     def _count(self, result: Judged | Failed) -> Judged | Failed:
         excess = self._rate.add(isinstance(result, Failed))
         if not isinstance(result, Failed):
-            self._counts.judged += 1
+            self._counts.completions += 1
             return result
         self._counts.failed[result.kind] += 1
         if excess:

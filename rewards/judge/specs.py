@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from keel.rewards.compose import JUDGED_PARTS
 from keel.rewards.judge.prompts import (
     SCORES,
     MetaCheck,
@@ -262,9 +263,6 @@ class ProofSample(NamedTuple):
         return 1 - confirmed * (1 - self.verification.score)
 
 
-_PROOF_PARTS = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
-
-
 class ProofSpec(Spec):
     """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`."""
 
@@ -302,7 +300,7 @@ class ProofSpec(Spec):
         verifier = sum(c.score for c in checks) / len(checks) if checks else 1.0
         spread = max(proofs) - min(proofs)
         values = (right, honest, meta, verifier, 1.0, spread)
-        parts: dict[str, float] = dict(zip(_PROOF_PARTS, values, strict=True))
+        parts: dict[str, float] = dict(zip(JUDGED_PARTS["proof"], values, strict=True))
         reasons = {
             "proof": samples[0].verification.evaluation,
             "self_score": f"claims {answer.score:g}",
@@ -314,7 +312,7 @@ class ProofSpec(Spec):
 
     def missed(self, reason: str) -> Judged:
         verdict = CriterionVerdict("proof_format", 0.0, reason)
-        return Judged(0.0, dict.fromkeys(_PROOF_PARTS, 0.0), (verdict,))
+        return Judged(0.0, dict.fromkeys(JUDGED_PARTS["proof"], 0.0), (verdict,))
 
 
 class Evaluation(NamedTuple):
@@ -329,12 +327,6 @@ def read_evaluation(answer: str) -> Evaluation | str:
     """Parse an evaluation. Returns the reason instead if it is malformed (R_format = 0)."""
     score = _boxed_score(answer)
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
-
-
-_VERIFICATION_PARTS = (
-    *("verification_score", "verification_meta", "verification_format"),
-    "disagreement",
-)
 
 
 class VerificationSpec(Spec):
@@ -366,12 +358,12 @@ class VerificationSpec(Spec):
             CriterionVerdict("verification_meta", meta, samples[0].analysis),
         )
         values = (near, meta, 1.0, max(checks) - min(checks))
-        parts: dict[str, float] = dict(zip(_VERIFICATION_PARTS, values, strict=True))
+        parts: dict[str, float] = dict(zip(JUDGED_PARTS["verification"], values, strict=True))
         return Judged(near * meta, parts, verdicts)
 
     def missed(self, reason: str) -> Judged:
         verdict = CriterionVerdict("verification_format", 0.0, reason)
-        return Judged(0.0, dict.fromkeys(_VERIFICATION_PARTS, 0.0), (verdict,))
+        return Judged(0.0, dict.fromkeys(JUDGED_PARTS["verification"], 0.0), (verdict,))
 
 
 # --- All kinds ---

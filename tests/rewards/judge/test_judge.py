@@ -177,8 +177,8 @@ def test_counts_and_metrics(server: Server) -> None:
         for future in futures:
             future.result(PATIENCE_S)
         counts = service.counts()
-    assert (counts.judged, counts.unasked, counts.failed) == (4, 1, {})
-    assert (counts.calls, counts.cached) == (5, 1)
+    assert (counts.completions, counts.skipped, counts.failed) == (4, 1, {})
+    assert (counts.calls, counts.cache_hits) == (5, 1)
     assert (counts.prompt_tokens, counts.reply_tokens) == (30, 15)
     metrics = counts.since(Counts())
     retries = {name: metric.value for name, metric in metrics.items() if "retries" in name}

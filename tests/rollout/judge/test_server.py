@@ -106,7 +106,7 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
         (scored,) = scorer.score([group(GREEN, prompt=PROMPT)])
         assert scored.group.dropped == () and server.restarts == 1
         counts = judge.counts()
-        assert (counts.judged, counts.unasked, counts.failed) == (3, 0, {})
+        assert (counts.completions, counts.skipped, counts.failed) == (3, 0, {})
         after = processes_of(config.model)
         assert len(after) >= 3
         server.stop()
