@@ -1,9 +1,7 @@
-"""Samples from models behind an OpenAI-compatible endpoint, for evaluation only.
-
-An endpoint returns text and token counts, but no token ids or log-probabilities, so its completions
-cannot be used for training. `EndpointCompletions` samples groups of completions. `EndpointTurns`
-samples conversations turn by turn, as an engine does.
-"""
+"""Samples from models behind an OpenAI-compatible endpoint, for evaluation only. An endpoint
+returns text and token counts, but no token ids or log-probabilities, so its completions cannot be
+used for training. `EndpointCompletions` samples groups of completions. `EndpointTurns` samples
+conversations turn by turn, as an engine does."""
 
 from __future__ import annotations
 

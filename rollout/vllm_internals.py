@@ -1,7 +1,5 @@
-"""Helpers for vLLM internals that the engine and its recorders use.
-
-This module does not import vLLM.
-"""
+"""Helpers for vLLM internals that the engine and its recorders use. This module does not import
+vLLM."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Loads new weights into a running vLLM engine, one bucket at a time.
-
-vLLM's layerwise reload collects the tensors of each layer, converts them as it did when the model
-was first loaded, and copies the result into the tensors that kernels and CUDA graphs hold. Calling
-`load_weights` alone would leave the model only partly loaded. A `LoadRecorder` observes the first
-update. Later updates repeat its copies without vLLM's loader (see `keel.weights.copy_plan`).
-"""
+"""Loads new weights into a running vLLM engine, one bucket at a time. vLLM's layerwise reload
+collects the tensors of each layer, converts them as it did when the model was first loaded, and
+copies the result into the tensors that kernels and CUDA graphs hold. Calling `load_weights` alone
+would leave the model only partly loaded. A `LoadRecorder` observes the first update. Later updates
+repeat its copies without vLLM's loader (see `keel.weights.copy_plan`)."""
 
 from __future__ import annotations
 

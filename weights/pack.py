@@ -1,10 +1,8 @@
-"""Packs a model's checkpoint tensors into buckets for each weight update.
-
-Transformers takes about 50 µs of Python time to convert a tensor to its checkpoint name, and a
-mixture-of-experts model has tens of thousands of tensors. The first update therefore records where
-each checkpoint tensor is located in the model. Later updates copy large contiguous blocks of
-memory, such as all experts of a layer at once.
-"""
+"""Packs a model's checkpoint tensors into buckets for each weight update. Transformers takes about
+50 µs of Python time to convert a tensor to its checkpoint name, and a mixture-of-experts model has
+tens of thousands of tensors. The first update therefore records where each checkpoint tensor is
+located in the model. Later updates copy large contiguous blocks of memory, such as all experts of a
+layer at once."""
 
 from __future__ import annotations
 

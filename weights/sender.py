@@ -1,11 +1,8 @@
 """The trainer's side of a weight update. Each rank sends the current weights to its engines, bucket
-by bucket.
-
-If an engine shares the rank's GPU, the bytes stay on that GPU. Otherwise they are sent through a
-channel. Each bucket is announced through the control channel. A single call to the engine's actor
-runs for the whole update, and reports an error if the engine fails. If one engine fails, the
-updates of the others continue.
-"""
+by bucket. If an engine shares the rank's GPU, the bytes stay on that GPU. Otherwise they are sent
+through a channel. Each bucket is announced through the control channel. A single call to the
+engine's actor runs for the whole update, and reports an error if the engine fails. If one engine
+fails, the updates of the others continue."""
 
 from __future__ import annotations
 

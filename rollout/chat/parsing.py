@@ -1,9 +1,7 @@
-"""Parses the thinking and tool calls of a turn, for each supported chat format.
-
-The text comes from `Encoder.decode`, so it contains the text of a control token only where the
-policy sampled that token. Parsing never raises an error, whatever the policy writes. A malformed
-call becomes `Broken`.
-"""
+"""Parses the thinking and tool calls of a turn, for each supported chat format. The text comes from
+`Encoder.decode`, so it contains the text of a control token only where the policy sampled that
+token. Parsing never raises an error, whatever the policy writes. A malformed call becomes
+`Broken`."""
 
 from __future__ import annotations
 

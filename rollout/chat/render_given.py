@@ -1,10 +1,8 @@
-"""Tokenizes existing conversations into the ids that the policy would have sampled.
-
-Each turn has the same context as in a rollout: an opening, the previous turns, and the text that
-`Chat.extend` inserts between turns. During training, each token therefore follows exactly the ids
-that would precede it during sampling. A conversation is split into several contexts where a rollout
-would be split: at a user message that ends thinking (`keel.agents.conversation`).
-"""
+"""Tokenizes existing conversations into the ids that the policy would have sampled. Each turn has
+the same context as in a rollout: an opening, the previous turns, and the text that `Chat.extend`
+inserts between turns. During training, each token therefore follows exactly the ids that would
+precede it during sampling. A conversation is split into several contexts where a rollout would be
+split: at a user message that ends thinking (`keel.agents.conversation`)."""
 
 from __future__ import annotations
 

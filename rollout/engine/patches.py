@@ -1,7 +1,5 @@
-"""Patches that engines apply to vLLM. Fixes for vLLM's CPU build are in `shims`.
-
-Each patch is applied before an engine is built, and is undone or checked afterwards.
-"""
+"""Patches that engines apply to vLLM. Fixes for vLLM's CPU build are in `shims`. Each patch is
+applied before an engine is built, and is undone or checked afterwards."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Adds requests for conversation turns to vLLM faster than `LLMEngine.add_request`.
-
-For each request, vLLM validates it, deep-copies its parameters and hashes every block of its
-prompt. This takes most of the CPU time of a turn. This module adds only the first request of each
-kind with vLLM's own method, and copies it for later requests. It also reuses the block hashes of a
-conversation's last turn where the token ids are unchanged.
-"""
+"""Adds requests for conversation turns to vLLM faster than `LLMEngine.add_request`. For each
+request, vLLM validates it, deep-copies its parameters and hashes every block of its prompt. This
+takes most of the CPU time of a turn. This module adds only the first request of each kind with
+vLLM's own method, and copies it for later requests. It also reuses the block hashes of a
+conversation's last turn where the token ids are unchanged."""
 
 from __future__ import annotations
 

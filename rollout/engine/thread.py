@@ -1,8 +1,6 @@
-"""Runs an engine on a separate thread. Other threads send it commands and receive futures.
-
-The thread steps the engine while there is work and runs commands between steps. Groups can
-therefore join or leave the running batch.
-"""
+"""Runs an engine on a separate thread. Other threads send it commands and receive futures. The
+thread steps the engine while there is work and runs commands between steps. Groups can therefore
+join or leave the running batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A vLLM engine that records its samples, and whose weights can be replaced while it runs.
-
-Only one thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports
-vLLM.
-"""
+"""A vLLM engine that records its samples, and whose weights can be replaced while it runs. Only one
+thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports vLLM."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The Ray actor that runs an `EngineThread`.
-
-Ray imports this module before the actor's environment takes effect, so the module imports neither
-vLLM nor torch.
-"""
+"""The Ray actor that runs an `EngineThread`. Ray imports this module before the actor's environment
+takes effect, so the module imports neither vLLM nor torch."""
 
 from __future__ import annotations
 

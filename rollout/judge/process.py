@@ -1,7 +1,5 @@
-"""Runs vLLM's OpenAI-compatible server as a child process.
-
-This module imports neither vLLM nor torch.
-"""
+"""Runs vLLM's OpenAI-compatible server as a child process. This module imports neither vLLM nor
+torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Runs the judge model on a vLLM server on one of the cluster's nodes.
-
-The driver holds a `JudgeServer`, which restarts the server if it dies. This module does not import
-vLLM.
-"""
+"""Runs the judge model on a vLLM server on one of the cluster's nodes. The driver holds a
+`JudgeServer`, which restarts the server if it dies. This module does not import vLLM."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Starts the pool's engines, updates their weights, puts them to sleep and replaces dead ones.
-
-This module runs on the pool's thread and never blocks, except while the engines start for the first
+"""Starts the pool's engines, updates their weights, puts them to sleep and replaces dead ones. This
+module runs on the pool's thread and never blocks, except while the engines start for the first
 time. Each slot waits for a future until a deadline. When the future resolves or the deadline
-passes, the pool calls `advance`. `StallDetector` finds engines that answer but make no progress.
-"""
+passes, the pool calls `advance`. `StallDetector` finds engines that answer but make no progress."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Defines what is recorded for sampled tokens, and selects the recorder.
-
-On GPUs, `NativeRecorder` reads the outputs of vLLM's Model Runner V2. `PackedRecorder` takes the
-same data before vLLM converts it to Python objects. On CPUs, `V1Recorder` hooks into the V1 runner.
-All three must pass the tests in `tests/rollout/recording/contract.py`.
-"""
+"""Defines what is recorded for sampled tokens, and selects the recorder. On GPUs, `NativeRecorder`
+reads the outputs of vLLM's Model Runner V2. `PackedRecorder` takes the same data before vLLM
+converts it to Python objects. On CPUs, `V1Recorder` hooks into the V1 runner. All three must pass
+the tests in `tests/rollout/recording/contract.py`."""
 
 from __future__ import annotations
 

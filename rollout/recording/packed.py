@@ -1,9 +1,7 @@
-"""Records on Model Runner V2 without creating a Python object for each token.
-
-The scheduler keeps log-probabilities and sampling masks in arrays that cover whole steps
+"""Records on Model Runner V2 without creating a Python object for each token. The scheduler keeps
+log-probabilities and sampling masks in arrays that cover whole steps
 (`keel.rollout.vllm_fast.step_arrays`). Routes stay on the GPU until the request has finished
-(`keel.rollout.vllm_fast.install`).
-"""
+(`keel.rollout.vllm_fast.install`)."""
 
 from __future__ import annotations
 

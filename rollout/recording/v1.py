@@ -1,8 +1,6 @@
-"""Records on the V1 model runner (CPUs), which returns neither routes nor sampling masks.
-
-The recorder uses three hooks and no patches: the capture function of each router, a forward hook on
-the model, and a forward hook on the last stage of the sampler.
-"""
+"""Records on the V1 model runner (CPUs), which returns neither routes nor sampling masks. The
+recorder uses three hooks and no patches: the capture function of each router, a forward hook on the
+model, and a forward hook on the last stage of the sampler."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A batch of requests that each sample one token per step, stored as arrays over all requests.
-
-Each request occupies one place in the arrays. A finished request keeps its place until other
-requests join. Tokens that it samples meanwhile are ignored.
-"""
+"""A batch of requests that each sample one token per step, stored as arrays over all requests. Each
+request occupies one place in the arrays. A finished request keeps its place until other requests
+join. Tokens that it samples meanwhile are ignored."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Installs everything that makes vLLM faster for an engine with the packed recorder.
-
-`AsyncFastScheduler` and `FastExtension` are passed
-to the engine as arguments (`keel.rollout.recording.packed`). After the engine is built,
-`FastExtension.keel_install_fast` replaces parts of each worker's model runner.
-"""
+`AsyncFastScheduler` and `FastExtension` are passed to the engine as arguments
+(`keel.rollout.recording.packed`). After the engine is built, `FastExtension.keel_install_fast`
+replaces parts of each worker's model runner."""
 
 from __future__ import annotations
 

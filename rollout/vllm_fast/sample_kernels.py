@@ -1,11 +1,8 @@
-"""Samples the tokens of a step from the few ids per row that truncation keeps.
-
-vLLM scans every row once to draw the token, and again for the token's log-probability, its rank and
-its sampling mask. Here, all blocks of a row are read in parallel. If vLLM has already truncated the
-logits, they are read once; otherwise `keel.rollout.vllm_fast.truncate_kernels` reads them.
-Everything else uses only the few ids found. Noise and ties are handled as in vLLM, so the sampled
-tokens are the same.
-"""
+"""Samples the tokens of a step from the few ids per row that truncation keeps. vLLM scans every row
+once to draw the token, and again for the token's log-probability, its rank and its sampling mask.
+Here, all blocks of a row are read in parallel. If vLLM has already truncated the logits, they are
+read once; otherwise `keel.rollout.vllm_fast.truncate_kernels` reads them. Everything else uses only
+the few ids found. Noise and ties are handled as in vLLM, so the sampled tokens are the same."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false

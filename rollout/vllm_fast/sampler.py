@@ -1,9 +1,7 @@
 """Replaces the last part of vLLM's sampler on Model Runner V2.
-
 `keel.rollout.vllm_fast.sample_kernels` draws the token and computes its log-probability and its
 mask. It also applies temperature and truncation if nothing else changes the logits. Batches that
-the kernels do not support use vLLM's sampler.
-"""
+the kernels do not support use vLLM's sampler."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Stores the log-probabilities and sampling masks of whole steps in flat arrays, on GPU and CPU.
-
 vLLM copies one bit for each id of the vocabulary to the CPU and creates an object for every token.
 This takes longer than computing the tokens. Here, only the kept ids are copied, and they stay in
-arrays until the completion has finished.
-"""
+arrays until the completion has finished."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Imports the slow modules that engines need.
-
-`tests.rollout.remote_engine` imports this module once and then forks a process for each engine.
-"""
+"""Imports the slow modules that engines need. `tests.rollout.remote_engine` imports this module
+once and then forks a process for each engine."""
 
 from keel.model.imports import heavy_imports
 

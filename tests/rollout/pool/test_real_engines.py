@@ -1,7 +1,5 @@
-"""Tests the pool with real engines in Ray actors.
-
-Covers sampling, a killed engine, cancellation and weight updates.
-"""
+"""Tests the pool with real engines in Ray actors. Covers sampling, a killed engine, cancellation
+and weight updates."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Tests that every recorder must pass.
-
-They run with the V1 recorder on a CPU, and with the GPU recorders in `tests/gpu`. An engine in a
-separate process samples from a tiny random mixture-of-experts model. The expected recording is
-computed by transformers in float32.
-"""
+"""Tests that every recorder must pass. They run with the V1 recorder on a CPU, and with the GPU
+recorders in `tests/gpu`. An engine in a separate process samples from a tiny random
+mixture-of-experts model. The expected recording is computed by transformers in float32."""
 
 from __future__ import annotations
 

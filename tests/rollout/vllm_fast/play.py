@@ -1,8 +1,6 @@
-"""A scheduler, a model runner that checks its inputs, and random requests.
-
-Each token depends only on the request's name and the token's position. All correct schedules
-therefore give the same completions and recordings.
-"""
+"""A scheduler, a model runner that checks its inputs, and random requests. Each token depends only
+on the request's name and the token's position. All correct schedules therefore give the same
+completions and recordings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Checks the fast scheduler against vLLM's scheduler.
-
-Both must give the same results, and routes must stay with their tokens. This module imports vLLM.
-"""
+"""Checks the fast scheduler against vLLM's scheduler. Both must give the same results, and routes
+must stay with their tokens. This module imports vLLM."""
 
 from __future__ import annotations
 
