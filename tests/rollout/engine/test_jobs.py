@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from keel.configs.schema import SamplingConfig
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import Group, SamplingMasks
+from keel.rollout.engine.conversion import decode_all, split_message
 from keel.rollout.engine.jobs import NOT_FINITE, Completion, GroupJob, TurnJob
 from keel.rollout.recording.base import Recording, RecordingOptions
 from keel.rollout.spec import LostTurn
@@ -82,3 +84,42 @@ def test_non_finite_completions_are_dropped_alone(value: float) -> None:
     turn.add(0, completion(logp=(-1, value)))
     lost = pickle.loads(pickle.dumps(turn.result()))  # as from the engine's process
     assert isinstance(lost, LostTurn) and str(lost) == NOT_FINITE
+
+
+# The conversion of token ids to text, and of text to messages.
+
+
+@pytest.mark.parametrize(
+    ("raw", "opened", "content", "reasoning"),
+    [
+        ("<think>\n2+2\n</think>\n\n4", False, "4", "2+2"),
+        ("2+2\n</think>\n\n4", True, "4", "2+2"),
+        ("<think>2+2</think>4", True, "4", "2+2"),
+        ("<think>2+2 is 4", False, "", "2+2 is 4"),
+        ("4 <think>or 5", False, "", "4 or 5"),
+        ("<think>a</think>4<think>b</think>", False, "4", "a\nb"),
+        ("<think>a</think>4<think>b", False, "", "a4b"),
+        ("<think>a<think>b</think>4", False, "4", "a<think>b"),
+        ("a</think>4</think>5", True, "4</think>5", "a"),
+        ("</think>4", False, "</think>4", None),
+        ("", True, "", None),
+    ],
+)
+def test_text_is_split_into_reasoning_and_content(
+    raw: str, opened: bool, content: str, reasoning: str | None
+) -> None:
+    message = split_message(raw, thinking=opened)
+    assert message["content"] == content and message.get("reasoning_content") == reasoning
+    assert message["raw"] == raw and message["role"] == "assistant"
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_batch_decoding_equals_decoding_one_by_one(clean_up: bool) -> None:
+    tokenizer: Any = build_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = clean_up
+    end = tokenizer.eos_token_id
+    completions = [tokenizer.encode(text) for text in ("one , two", "", "three")] + [[end]]
+    alone = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+    assert decode_all(tokenizer, completions) == alone
+    assert alone[-1] == "" != tokenizer.decode([end])
+    assert decode_all(tokenizer, []) == []

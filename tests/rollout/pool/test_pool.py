@@ -1,4 +1,4 @@
-"""Tests the pool with fake engines: load balancing, engine deaths, weight updates and shutdown."""
+"""Tests the pool with fake engines: requests, turns, engine deaths, weight updates and sleep."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keel.configs.schema import RolloutConfig
+from keel.rl.turns import TurnRequest
 from keel.rollout.pool import engine_supervisor
 from keel.rollout.pool import pool as pool_module
 from keel.rollout.pool.engine_supervisor import MAX_RESTARTS
@@ -252,3 +254,117 @@ def test_loading_weights_is_not_silence(clock: Clock) -> None:
     clock.now += 2
     world.pool.submit(prompt("r"), group_size=2)
     wait_for(lambda: world.names() == ["0.0", "0.1"])
+
+
+# Turns of conversations.
+
+OPEN = "stays open"
+
+
+def request(conversation: str) -> TurnRequest:
+    ids = np.array([1, 2], np.int32)
+    return TurnRequest(conversation=conversation, token_ids_T=ids, max_tokens=8, seed=0)
+
+
+def finish_closed(engine: FakeEngine, name: str) -> None:
+    if OPEN not in name:
+        engine.finish(name)
+
+
+def turn(world: World, name: str) -> Future[Any]:
+    return world.pool.turn(request(name))
+
+
+def test_a_conversation_returns_to_its_engine() -> None:
+    world = started(never)
+    names = [f"c{i}" for i in range(6)]
+    first = [turn(world, name) for name in names]
+    wait_for(lambda: sum(len(engine.turns) for engine in world.lives) == 6)
+    world.answer = finish_closed
+    for engine in world.lives:
+        for name in engine.turns:
+            engine.finish(name)
+    for future in first:
+        future.result(PATIENCE_S)
+    for _ in range(4):
+        for future in [turn(world, name) for name in names]:
+            future.result(PATIENCE_S)
+    one, other = (set(engine.turns) for engine in world.lives)
+    assert one | other == set(names) and not one & other and one and other
+
+
+def test_a_conversation_moves_to_an_idle_engine() -> None:
+    world = started(finish_closed, max_num_seqs=1)
+    turn(world, "c").result(PATIENCE_S)
+    home, other = world.lives
+    turn(world, OPEN)
+    wait_for(lambda: home.turns == ["c", OPEN])
+    turn(world, "c").result(PATIENCE_S)
+    home.finish(OPEN)
+    turn(world, "c").result(PATIENCE_S)
+    assert other.turns == ["c", "c"], "it returned to an engine without its prefix"
+
+
+def test_a_cancelled_turn_frees_its_place() -> None:
+    world = started(finish_closed, engines=1, max_num_seqs=1)
+    held = turn(world, OPEN)
+    wait_for(lambda: world.lives[0].turns == [OPEN])
+    waiting, gone = turn(world, "b"), turn(world, "g")
+    gone.cancel()
+    held.cancel()
+    waiting.result(PATIENCE_S)
+    assert world.lives[0].asked[OPEN].cancelled() and world.lives[0].turns == [OPEN, "b"]
+
+
+# Engines that share their GPUs with the trainer (`rollout.time_share`).
+
+
+def sleepers(answer: Any = None, **options: Any) -> World:
+    """A pool that has loaded weights of version 0."""
+    world = World(answer, time_share=True, **options)
+    world.pool.start()
+    world.pool.sleep().result(timeout=PATIENCE_S)  # engines come up asleep
+    world.update_all(0)
+    return world
+
+
+def sleep(world: World) -> None:
+    world.pool.sleep().result(timeout=PATIENCE_S)
+
+
+def test_sleeping_engines_get_no_requests_until_weights() -> None:
+    world = sleepers()
+    sleep(world)
+    group = world.pool.submit(prompt("p"), group_size=2)
+    sleep(world)
+    assert not group.done() and not any(engine.asked for engine in world.lives)
+    world.update_all(1)
+    group.result(timeout=PATIENCE_S)
+    assert [engine.naps for engine in world.lives] == [["woken by 0", "asleep", "woken by 1"]] * 2
+
+
+def test_an_update_waits_for_restarting_engines() -> None:
+    """Restarting engines use memory that the trainer needs next."""
+    world = sleepers(never)
+    world.pool.submit(prompt("p"), group_size=2)
+    start: Future[EngineStarted] = Future()
+    wait_for(lambda: world.lives[0].asked)
+    world.start = lambda _: start
+    world.lives[0].die()
+    wait_for(lambda: world.names() == ["0.0", "1.0", "0.1"])
+    updated = world.send(1)
+    wait_for(lambda: "woken by 1" in world.lives[1].naps)
+    assert not updated.done()
+    start.set_result(EngineStarted(1))
+    updated.result(timeout=PATIENCE_S)
+
+
+def test_an_engine_that_stays_awake_is_replaced() -> None:
+    world = sleepers(engines=1)
+    world.sleep = lambda _: Future()
+    world.pool._supervisor.update_s = 0.05
+    sleep(world)
+    assert world.names() == ["0.0", "0.1"] and world.lives[0].killed
+    world.pool._supervisor.update_s = PATIENCE_S
+    world.update_all(1)
+    assert world.lives[1].naps == ["woken by 1"]
