@@ -38,13 +38,10 @@ class EngineSpec:
     chat_template: str = ""
     """Chat template that replaces the tokenizer's own. If empty, nothing is replaced."""
     thinking_marks: tuple[str, ...] = ()
-    """The setting `model.thinking_marks`."""
     gpu_gib: float = 0.0
     """The setting `run.gpu_gib`: GiB of GPU memory that the run may use, or 0 for all of it."""
     batch_invariant: bool = False
-    """The setting `model.batch_invariant`."""
     residual_dtype: Literal["model", "float32"] = "model"
-    """The setting `model.residual_dtype`."""
     cache_bytes: int = 0
     """Size of the KV cache in bytes. If 0, vLLM measures the free memory, which must not change
     meanwhile."""
