@@ -6,15 +6,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.weights import pack
-from keel.weights.buckets import FlatBucket, unpack_flat
+from keel.weights.buckets import ALIGNMENT, FlatBucket, unpack_flat
+from keel.weights.manifest import Manifest
 from keel.weights.pack import BucketPacker
+from tests.buckets import pack_buckets, unpack_bucket
 from tests.model.test_load import CONFIGS
 
 SIZE = 6_000
@@ -152,3 +157,116 @@ def test_packing_holds_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in map(len, packer.buckets()):
         pass
     assert number > 3 and held == [0] * number
+
+
+# Buckets.
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int32, torch.uint8]
+
+
+def random_tensors(shapes: list[list[int]], dtypes: list[torch.dtype]) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (f"tensor.{i}", torch.randint(0, 100, shape, generator=generator).to(dtype))
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 5), max_size=3), st.sampled_from(DTYPES)), max_size=12
+    ),
+    st.integers(1, 500),
+)
+def test_packing_round_trips(specs: list[tuple[list[int], torch.dtype]], bucket_bytes: int) -> None:
+    tensors = random_tensors([shape for shape, _ in specs], [dtype for _, dtype in specs])
+    buckets = list(pack_buckets(tensors, bucket_bytes))
+    unpacked = [pair for bucket in buckets for pair in unpack_bucket(bucket)]
+    assert [name for name, _ in unpacked] == [name for name, _ in tensors]
+    for (_, packed), (_, original) in zip(unpacked, tensors, strict=True):
+        assert packed.dtype == original.dtype
+        assert torch.equal(packed, original)
+    for bucket in buckets:
+        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
+        assert len(bucket.entries) == 1 or len(bucket.data) <= bucket_bytes + ALIGNMENT
+
+
+def test_packing_is_lazy() -> None:
+    drawn: list[int] = []
+
+    def source():
+        for i in range(10):
+            drawn.append(i)
+            yield str(i), torch.zeros(64, dtype=torch.uint8)
+
+    next(iter(pack_buckets(source(), 128)))
+    assert len(drawn) == 3
+
+
+def test_strided_tensors_keep_their_values() -> None:
+    matrix = torch.arange(12.0).reshape(3, 4)
+    (bucket,) = pack_buckets([("t", matrix.T), ("s", matrix[:, ::2])], 1 << 20)
+    unpacked = dict(unpack_bucket(bucket))
+    assert torch.equal(unpacked["t"], matrix.T)
+    assert torch.equal(unpacked["s"], matrix[:, ::2])
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+def test_read_only_bytes_are_copied(writeable: bool) -> None:
+    (bucket,) = pack_buckets([("t", torch.zeros(4))], 1 << 20)
+    assert isinstance(bucket.data, np.ndarray)
+    if not writeable:
+        bucket.data.flags.writeable = False
+    dict(unpack_bucket(bucket))["t"].fill_(1.0)
+    assert (bucket.data.view(np.float32)[:4] == (1.0 if writeable else 0.0)).all()
+
+
+# The manifest.
+
+NAMES = ["model.embed_tokens.weight", "model.layers.0.a", "model.layers.1.a", "model.layers.2.a"]
+
+
+def update(manifest: Manifest, *names: str) -> None:
+    manifest.begin()
+    for bucket in pack_buckets([(name, torch.ones(2)) for name in names], 8):
+        manifest.arrived(bucket)
+    manifest.finish()
+
+
+def test_missing_and_unknown_tensors_are_named() -> None:
+    manifest = Manifest(NAMES, layers=3, tied=False, decoder="model")
+    for _ in range(2):
+        update(manifest, *reversed(NAMES))
+    with pytest.raises(ValueError, match=r"model.layers.1.a"):
+        update(manifest, *(name for name in NAMES if name != "model.layers.1.a"))
+    with pytest.raises(ValueError, match=r"model.layers.0.b"):
+        update(manifest, *NAMES, "model.layers.0.b")
+    # Layers for multi-token prediction come last and are not loaded.
+    update(Manifest(NAMES, layers=2, tied=False), *NAMES[:3])
+
+
+def test_unloaded_tensors_are_not_expected() -> None:
+    """Pythia's checkpoints contain masks that are computed nowadays."""
+    biases = [f"gpt_neox.layers.{n}.attention.dense.bias" for n in range(2)]
+    masks = [f"gpt_neox.layers.{n}.attention.{m}bias" for n in range(2) for m in ("", "masked_")]
+    computed = ["gpt_neox.layers.0.attention.rotary_emb.inv_freq"]
+    unread = [r"attention.bias", r"attention.masked_bias", r"layers\.1.*"]
+    manifest = Manifest([*biases, *masks, *computed], layers=2, tied=False, unread=unread)
+    update(manifest, *biases)
+    with pytest.raises(ValueError, match=r"gpt_neox.layers.1.attention.dense"):
+        update(manifest, biases[0])
+
+
+def test_decoder_only_checkpoints_match() -> None:
+    """GPT-2's checkpoint lacks the decoder prefix of its published tensors."""
+    manifest = Manifest(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
+    update(manifest, "transformer.wte.weight", "transformer.h.0.b", "lm_head.weight")
+    with pytest.raises(ValueError, match=r"transformer.h.0.c"):
+        update(manifest, "transformer.wte.weight", "transformer.h.0.c")
+
+
+@pytest.mark.parametrize("published", [NAMES, [*NAMES, "lm_head.weight"]])
+@pytest.mark.parametrize("stored", [NAMES, [*NAMES, "lm_head.weight"]])
+def test_tied_head_is_optional(published: list[str], stored: list[str]) -> None:
+    update(Manifest(stored, layers=3, tied=True), *published)
