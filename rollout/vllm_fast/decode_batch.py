@@ -101,9 +101,8 @@ class DecodeBatch:
     def settle(self) -> None:
         """Update the rows after requests have joined or left."""
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
-        order = list(present)
-        self.places = np.array(order, int)
-        self.ids = [present[place].request_id for place in order]
+        self.places = np.array(list(present), int)
+        self.ids = [request.request_id for request in present.values()]
         self.one_each = dict.fromkeys(self.ids, 1)
         self.any_stop = frozenset().union(*(self.stops[place] for place in self.places))
         self.end = int(self.room.min())

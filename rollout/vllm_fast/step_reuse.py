@@ -41,8 +41,6 @@ class _KnownStep(NamedTuple):
     """vLLM's descriptor of the CUDA graph that ran the step."""
     state: Any
     """State that vLLM passes from the model's forward pass to sampling."""
-    planned: bool
-    """True if attention is planned inside the graph. No attention metadata is needed then."""
 
     def repeats_in(self, output: SchedulerOutput) -> bool:
         """Return True if a step has the same rows as this one and does nothing else."""
@@ -103,14 +101,12 @@ class _StepReuse:
             or graph.num_tokens != batch.num_tokens_after_padding
         ):
             return None
-        metadata = state.attn_metadata.values()
         return _KnownStep(
             counts=output.num_scheduled_tokens,
             ids=ids,
             requests=batch.idx_mapping_np,
             graph=graph,
             state=state,
-            planned=all(getattr(each, "step", None) is not None for each in metadata),
         )
 
     def _graph(self, rows: int) -> Any:
@@ -153,18 +149,17 @@ class _StepReuse:
         bound = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
         bound[: batch.num_reqs] = torch.from_numpy(computed + 1)
         batch.seq_lens_cpu_upper_bound = bound
-        state = known.state._replace(finished_req_ids=output.finished_req_ids)
-        if not known.planned:
-            rows, tokens = batch.num_reqs_after_padding, batch.num_tokens_after_padding
-            metadata = runner.model_state.prepare_attn(
-                batch,
-                known.graph.cg_mode,
-                tuple(table[:rows] for table in tables.input_block_tables),
-                tables.slot_mappings[:, :tokens],
-                runner.attn_groups,
-                runner.kv_cache_config,
-            )
-            state = state._replace(attn_metadata=metadata)
+        rows, tokens = batch.num_reqs_after_padding, batch.num_tokens_after_padding
+        metadata = runner.model_state.prepare_attn(
+            batch,
+            known.graph.cg_mode,
+            tuple(table[:rows] for table in tables.input_block_tables),
+            tables.slot_mappings[:, :tokens],
+            runner.attn_groups,
+            runner.kv_cache_config,
+        )
+        finished = output.finished_req_ids
+        state = known.state._replace(finished_req_ids=finished, attn_metadata=metadata)
         hidden_states = self._run(known.graph, state)
         state = state._replace(input_batch=batch, hidden_states=hidden_states)
         runner.execute_model_state = state

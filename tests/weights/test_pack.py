@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.weights import pack
@@ -20,15 +20,10 @@ from keel.weights.buckets import ALIGNMENT, FlatBucket, unpack_flat
 from keel.weights.manifest import Manifest
 from keel.weights.pack import BucketPacker
 from tests.buckets import pack_buckets, unpack_bucket
-from tests.model.test_load import CONFIGS
+from tests.model.test_load import MOE_LAYERS, built
 
 SIZE = 6_000
-MOE, DEEPSEEK = "qwen3_moe, one dense layer", "deepseek_v3, dense first"
-
-
-def make(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[family])
+MOE, DEEPSEEK = "qwen3_moe", "deepseek_v3"
 
 
 def change(model: PreTrainedModel) -> None:
@@ -52,10 +47,10 @@ def assert_current(packed: list[FlatBucket], model: PreTrainedModel, dtype: torc
         assert torch.equal(actual[name], tensor if exact else tensor.to(dtype)), name
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", MOE_LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_pass_has_current_weights(family: str, dtype: torch.dtype) -> None:
-    model = make(family)
+    model = built(family)
     packer = BucketPacker(model, dtype, SIZE)
     first = list(packer.buckets())
     assert_current(first, model, dtype)
@@ -67,7 +62,7 @@ def test_every_pass_has_current_weights(family: str, dtype: torch.dtype) -> None
 
 
 def test_routing_bias_keeps_its_precision(tmp_path: Path) -> None:
-    make(DEEPSEEK).save_pretrained(tmp_path)
+    built(DEEPSEEK).save_pretrained(tmp_path)
     model = load_policy(str(tmp_path), torch.bfloat16)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     bias = dict(model.named_buffers())[name]
@@ -79,9 +74,9 @@ def test_routing_bias_keeps_its_precision(tmp_path: Path) -> None:
         assert actual[name.replace("e_score_correction_bias", "weight")].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", MOE_LAYERS)
 def test_later_passes_skip_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(family)
+    model = built(family)
     packer = BucketPacker(model, torch.float32, 10**9)
     (first,) = packer.buckets()
     monkeypatch.setattr(pack, "as_checkpoint", None)
@@ -97,7 +92,7 @@ def test_later_passes_skip_transformers(family: str, monkeypatch: pytest.MonkeyP
 def test_computed_modules_are_converted_every_pass(
     change_tensor: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, original = make(MOE), pack.as_checkpoint
+    model, original = built(MOE), pack.as_checkpoint
 
     def computed(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         named = original(model, tensors)
@@ -118,7 +113,7 @@ def test_computed_modules_are_converted_every_pass(
 
 def test_modules_gather_once_in_the_same_order() -> None:
     """As under ZeRO-3, where tensors are empty between passes."""
-    model = make(MOE)
+    model = built(MOE)
     gathered: list[str] = []
 
     @contextmanager
@@ -141,7 +136,7 @@ def test_modules_gather_once_in_the_same_order() -> None:
 
 
 def test_packing_holds_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    packer = BucketPacker(make(MOE), torch.float32, SIZE)
+    packer = BucketPacker(built(MOE), torch.float32, SIZE)
     number = sum(1 for _ in packer.buckets())
     made: list[weakref.ref[Tensor]] = []
     held: list[int] = []
