@@ -19,7 +19,7 @@ from keel.trainer.run.signals import Interrupt
 from keel.trainer.run.view import View
 from keel.trainer.sft import SftParts, fit
 
-PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
+_PREEMPTED = "{signal}: stopping after this step, with a checkpoint"
 
 
 def sft(recipe: str, overrides: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
         if runtime.watchdog is not None:
             runtime.watchdog.say = partial(journal.say, "frozen")
         interrupt = stack.enter_context(
-            Interrupt(view.say, preempted_first=PREEMPTED_FIRST, grace_s=task.config.run.grace_s)
+            Interrupt(view.say, preempted_first=_PREEMPTED, grace_s=task.config.run.grace_s)
         )
         attempt = None
         if (recovery := runtime.oom_recovery) is not None:

@@ -1,7 +1,7 @@
 """An environment in which the policy revises its own proof.
 
-The policy writes a proof together with an evaluation of it. It is asked to revise them until the
-evaluation finds no flaw or no revisions are left (DeepSeek-V3.2, appendix D; DeepSeekMath-V2,
+The policy writes a proof together with an evaluation of it. It revises both until the evaluation
+finds no flaw or no revisions are left (DeepSeek-V3.2, appendix D; DeepSeekMath-V2,
 section 2.3). The last proof is graded with the prompt's spec of kind `proof`. The policy is trained
 on every revision.
 """

@@ -43,8 +43,8 @@ class Candidate:
         return LANGUAGES[self.source.language]
 
     def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:
-        """Return the changed paths with their new contents. The content is None for a removed
-        file."""
+        """Return the changed paths with their new contents. A removed file has the content
+        None."""
         paths = {*self.base, *self.after}
         return {
             path: self.after.get(path)

@@ -137,7 +137,7 @@ async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, i
 
 
 def _marks_of(text: str) -> dict[str, int]:
-    """Return the marks in the last valid JSON object of a reply, or {} if there is none."""
+    """Return the marks in the last valid JSON object of a reply, or {} without one."""
     objects: Sequence[str] = re.findall(r"\{[^{}]*\}", text)
     for value in reversed(objects):
         try:

@@ -53,7 +53,7 @@ async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
 
 
 def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
-    """Open the environment in the same way as it is opened for the policy."""
+    """Open the environment like an episode of the policy."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
@@ -345,8 +345,8 @@ def _map_leaves(change: _Leaf, value: Any) -> Any:
 
 
 def _halve_entries(value: Any) -> Any:
-    """Drop half of the entries so that counts change. The entries are those of a list, of the lists
-    in an object, of a flat object, or the lines of a text."""
+    """Drop half of the entries so that counts change. An entry belongs to a list, to the lists in
+    an object or to a flat object, or is a line of a text."""
     if isinstance(value, list):
         each = cast(list[Any], value)
         return each[: len(each) // 2]

@@ -140,9 +140,7 @@ class Engines:
 
 def kind_of(spec: EngineSpec) -> EngineSpec:
     """Reduce a spec to the fixed properties of an engine: no weights, seed or sampling parameters.
-
-    Sampling seeds are therefore the same in all runs.
-    """
+    Sampling seeds are therefore the same in all runs."""
     sampling = SamplingConfig(top_k=spec.config.sampling.top_k)
     config = replace(spec.config, sampling=sampling)
     return replace(spec, model_path="", tokenizer="", seed=0, config=config)
@@ -151,9 +149,7 @@ def kind_of(spec: EngineSpec) -> EngineSpec:
 @contextmanager
 def in_this_process() -> Iterator[None]:
     """Let `keel.commands.cli.main` run `train`, `sft` and `eval` in this process, on a CPU.
-
-    Environments are checked once, not by each command.
-    """
+    Environments are checked once, not by each command."""
     engines, tried = Engines(), dict[str, dict[str, str]]()
 
     def check_environments(config: Config, chat: Any, dataset: Dataset) -> dict[str, str]:
