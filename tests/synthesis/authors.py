@@ -1,13 +1,20 @@
-"""Authors with scripted replies."""
+"""Authors with scripted replies, and runs of pipelines with them."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from keel.commands.synthesize import Pipeline, make_all
 from keel.rl.turns import Message, ToolSpec
 from keel.synthesis.author import AuthorReply
+from keel.synthesis.ledger import Ledger
+from tests.rewards.judge.judge_server import Reply
+from tests.waiting import PATIENCE_S
 
 Writes = Callable[[Sequence[Message], Sequence[ToolSpec], str], AuthorReply | str]
 """Reply from messages, tools and purpose."""
@@ -31,3 +38,31 @@ class ScriptedAuthor:
         else:
             reply = self.script(messages, tools, purpose)
         return AuthorReply(content=reply) if isinstance(reply, str) else reply
+
+
+def completion(message: dict[str, Any], finish: str = "stop", **usage: int) -> Reply:
+    """Return a chat completion of an endpoint."""
+    body = {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"total_tokens": sum(usage.values()), **usage} if usage else None,
+    }
+    return Reply(json.dumps(body))
+
+
+def run_pipeline(
+    pipeline: Pipeline, folder: Path, say: Callable[[str], object] = print
+) -> tuple[str, dict[str, Any]]:
+    """Make all tasks, and return the reason for an early end and the report."""
+
+    async def made() -> tuple[str, dict[str, Any]]:
+        with Ledger(folder, {}) as ledger:
+            async with pipeline:
+                how: dict[str, Any] = {"at_once": 2, "say": say, "stop": asyncio.Event()}
+                why = await make_all(pipeline.keys, pipeline.make, ledger, **how)
+            return why, ledger.report()
+
+    return asyncio.run(asyncio.wait_for(made(), 2 * PATIENCE_S))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,24 +20,13 @@ from keel.synthesis.author import (
     SynthesisBudget,
 )
 from tests.rewards.judge.judge_server import Reply, Server, running
+from tests.synthesis.authors import completion
 from tests.waiting import PATIENCE_S
 
 LOOK = ToolSpec(
     name="look", description="", parameters={"type": "object", "properties": {}, "required": []}
 )
 ASK = ({"role": "user", "content": "Write a task."},)
-
-
-def completion(message: dict[str, Any], finish: str = "stop", **usage: int) -> Reply:
-    body = {
-        "id": "1",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
-        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-        "usage": {"total_tokens": sum(usage.values()), **usage} if usage else None,
-    }
-    return Reply(json.dumps(body))
 
 
 def words(text: str, **usage: int) -> Reply:

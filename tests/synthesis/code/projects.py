@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from keel.commands.synthesize import make_all
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 from keel.examples.small.pace import PYTHON, SETUP, TEST
@@ -19,8 +17,7 @@ from keel.synthesis.author import Author
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.code.pipeline import CodePipeline
 from keel.synthesis.code.sandboxes import CodeSandboxes
-from keel.synthesis.ledger import Ledger
-from tests.synthesis.authors import ScriptedAuthor
+from tests.synthesis.authors import ScriptedAuthor, run_pipeline
 from tests.waiting import PATIENCE_S
 
 ISSUE = (
@@ -93,28 +90,12 @@ def made(
     config: CodeTasksConfig, folder: Path, author: Author | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Run the pipeline; returns the report and the printed lines."""
-
-    async def run() -> tuple[dict[str, Any], list[str]]:
-        lines: list[str] = []
-        with Ledger(folder, {}) as ledger:
-            async with CodePipeline(config, author or ScriptedAuthor([]), folder) as pipeline:
-                why = await make_all(
-                    pipeline.keys,
-                    pipeline.make,
-                    ledger,
-                    at_once=2,
-                    say=lines.append,
-                    stop=asyncio.Event(),
-                )
-            assert not why, lines
-            return ledger.report(), lines
-
-    needs_sandbox(config, folder)
-    return asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE_S))
-
-
-def needs_sandbox(config: CodeTasksConfig, folder: Path) -> None:
     try:
         CodeSandboxes(config, folder)
     except ConfigError as error:
         pytest.skip(str(error))
+    lines: list[str] = []
+    pipeline = CodePipeline(config, author or ScriptedAuthor([]), folder)
+    why, report = run_pipeline(pipeline, folder, lines.append)
+    assert not why, lines
+    return report, lines

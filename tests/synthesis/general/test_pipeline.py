@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from keel.commands.synthesize import make_all
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply, BudgetSpent
 from keel.synthesis.general.pipeline import GeneralPipeline
-from keel.synthesis.ledger import Ledger
 from tests.agents.sandboxes import wrap_of
-from tests.synthesis.authors import ScriptedAuthor
+from tests.synthesis.authors import ScriptedAuthor, run_pipeline
 from tests.synthesis.general.kit import (
     FRUIT,
     HARDER_SOLVE,
@@ -27,7 +24,6 @@ from tests.synthesis.general.kit import (
     VERIFY,
     config,
 )
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -113,16 +109,7 @@ def made(
     settings = config(**options)
     out = folder / "out"
     pipeline = GeneralPipeline(settings, out, author=author, reference=author, seed=1)
-
-    async def all_of_them() -> tuple[str, dict[str, Any]]:
-        with Ledger(out, {}) as ledger:
-            async with pipeline:
-                why = await make_all(
-                    pipeline.keys, pipeline.make, ledger, at_once=2, say=print, stop=asyncio.Event()
-                )
-            return why, ledger.report()
-
-    return *asyncio.run(asyncio.wait_for(all_of_them(), 2 * PATIENCE_S)), pipeline
+    return *run_pipeline(pipeline, out), pipeline
 
 
 def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:

@@ -14,20 +14,13 @@ from keel.rl.turns import ToolSpec
 from keel.synthesis.author import AuthorReply
 from tests.agents.environments.search.corpus import write_corpus
 from tests.rewards.judge.judge_server import Reply, running
+from tests.synthesis.authors import completion
 from tests.synthesis.search.agents import Agents
 
 
 def reply(answer: AuthorReply | str) -> Reply:
     answer = AuthorReply(content=answer) if isinstance(answer, str) else answer
-    body = {
-        "id": "1",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
-        "choices": [{"index": 0, "message": answer.message(), "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10},
-    }
-    return Reply(json.dumps(body))
+    return completion(answer.message(), prompt_tokens=9, completion_tokens=1)
 
 
 def test_recipe_to_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
