@@ -206,7 +206,7 @@ def test_every_package_is_in_the_wheel() -> None:
 
 
 FENCED = ("trainer", "model")
-"""Packages with private parts of libraries in one file each; `rollout` has separate rules for vLLM."""
+"""Packages with private parts of libraries in one file each; `rollout` has rules for vLLM."""
 DEEPSPEED = "trainer/engine/deepspeed_internals.py"
 NAMED = (
     DEEPSPEED,
