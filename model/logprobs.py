@@ -8,8 +8,9 @@ convention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,20 +43,9 @@ def support_logprobs(
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
 
 
-class Head(Protocol):
-    """A module that computes log-probabilities from hidden states, such as
-    `keel.model.head.module.SupportHead`."""
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        kept_ids: Tensor,
-        kept_offsets: Tensor,
-        *,
-        temperature: float,
-        memo: dict[Any, Any],
-    ) -> tuple[Tensor, Tensor]: ...
+Head = Callable[..., tuple[Tensor, Tensor]]
+"""A module that computes log-probabilities and entropies from hidden states, with the arguments of
+`keel.model.head.module.SupportHead.forward`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,10 +179,8 @@ def _agent_metrics(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
         "agents/prefix_hit_fraction": share("cached_tokens", "repeated_tokens"),
     }
     contexts = {
-        "agents/contexts_extended": Sum(mean("contexts_extended").total),
-        "agents/contexts_branched": Sum(mean("contexts_branched").total),
-        "agents/contexts_rendered": Sum(mean("contexts_rendered").total),
-        "agents/contexts_refused": Sum(mean("contexts_refused").total),
+        f"agents/contexts_{kind}": Sum(mean(f"contexts_{kind}").total)
+        for kind in ("extended", "branched", "rendered", "refused")
     }
     return {
         "agents/turns_mean": mean("turns"),

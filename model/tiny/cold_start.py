@@ -165,7 +165,7 @@ def train(
     warmup = max(1, round(config.steps * _WARMUP))
     decay = max(1, config.steps - warmup)
     model.train()
-    with _one_thread(), _dense_attention(model):
+    with _reproducible(model):
         for step, (inputs, targets) in enumerate(
             _batches(examples, tokenizer, config, random.Random(seed))
         ):
@@ -194,27 +194,20 @@ def train(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use a single thread. Small GEMMs do not become faster with more threads, and rounding depends
-    on the number of threads."""
+def _reproducible(model: PreTrainedModel) -> Iterator[None]:
+    """Use a single thread, because rounding depends on the number of threads and small GEMMs do not
+    become faster with more. Let the model attend to all earlier tokens, because its indexer is not
+    trained yet."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _dense_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model attend to all earlier tokens, because its indexer is not trained yet."""
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     saved = [indexer.index_topk for indexer in indexers]
+    torch.set_num_threads(1)
     for indexer in indexers:
         indexer.index_topk = model.config.max_position_embeddings
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         for indexer, top_k in zip(indexers, saved, strict=True):
             indexer.index_topk = top_k
 
