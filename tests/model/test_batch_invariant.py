@@ -1,6 +1,6 @@
 """Batch-invariant layers with plain kernels, and the choice of kernel variants.
 
-tests/gpu/test_invariant.py and test_invariant_kernels.py test them with the engine's kernels.
+tests/gpu/test_mismatch.py and test_invariant_kernels.py test them with the engine's kernels.
 """
 
 from __future__ import annotations

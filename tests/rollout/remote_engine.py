@@ -255,7 +255,7 @@ class RemoteEngine:
 
     process: ProcessPoolExecutor
     sleeps: bool
-    """True if the engine can sleep. On GPUs, tests/gpu/test_sleep.py tests sleep instead."""
+    """True if the engine can sleep. On GPUs, tests/gpu tests sleep instead."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **named: self.process.submit(_call, name, *args, **named).result(

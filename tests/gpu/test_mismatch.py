@@ -1,4 +1,4 @@
-"""Engine against trainer on a small model, by `benchmarks.mismatch`."""
+"""Engine against trainer on a small model: batch-invariant kernels and the float32 residual."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.peers.shape import build_tokenizer
+from keel.model.batch_invariant.layers import FAMILIES
+from keel.model.layers.fused import use_fused_layers
+from keel.model.layers.residual import use_float32_residual
+from keel.model.trainable import decoder_layers
+from tests.gpu.marks import GPU
+from tests.model.layers.test_residual import build, error, gradients
 
 SIZE = {"prompts": 6, "group": 3, "prompt_tokens": 64, "tokens": 200, "gpu_memory_utilization": 0.2}
 
@@ -50,3 +57,43 @@ def write(folder: Path, family: str) -> None:
             torch.nn.init.normal_(weight, std=0.06)
     model.save_pretrained(folder)
     build_tokenizer(2000).save_pretrained(folder)
+
+
+pytestmark = GPU
+
+HEAD = 1e-5
+"""Nats: float32 logits, added up in another order."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ratios_are_one(family: str, tmp_path: Path) -> None:
+    found = mismatch(tmp_path, family, "bfloat16", "bfloat16-invariant")
+    ours = found["bfloat16-invariant"]
+    assert ours["logp_abs"] < HEAD
+    assert ours["ratio_max"] < 1 + 10 * HEAD
+    assert found["bfloat16"]["logp_abs"] > 100 * HEAD  # or this could not fail
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_those_of_float32(dtype: torch.dtype, compiled: bool) -> None:
+    model = build("qwen3", dtype).to("cuda").train()
+    use_fused_layers(model)
+    use_float32_residual(model)
+    if compiled:
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True)
+    ours = gradients(model)
+    exact = gradients(build("qwen3", dtype).float())
+    assert ours.keys() == exact.keys()
+    assert not [name for name in ours if error(ours[name], exact[name]) > 0.03]
+
+
+def test_engine_and_trainer_differ_less(tmp_path: Path) -> None:
+    """The second engine reuses the compile cache of the first."""
+    found = mismatch(tmp_path, "qwen3", "float16-compiled", "float16-residual")
+    ours, plain = (found[name]["logp_abs"] for name in ("float16-residual", "float16-compiled"))
+    assert ours < 0.9 * plain
