@@ -50,8 +50,8 @@ Head = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What the head needs to score the n trainable tokens in a micro-batch, in host memory. The
-    inputs depend only on the micro-batch, so all passes over it can share them."""
+    """The head's inputs for the n trainable tokens in a micro-batch, in host memory. They
+    depend only on the micro-batch, so all passes over it can share them."""
 
     rows: Tensor
     """[n] int64, the positions t of trainable tokens, ascending."""

@@ -16,7 +16,7 @@ CPU_S = 10
 """CPU time limit in seconds. Rendering a few short conversations takes milliseconds."""
 _WALL_S = 30.0
 _MEMORY = 2**30
-"""Memory limit in bytes, in addition to what the process already uses."""
+"""Memory limit in bytes, in addition to the memory that the process already uses."""
 _MAX_TEXT = 2**20
 """Maximum total number of characters in the rendered conversations."""
 _OUT_OF_MEMORY, _TOO_LONG = 3, 4

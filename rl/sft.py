@@ -17,7 +17,7 @@ from keel.rl.packing.prefix_sharing import unshared
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]
-"""Whether the loss is averaged over tokens or over conversations."""
+"""The unit that the loss is averaged over."""
 _FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
 
 

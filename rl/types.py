@@ -76,7 +76,7 @@ class Prompt:
     """The data source whose environment the policy acts in. If empty, the policy writes a single
     completion without tools."""
     raw: bool = False
-    """If True, the text of the only message is used as it is, without a chat template."""
+    """If True, the text of the only message is used unchanged, without a chat template."""
 
     @property
     def expected(self) -> str:
@@ -353,7 +353,7 @@ class ScoredGroup:
     scoring failed. The reasons are in `Group.dropped`."""
     notes_G: tuple[Mapping[str, str], ...] = ()
     """Comments on each score, by reward component or criterion, such as a judge's reasons or a
-    verifier's error. Empty if there are none."""
+    verifier's error. May be empty."""
 
     def __post_init__(self) -> None:
         count, owner = len(self.group.trajectories), f"group of {self.group.prompt.prompt_id}"

@@ -52,7 +52,8 @@ and the seconds."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """What the cold start teaches. The hyperparameters are in the recipe's `ColdStartConfig`."""
+    """The tasks that the cold start teaches. The hyperparameters are in the recipe's
+    `ColdStartConfig`."""
 
     seed: int
     """The seed for the questions and the initial weights."""
@@ -105,7 +106,7 @@ def taught_sources(
 
 def system_of(source: SourceConfig) -> str:
     """Return the system message for the source's questions, as in rollouts, or "" if it is missing.
-    A template for an environment is left out, because it needs the tools."""
+    A template for an environment is omitted, because it needs the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one

@@ -58,7 +58,7 @@ def balance(
     """Assign items to micro-batches so that all ranks take about the same time. Returns indices
     into `tokens` as [rank][micro-batch][item]. The longest items are placed first, each into the
     emptiest micro-batch. The number of micro-batches is the smallest multiple of `ranks` for which
-    no micro-batch exceeds `capacity`. An item larger than `capacity` gets a micro-batch of its own.
+    no micro-batch exceeds `capacity`. An item larger than `capacity` gets a separate micro-batch.
     Micro-batches of similar size run at the same time on all ranks, and the order of the ranks
     alternates so that their totals are similar too.
 

@@ -30,7 +30,7 @@ def pack(
     references: Mapping[str, int] | None = None,
 ) -> list[TrainBatch]:
     """Pack the groups of one optimizer step into one `TrainBatch` per rank. A micro-batch holds at
-    most `micro_batch_tokens` tokens. A segment that is longer gets a micro-batch of its own. All
+    most `micro_batch_tokens` tokens. A longer segment gets a separate micro-batch. All
     ranks have the same number of micro-batches, so that their collectives match. A rank with too
     few is given micro-batches of a single token that is not trained on. The same `groups` always
     give the same result.

@@ -63,7 +63,7 @@ def prefix_group_size(count: int, shared: int, whole: int) -> int:
 
 
 def unshared(items: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Put each item into a group of its own, so that no prefix is shared."""
+    """Put each item into a separate group, so that no prefix is shared."""
     return [PrefixGroup((item,)) for item in items]
 
 

@@ -70,10 +70,11 @@ def scored(
     *,
     parts: Sequence[dict[str, float]] | None = None,
     dropped: tuple[str, ...] = (),
+    name: str = "p",
     **fields: Any,
 ) -> ScoredGroup:
     rewards_G = np.asarray(rewards, np.float32)
-    name = trajectories[0].prompt_id if trajectories else "p"
+    name = trajectories[0].prompt_id if trajectories else name
     return ScoredGroup(
         group=Group(
             prompt=prompt(name, **fields), trajectories=tuple(trajectories), dropped=dropped
@@ -91,98 +92,62 @@ def finished(
     rewards: tuple[float, ...] | None = None,
 ) -> ScoredGroup:
     """Build a group of completions with one token per version."""
-    tokens = len(versions)
-    segment = Segment(
-        prompt_id=name,
-        token_ids_T=np.arange(tokens + 1, dtype=np.int32),
-        trainable_T=np.array([False] + [True] * tokens),
-        logp_old_T=np.array([0.0] + [-1.0] * tokens, np.float32),
-        version_T=np.array([-1, *versions], np.int32),
-    )
-    trajectories = tuple(
-        Trajectory(
-            prompt_id=name, sibling=i, segments=(segment,), finish_reason="stop", messages=({},)
-        )
-        for i in range(len(correct))
-    )
-    values = np.array(correct if rewards is None else rewards, np.float32)
-    return ScoredGroup(
-        group=Group(prompt=prompt(name), trajectories=trajectories),
-        rewards_G=values,
-        parts_G=tuple({"correct": value} for value in correct),
-        advantages_G=values - values.mean() if len(values) else values,
+    one = segment(0, len(versions) + 1, name=name)
+    one = replace(one, version_T=np.array([-1, *versions], np.int32))
+    return scored(
+        [replace(trajectory(one, sibling=i), messages=({},)) for i in range(len(correct))],
+        correct if rewards is None else rewards,
+        parts=[{"correct": value} for value in correct],
+        name=name,
     )
 
 
-def random_groups(
-    seed: int,
-    *,
-    groups: int = 4,
-    size: int = 3,
-    longest: int = 12,
-    uniform: float = 0.3,
-    routes: bool = True,
-    kept: bool = True,
-) -> list[ScoredGroup]:
-    """Draw groups with one or two segments per answer and unique token ids.
+def random_groups(seed: int, *, groups: int = 4) -> list[ScoredGroup]:
+    """Draw groups of three answers with one or two segments and unique token ids.
 
-    A fraction `uniform` of the groups have equal rewards, and about half a KL coefficient.
+    A third of the groups have equal rewards, and about half a KL coefficient.
     """
     random = np.random.default_rng(seed)
     result: list[ScoredGroup] = []
     first = 0
     for index in range(groups):
         answers: list[Trajectory] = []
-        for sibling in range(size):
+        for sibling in range(3):
             segments: list[Segment] = []
             for _ in range(random.integers(1, 3)):
-                tokens = int(random.integers(2, longest + 1))
+                tokens = int(random.integers(2, 13))
                 context = int(random.integers(1, tokens))
-                segments.append(
-                    segment(
-                        *(first, tokens),
-                        name=f"p{index}",
-                        context=context,
-                        routes=routes,
-                        kept=kept,
-                    )
-                )
+                how = {"name": f"p{index}", "context": context, "routes": True, "kept": True}
+                segments.append(segment(first, tokens, **how))
                 first += tokens
             answers.append(trajectory(*segments, sibling=sibling))
-        rewards = np.arange(size) * float(random.random() > uniform)
+        rewards = np.arange(3) * float(random.random() > 0.3)
         kl_coef = 0.25 * float(random.random() > 0.5)
         result.append(scored(answers, rewards.tolist(), kl_coef=kl_coef))
     return result
 
 
-def prompted_groups(
-    seed: int, *, groups: int = 3, size: int = 5, routes: bool = True, kept: bool = True
-) -> list[ScoredGroup]:
-    """Draw groups with a common prompt of up to 60 tokens and otherwise unique token ids.
+def prompted_groups(seed: int) -> list[ScoredGroup]:
+    """Draw groups of five answers with a common prompt of up to 60 tokens and otherwise unique ids.
 
     About one answer in six has a second segment.
     """
     random = np.random.default_rng(seed)
     result: list[ScoredGroup] = []
     first = 0
-    for index in range(groups):
+    for index in range(3):
         prefix = np.arange(first, first := first + int(random.integers(1, 60)), dtype=np.int32)
         answers: list[Trajectory] = []
-        for sibling in range(size):
+        for sibling in range(5):
             segments: list[Segment] = []
             for _ in range(1 + (random.random() < 1 / 6)):
-                own = int(random.integers(1, 30))
-                whole = segment(
-                    *(first - len(prefix), len(prefix) + own),
-                    name=f"p{index}",
-                    context=len(prefix),
-                    routes=routes,
-                    kept=kept,
-                )
+                own, context = int(random.integers(1, 30)), len(prefix)
+                how = {"name": f"p{index}", "context": context, "routes": True, "kept": True}
+                whole = segment(first - context, context + own, **how)
                 first += own
                 segments.append(with_prefix(whole, prefix))
             answers.append(trajectory(*segments, sibling=sibling))
-        rewards = random.integers(0, 2, size).tolist()
+        rewards = random.integers(0, 2, 5).tolist()
         result.append(scored(answers, rewards, kl_coef=0.25 * float(random.random() > 0.5)))
     return result
 
