@@ -41,6 +41,7 @@ class EpisodeKind:
     """How to run the episodes of one environment."""
 
     environment: Callable[[], Environment]
+    chat: Chat
     budget: Budget
     context: ContextManager
     program: AgentProgram | None = None
@@ -60,7 +61,6 @@ class EpisodeRunner:
         self,
         kinds: Mapping[str, EpisodeKind],
         *,
-        chat: Chat,
         turns: TurnSampler,
         seed: int,
         most_open: int,
@@ -71,7 +71,7 @@ class EpisodeRunner:
         shared resources of the environments at the end."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         make_room(len(PURPOSES) * most_open, programs=has_programs)
-        self._kinds, self._chat, self._turns, self._seed = kinds, chat, turns, seed
+        self._kinds, self._turns, self._seed = kinds, turns, seed
         self._starting = asyncio.Semaphore(_STARTING)
         self._endpoint: Endpoint | None = None
         self._closing = closing
@@ -201,7 +201,7 @@ class EpisodeRunner:
             episode = make_episode(
                 environment=kind.environment(),
                 task=prompt,
-                chat=self._chat,
+                chat=kind.chat,
                 sample=sample,
                 budget=kind.budget,
                 context=kind.context,

@@ -268,6 +268,7 @@ def main() -> None:
         pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
         kind = EpisodeKind(
             environment=Looking,
+            chat=CallingChat(TemplateChat(tokenizer)),
             budget=Budget(
                 turns=TURNS,
                 turn_tokens=TURN_TOKENS,
@@ -278,7 +279,6 @@ def main() -> None:
         )
         runner = EpisodeRunner(
             {"look": kind},
-            chat=CallingChat(TemplateChat(tokenizer)),
             turns=lambda request, purpose: pool.turn(request, purpose=purpose),
             seed=0,
             most_open=EPISODES,

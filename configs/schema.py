@@ -205,12 +205,15 @@ class Config(Section):
         ok = agents.context != "summary" or agents.summary_tokens < self.window // 2
         rule = f"must be less than half of the window of {self.window} tokens (agents.window)"
         self.require(ok, "agents.summary_tokens", rule)
-        for source in self.data.sources:
-            ok = source.thinking or not source.environment.enabled or not agents.tools_in_thinking
-            source.require(ok, "thinking", "must be true with agents.tools_in_thinking")
-            ok = agents.tools_in_thinking or source.system_template != "tools-in-thinking"
-            rule = "needs agents.tools_in_thinking. Set it, or choose tools"
-            source.require(ok, "system_template", rule)
+
+    def calls_in_thinking(self, source: SourceConfig) -> bool:
+        """Whether tools are called inside the thinking in episodes of this source: if its
+        `system_template` is tools-in-thinking, or with `agents.tools_in_thinking`, unless it does
+        not think or its template is tools."""
+        template = source.system_template
+        inside = self.agents.tools_in_thinking and template != "tools"
+        thinks = source.environment.enabled and source.thinking
+        return thinks and (inside or template == "tools-in-thinking")
 
     @property
     def with_agents(self) -> bool:

@@ -65,14 +65,14 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
     try:
         chat = TemplateChat(
             tokenizer,
-            tools_in_thinking=config.agents.tools_in_thinking,
             ends=ends,
             marks=config.model.thinking_marks,
         )
         check_prefix_law(chat, modes=sorted(modes), tools=())
-        if chat.tools_in_thinking:
-            check_prefix_law(chat, modes=sorted(modes))
-            check_calls_in_thinking(chat)
+        if any(map(config.calls_in_thinking, config.data.sources)):
+            inside = chat.inside_thinking()
+            check_prefix_law(inside, modes=[True])
+            check_calls_in_thinking(inside)
     except ValueError as error:
         raise _unusable(config, error) from error
     return chat
@@ -229,7 +229,11 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
     fork_servers: list[ForkServer] = []
 
     def kind(source: SourceConfig) -> EpisodeKind:
+        own_chat = chat
+        if isinstance(chat, TemplateChat) and config.calls_in_thinking(source):
+            own_chat = chat.inside_thinking()
         return EpisodeKind(
+            chat=own_chat,
             environment=_environment_factory(config, source, starting, fork_servers),
             budget=budget(config, source),
             context=ContextManager(
@@ -246,7 +250,6 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
     return EpisodeRunner(
         {source.name: kind(source) for source in sources},
         closing=[server.close for server in fork_servers],
-        chat=chat,
         turns=turns,
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
@@ -262,7 +265,7 @@ def budget(config: Config, source: SourceConfig) -> Budget:
         window=limits.window,
         timeout_s=config.rollout.timeout_s,
         call_s=limits.call_s,
-        calls=config.agents.max_thinking_calls if config.agents.tools_in_thinking else math.inf,
+        calls=config.agents.max_thinking_calls if config.calls_in_thinking(source) else math.inf,
     )
 
 

@@ -405,7 +405,7 @@ def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
             sources=config.data.sources,
             heldout_questions={str(each.messages[-1]["content"]) for each in heldout},
             demonstrate=partial(demonstrate, config),
-            tools_in_thinking=config.agents.tools_in_thinking,
+            tools_in_thinking=[s.name for s in config.data.sources if config.calls_in_thinking(s)],
         )
         device = "cuda" if gpu and torch.cuda.is_available() else "cpu"
         folder = ensure_tiny_model(config.model.tiny, curriculum, device=device, progress=show)

@@ -248,7 +248,8 @@ def prepare(
         chats += "" if tokenizer.chat_template else ", since the tokenizer has no chat template"
         if chat:
             chats += f"; calls are read as in the format {chat.format.name}"
-            chats += ", inside the thinking alone" if chat.tools_in_thinking else ""
+            inside = [s.name for s in config.data.sources if config.calls_in_thinking(s)]
+            chats += f", inside the thinking in {', '.join(inside)}" if inside else ""
     notes, failed = {"chats": chats}, list[str]()
     for name, note in check_rewards(config, dataset).items():
         if note.startswith(FAILED):

@@ -141,7 +141,8 @@ class AgentsConfig(Section):
     120 s, as in DeepSeek-V3.2, Appendix B, Table 7."""
     tools_in_thinking: bool = False
     """Let the policy call tools inside its reasoning, which continues after each result, and
-    nowhere else. DeepSeek-V3.2, Appendix B, Table 8."""
+    nowhere else. Sources with `thinking: false` or `system_template: tools` call them as usual.
+    DeepSeek-V3.2, Appendix B, Table 8."""
     max_thinking_calls: int = knob(20, ge=1)
     """Maximum number of calls inside the reasoning per trajectory. More calls return an error."""
     context: Literal["none", "summary", "discard-75", "discard-all"] = "none"

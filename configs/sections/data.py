@@ -149,8 +149,8 @@ class SourceConfig(Section):
     """System message before each prompt. Empty: none."""
     system_template: SystemTemplate = "none"
     """Built-in system prompt, placed before `system` or the environment's opening: reasoning (think
-    first, then answer), tools, or tools-in-thinking (`agents.tools_in_thinking`). After the cold
-    start of DeepSeek-V3.2, Tables 6 to 8."""
+    first, then answer), tools, or tools-in-thinking (call tools inside the reasoning). After the
+    cold start of DeepSeek-V3.2, Tables 6 to 8."""
     on_bad_line: Literal["error", "skip"] = "error"
     """jsonl, file, hub: handling of malformed rows. Skipped rows are counted and reported."""
     rewards: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0})

@@ -186,7 +186,7 @@ def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str 
             for s in sources
             if (e := s.environment).demonstrations
         ],
-        "tools_in_thinking": curriculum.tools_in_thinking,
+        "tools_in_thinking": sorted(curriculum.tools_in_thinking) or False,
         "device": device if config.cold_start.steps else "cpu",
     }
     text = json.dumps(content, sort_keys=True, default=str)

@@ -62,8 +62,8 @@ class Curriculum:
     """Questions that must not be used for training."""
     demonstrate: _Demonstrate | None = None
     """Function that provides scripted conversations. It must be picklable for training on a GPU."""
-    tools_in_thinking: bool = False
-    """Whether tool calls are placed inside the thinking block (see `conversation_ids`)."""
+    tools_in_thinking: Collection[str] = ()
+    """Sources whose tool calls are placed inside the thinking (see `conversation_ids`)."""
 
 
 class MaskedIds(NamedTuple):
@@ -134,7 +134,7 @@ def make_examples(
         share = math.ceil(count * source.weight / total)
         if demonstrate is not None and demonstrated(source):
             pairs = demonstrate(source.name, share)
-            inside = curriculum.tools_in_thinking
+            inside = source.name in curriculum.tools_in_thinking
             examples += _scripted_examples(source, pairs, tokenizer, inside, max_context)
         else:
             examples += _question_examples(source, tokenizer, curriculum, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -60,6 +61,12 @@ class TemplateChat:
         self.tool_modes: set[bool] = set()
         """Thinking modes (on or off) in which a conversation with tools has started."""
         self._prefixes: dict[bool, str] = {}
+
+    def inside_thinking(self) -> TemplateChat:
+        """Return the same format with tool calls inside the thinking."""
+        result = copy.copy(self)
+        result.tools_in_thinking = True
+        return result
 
     @property
     def label(self) -> str:

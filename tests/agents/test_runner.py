@@ -41,8 +41,11 @@ def running(
 ) -> Iterator[EpisodeRunner]:
     """turns: a policy, or a `TurnSampler`."""
     with EpisodeRunner(
-        {"sums": EpisodeKind(environment=factory or Factory(), budget=BUDGET, context=NO_CONTEXT)},
-        chat=CHAT,
+        {
+            "sums": EpisodeKind(
+                environment=factory or Factory(), chat=CHAT, budget=BUDGET, context=NO_CONTEXT
+            )
+        },
         turns=turns.submit if isinstance(turns, Policy) else turns,
         seed=1,
         most_open=most_open,

@@ -213,13 +213,20 @@ def test_agent_limits_must_leave_room(agents: dict[str, Any], knob: str) -> None
         agentic(**agents)
 
 
-def test_tools_in_thinking_need_thinking() -> None:
-    prompted = shop(system_template="tools-in-thinking")
-    with pytest.raises(ConfigError, match="system_template"):
-        agentic(prompted)
-    assert agentic(prompted, SUMS, tools_in_thinking=True).agents.max_thinking_calls == 20
-    with pytest.raises(ConfigError, match=r"sources\[shop\].thinking"):
-        agentic(shop(thinking=False), tools_in_thinking=True)
+def test_sources_decide_whether_tools_are_called_inside_thinking() -> None:
+    def inside(*sources: SourceConfig, **agents: Any) -> list[bool]:
+        config = agentic(*sources, **agents)
+        return [config.calls_in_thinking(source) for source in config.data.sources]
+
+    sources = (
+        shop(system_template="tools-in-thinking"),
+        shop(name="plain", system_template="tools"),
+        shop(name="none"),
+        shop(name="silent", thinking=False),
+        SUMS,
+    )
+    assert inside(*sources) == [True, False, False, False, False]
+    assert inside(*sources, tools_in_thinking=True) == [True, False, True, False, False]
 
 
 def test_window_determines_the_context() -> None:

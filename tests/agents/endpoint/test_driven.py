@@ -110,6 +110,7 @@ def running(
             {
                 name: EpisodeKind(
                     environment=environment,
+                    chat=CHAT,
                     budget=replace(BUDGET, turns=4, timeout_s=seconds),
                     context=NO_CONTEXT,
                     program=AgentProgram(
@@ -119,7 +120,6 @@ def running(
                 )
                 for name, code in programs.items()
             },
-            chat=CHAT,
             turns=policy if callable(policy) else policy.submit,
             seed=1,
             most_open=64,
