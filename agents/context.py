@@ -17,7 +17,7 @@ Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"discard-75": 0.75, "discard-all": 1.0}
 """The fraction of the tool calls that each method removes from the context."""
 
-_ASK_FOR_SUMMARY = (
+ASK_FOR_SUMMARY = (
     "The conversation is about to outgrow its window. Write down what is needed to go on without "
     "it: what was asked, what was done and found out, with names and figures, and what is left to "
     "do. Call no tool."
@@ -38,8 +38,8 @@ class Rewrite:
 class AskFirst:
     """A question to ask the policy before rewriting the context."""
 
-    messages: tuple[Message, ...]
-    """Messages to append to the current context, or to the context after `before`."""
+    question: str
+    """The question, for the current context or for the context after `before`."""
     before: Rewrite | None = None
     """A rewrite to apply first if the current context leaves no room for the answer."""
     fallback: Rewrite
@@ -60,7 +60,7 @@ class ContextManager:
     method: Method
     window: int
     most: int
-    """Maximum number of rewrites. After that, the trajectory ends when its window is full."""
+    """Maximum number of rewrites, or 0 for no limit. Then the trajectory ends with its window."""
     summary_tokens: int = 1024
     """Tokens reserved for the question and the policy's summary."""
 
@@ -69,7 +69,8 @@ class ContextManager:
     ) -> Rewrite | AskFirst | None:
         """Return what to do to `view`, the current context of `tokens` tokens, before the next
         turn, or None if no rewrite is due or nothing can be removed."""
-        if self.method == "none" or rewrites >= self.most or tokens < _FULL * self.window:
+        spent = 0 < self.most <= rewrites
+        if self.method == "none" or spent or tokens < _FULL * self.window:
             return None
         steps: list[list[Message]] = []  # an assistant message with its results, or another message
         for message in view[len(opening) :]:
@@ -88,9 +89,8 @@ class ContextManager:
             return shorter
         if not steps or (not fits and shorter is None):
             return None
-        question: Message = {"role": "user", "content": _ASK_FOR_SUMMARY}
         return AskFirst(
-            messages=(question,),
+            question=ASK_FOR_SUMMARY,
             before=None if fits else shorter,
             fallback=shorter or Rewrite(messages=tuple(view)),
         )

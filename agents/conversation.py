@@ -239,6 +239,20 @@ class Conversation:
         else:
             record.extend(extended)
 
+    def ask(self, question: str) -> None:
+        """Ask the policy a question at the end of the last tool result, where thinking goes on.
+
+        After a user's message, which ends thinking, the question is a user's message too.
+        """
+        last = self.view[-1]
+        if last["role"] != "tool":
+            self.answer([{"role": "user", "content": question}])
+            return
+        asked = {**last, "content": f"{last['content']}\n\n{question}"}
+        self.view[-1] = asked
+        self.transcript = [asked if message is last else message for message in self.transcript]
+        self.answer(())
+
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Append messages to the context and the transcript without changing the token ids."""
         self.view += messages

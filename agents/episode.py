@@ -165,7 +165,7 @@ class Episode:
         if isinstance(rewrite, AskFirst):
             if rewrite.before is not None:
                 conversation.rewrite(rewrite.before.messages, added=rewrite.before.added)
-            conversation.answer(rewrite.messages)
+            conversation.ask(rewrite.question)
             turn = await self._speak(conversation, self.context.summary_tokens)
             if isinstance(turn, str):
                 return turn

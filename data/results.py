@@ -55,6 +55,35 @@ def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -
     }
 
 
+def scores_by_steps(asked: Sequence[Asked]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return scores by the mean number of steps, as in Figure 6 of DeepSeek-V3.2 (2025).
+
+    In the first result, one trajectory may take more and more steps. In the second, more and more
+    trajectories run in parallel (`fewest_steps_at_k`). A step is a turn. Without turns, both are
+    empty.
+    """
+    samples = [sample for one in asked for sample in one.samples]
+    if not samples or not all("turns" in sample for sample in samples):
+        return {}, {}
+    total = sum(one.number for one in asked)
+    solved = [
+        steps
+        for one in asked
+        for steps, right in zip(one.steps, one.right, strict=True)
+        if right and steps is not None
+    ]
+    turns = [sample["turns"] for sample in samples]
+    longer = {  # a trajectory counts as if it had been stopped after `most` steps
+        round(fmean(min(each, most) for each in turns)): sum(s <= most for s in solved) / total
+        for most in sorted({*turns})
+    }
+    wider = {
+        round(k * fmean(turns)): fmean(fewest_steps_at_k(one.steps, one.right, k) for one in asked)
+        for k in range(1, min(one.number for one in asked) + 1)
+    }
+    return longer, wider
+
+
 def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
     """Return a prompt's score from 0 to 1, where the best submission counts for each subtask.
 

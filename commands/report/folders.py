@@ -29,7 +29,7 @@ from keel.configs.schema import (
     SourceConfig,
 )
 from keel.data.eval_store import Asked, asked_in
-from keel.data.results import results
+from keel.data.results import results, scores_by_steps
 from keel.rl.metrics import MEASURES
 from keel.trainer.run.costs import HEADER, cost_rows
 
@@ -363,11 +363,27 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
             label = f"pass@1 {name}" if variant == "recipe" else f"pass@1 {variant}: {name}"
             interval = f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f})"
             run.summary[label] = f"{interval}, {of['prompts']} prompts"
+    _plot_steps(run, asked)
     chunks: Chunks = {}
     for first in range(0, len(lines), _PER_CHUNK):
         data = _packed(lines[first : first + _PER_CHUNK])
         chunks[_chunk_name(first)] = _Chunk(partial(bytes, data), len(data))
     return run, chunks
+
+
+def _plot_steps(run: RunData, asked: Sequence[Asked]) -> None:
+    """Add a curve of score against steps for each variant and set of an evaluation of agents."""
+    curves: dict[str, dict[int, float]] = {}
+    for variant, source in sorted({(one.variant, one.source) for one in asked}):
+        same = [one for one in asked if (one.variant, one.source) == (variant, source)]
+        curves[f"{source}: {variant}"], wider = scores_by_steps(same)
+        if variant in ("recipe", "none"):
+            curves[f"{source}: parallel-fewest-step"] = wider
+    run.steps = sorted({step for curve in curves.values() for step in curve})
+    run.times = [0.0] * len(run.steps)
+    for name, curve in curves.items():
+        if curve:
+            run.metrics[f"eval/{name}/score by steps"] = [curve.get(step) for step in run.steps]
 
 
 def _chunk_name(at: int) -> str:

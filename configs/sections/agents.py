@@ -148,8 +148,9 @@ class AgentsConfig(Section):
     context: Literal["none", "summary", "discard-75", "discard-all"] = "none"
     """What to do when the context reaches 80 % of the window: summarize it, or discard 75 % or all
     of the tool history. DeepSeek-V3.2, section 4.4."""
-    max_rewrites: int = knob(4, ge=0)
-    """Maximum number of times that the context is summarized or discarded per trajectory."""
+    max_rewrites: int = knob(0, ge=0)
+    """Maximum number of times that the context is summarized or discarded per trajectory. 0: only
+    `max_turns` limits them."""
     summary_tokens: int = knob(1024, ge=1)
     """summary: number of tokens to reserve for the summary and the request to write it."""
     max_concurrent_episodes: int = knob(256, ge=1)

@@ -67,7 +67,7 @@ def test_summary_is_asked_for_where_it_fits() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @settings(deadline=None)
-@given(data=st.data(), opening=st.integers(1, 120), most=st.integers(0, 4))
+@given(data=st.data(), opening=st.integers(1, 120), most=st.integers(1, 4))
 def test_endless_policy_ends_with_calls_intact(
     method: str, data: st.DataObject, opening: int, most: int
 ) -> None:

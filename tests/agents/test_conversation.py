@@ -106,3 +106,17 @@ def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     assert list(conversation.ids) == expected, CHAT.decode(conversation.ids)
     assert conversation.view[-2:] == conversation.transcript[-2:] == [result, question]
     assert conversation.forks == restarted
+
+
+def test_asking_keeps_the_thoughts_in_the_context() -> None:
+    """A user's message would end the segment and drop them."""
+    result: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0_0", "name": "add"}
+    conversation = conversation_of(thinking=True, tools=(ADD,))
+    take_turn(conversation, Policy(["<think>\nLet me add.\n</think>@add 1, 2"]))
+    before = list(conversation.ids)
+    conversation.answer([result])
+    conversation.ask("So far?")
+    assert conversation.forks == 0 and list(conversation.ids[: len(before)]) == before
+    assert "Let me add." in (text := CHAT.decode(conversation.ids))
+    assert text.count("3\n\nSo far?") == 1 and text.count("So far?") == 1
+    assert conversation.transcript == conversation.view

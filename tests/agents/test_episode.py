@@ -137,7 +137,7 @@ def test_full_context_is_rewritten(method: Method, window: int) -> None:
 
     def script(context: str, turn: int) -> str:
         assert f"</think>\n\n{END}" not in context, "an empty turn in the context"
-        if "Write down what is needed" in context.rpartition("<|im_start|>user")[2]:
+        if "Write down what is needed" in context.rpartition("<|im_start|>assistant")[0][-400:]:
             return "Added a lot."
         return "42" if turn >= turns else f"@add {turn % 50}, 2"
 

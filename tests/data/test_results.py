@@ -19,6 +19,7 @@ from keel.data.results import (
     paired_difference,
     pass_interval,
     results,
+    scores_by_steps,
     table,
 )
 
@@ -169,3 +170,14 @@ def test_fewest_steps(ended: list[tuple[int | None, bool]], k: int) -> None:
         return
     draws = [chosen(drawn) for drawn in itertools.combinations(ended, k)]
     assert fewest_steps_at_k(steps, right, k) == pytest.approx(np.mean(draws))
+
+
+def test_scores_by_steps() -> None:
+    """Two prompts with two trajectories each; the wrong one stops late, and one is cut."""
+    first = [{"correct": 1.0, "turns": 2}, {"correct": 0.0, "turns": 6}]
+    second = [{"correct": 1.0, "turns": 4}, {"correct": 1.0, "turns": 8, "finish_reason": "turns"}]
+    longer, wider = scores_by_steps([asked("a", first), asked("a", second)])
+    # Stopped after 2, 4, 6 and 8 steps, which takes 2, 3.5, 4.5 and 5 on average.
+    assert longer == {2: 0.25, 4: 0.5, 5: 0.5}
+    assert wider == {5: 0.5, 10: 1.0}
+    assert scores_by_steps([asked("a", [{"correct": 1.0}])]) == ({}, {})

@@ -1,0 +1,74 @@
+"""Scripted conversations about `keel.agents.environments.boxes`, for a cold start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keel.agents.context import ASK_FOR_SUMMARY, SUMMARY
+from keel.agents.env_runtime.tool_objects import Object, methods_of
+from keel.agents.environments.boxes import Boxes
+from keel.agents.environments.demonstrations import Conversation, Demonstration, play
+from keel.agents.environments.trip.environment import Calls
+from keel.rl.turns import Message
+
+_SEEN = 4
+"""Number of boxes that the cold start shows opened in one context."""
+
+
+def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> list[Demonstration]:
+    """Return conversations that look into boxes in a random order, and hasty ones that guess.
+
+    One in three ends with a summary, and one in three starts with one.
+    """
+    made: list[Demonstration] = []
+    for number in range(count):
+        draw = random.Random(f"boxes shown {seed} {number}")
+        boxes = Boxes(**arguments)
+        environment = Object(boxes, methods_of(boxes))
+        place = int(arguments.get("boxes", 12))
+        order = draw.sample(range(1, place + 1), place)
+
+        def converse(calls: Calls, environment: Object = environment) -> Conversation:
+            return play(environment, {}, number, calls)  # noqa: B023
+
+        worked = converse(_look(order))
+        hasty = converse(_guess(draw.randint(1, place)))
+        made.append(
+            Demonstration(tools=worked.tools, worked=_shown(worked, draw), hasty=hasty.said)
+        )
+    return made
+
+
+def _look(order: Sequence[int]) -> Calls:
+    for box in order:
+        if "prize" in (yield "look", {"box": box}):
+            return str(box)
+    raise AssertionError("no box has the prize")
+
+
+def _guess(box: int) -> Calls:
+    return str(box)
+    yield "look", {}
+
+
+def _shown(whole: Conversation, draw: random.Random) -> tuple[Message, ...]:
+    """Return a part of a conversation that fits into a context window."""
+    opening, *said = whole.said
+    steps = [said[i : i + 2] for i in range(0, len(said) - 1, 2)]
+    start = draw.randrange(max(1, len(steps)))
+    part = [message for step in steps[start : start + _SEEN] for message in step]
+    empty = [str(step[0]["tool_calls"][0]["function"]["arguments"]["box"]) for step in steps]
+    before: list[Message] = []
+    if start and draw.random() < 0.7:
+        before = [{"role": "user", "content": SUMMARY + _written(empty[:start])}]
+    if start + _SEEN >= len(steps):
+        return (opening, *before, *part, said[-1])
+    last = {**part[-1], "content": f"{part[-1]['content']}\n\n{ASK_FOR_SUMMARY}"}
+    summary = _written(empty[: start + _SEEN] if before else empty[start : start + _SEEN])
+    return (opening, *before, *part[:-1], last, {"role": "assistant", "content": summary})
+
+
+def _written(boxes: Sequence[str]) -> str:
+    return f"Empty: {' '.join(boxes)}"
