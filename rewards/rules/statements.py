@@ -113,14 +113,14 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-SIGNED_WORD = re.compile(
+_SIGNED_WORD = re.compile(
     r"(?i:\b(?:negative|minus)\s+|\\text\s*\{\s*(?:negative|minus)\s*\}\s*)(?=[\d\\.])"
 )
 _REPLACEMENTS: dict[str, str | Callable[[re.Match[str]], str]] = {
     # 3rd, 3^{\text{rd}}
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm|textit|rm)\s*\{\s*)?(?:st|nd|rd|th)\b"
     r"\s*\}{0,2}(?!\w)": "",
-    SIGNED_WORD.pattern: "-",
+    _SIGNED_WORD.pattern: "-",
     r"(?i)(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?"
     r"(?:\\(?:text|mathrm)\s*\{\s*)?(hundred|thousand|million|billion|trillion)\b\s*\}?": (
         _counted
@@ -294,7 +294,7 @@ def statements(text: str, *, exclaims: bool) -> list[str]:
     Set `exclaims` if a final "!" may be a factorial."""
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
-    text = SIGNED_WORD.sub("-", text)
+    text = _SIGNED_WORD.sub("-", text)
     if not _PROSE.search(text):
         return [text.strip("`\n #")]
     sentence, doubt = _claim(text)

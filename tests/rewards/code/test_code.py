@@ -233,7 +233,7 @@ def test_hostile_programs_score_zero(name: str, box: Sandbox) -> None:
 
 
 def test_hostile_programs_leave_nothing_behind(box: Sandbox) -> None:
-    # In a separate process, free of what other tests leave behind.
+    # A separate process has none of the resources that other tests hold.
     done = subprocess.run(
         [sys.executable, "-m", "tests.rewards.code.hostile", "--rounds=1"],
         cwd=Path(__file__).parents[3],

@@ -26,7 +26,7 @@ from keel.rl.evaluation import passed
 RECIPES = Path(__file__).parents[3] / "configs/recipes"
 NAMING = sorted(p.name for p in RECIPES.glob("*.yaml") if "source: reasoning_gym" in p.read_text())
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-"""Tasks with many right answers, of which they name none."""
+"""Tasks with many right answers, without one in the entry."""
 SLOW = {"arc_agi", "figlet_font", "futoshiki", "group_anagrams", "knight_swap"}
 """Tasks that take most of a second to build."""
 NONSENSE = ["?", "0", "1", "nan", "-inf", "nan+nanj", "[]", "{}", "''", "None", "no idea at all"]
@@ -153,7 +153,7 @@ def test_values_beyond_json_survive_encoding() -> None:
 
 @pytest.mark.parametrize("letters", range(3, 26))
 def test_partial_credit_is_capped_despite_rounding(letters: int) -> None:
-    # Shares of 1/9 add up to more than 1, those of 1/10 to less.
+    # Shares of 1/9 add up to more than 1, and shares of 1/10 to less.
     right = "abcdefghijklmnopqrstuvwxyz"[:letters]
     verifier = verifier_for(spec_of("spell_backward", right))
     assert verifier(right) == verifier(right.upper()) == 1.0

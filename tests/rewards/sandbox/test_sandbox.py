@@ -220,7 +220,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_sandbox_killed_at_start_leaves_nothing(box: Sandbox) -> None:
-    # In the command line of every process of the run.
+    # Every process of the run has it in its command line.
     mark = f"1000.0{os.getpid()}"
     for number in range(20):
         within_s = number * 0.0014  # starting takes some 20 ms
