@@ -42,7 +42,7 @@ def test_all_domains_train_together(
         f"rewards.timeout_s={PATIENCE_S}",
         "rewards.code.completion_s=60",
         "rewards.code.time_s=20",
-        "model.tiny.cold_start.steps=60",
+        "model.tiny.cold_start.steps=40",
         "model.tiny.cold_start.batch_size=32",
         "run.steps=2",
         "run.eval_every=2",
