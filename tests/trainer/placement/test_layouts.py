@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +16,29 @@ from keel.configs.diff import flatten_config
 from keel.configs.schema import (
     Config,
     ConfigError,
+    DataConfig,
     RewardsConfig,
     RolloutConfig,
+    RunConfig,
     SamplingConfig,
 )
 from keel.configs.sections.rewards import JudgeConfig, JudgeServerConfig
 from keel.model.load import facts_of
-from keel.trainer.placement.choose import CACHED, Choice, choose, relevant_knobs
+from keel.trainer.placement.choose import (
+    CACHED,
+    Choice,
+    SavedChoice,
+    choose,
+    load_choice,
+    relevant_knobs,
+    save_choice,
+    update_choice,
+)
 from keel.trainer.placement.hardware import Hardware, idle_nodes, place
 from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, with_values
 from keel.trainer.placement.plan import make_plan
-from tests.trainer.placement.shapes import SHAPES, facts, machine, recipe, sft_recipe
+from keel.trainer.run.checkpoint import STATE
+from tests.trainer.placement.shapes import SHAPES, SOURCE, facts, machine, recipe, sft_recipe
 
 
 def chosen(shape: str, gpus: int, gib: float, config: Config | None = None, **fixed: Any) -> Choice:
@@ -235,3 +248,34 @@ def test_measured_memory_fits_next_to_the_engine(
     choice = choose(config, KNOBS, model, machine(1, allowed)).config
     assert choice.rollout.time_share and choice.trainer.offload_while_sampling
     assert choice.rollout.gpu_memory_utilization * allowed + beyond + stays <= allowed
+
+
+VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.time_share": False}
+FOUR = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 4)), gpu_gib=139.7).signature
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """The config of a run that has a checkpoint and a saved choice."""
+    saved = tmp_path / "checkpoints" / "step_000002"
+    saved.mkdir(parents=True)
+    (saved / STATE).write_text("{}")
+    save_choice(tmp_path, VALUES, FOUR)
+    return Config(run=RunConfig(dir=str(tmp_path)), data=DataConfig(sources=(SOURCE,)))
+
+
+def test_choice_is_reused_on_the_same_hardware(config: Config, tmp_path: Path) -> None:
+    assert load_choice(config, FOUR) == SavedChoice(values=VALUES)
+    update_choice(tmp_path, {"trainer.micro_batch_tokens": 9216, "trainer.compile": True})
+    assert load_choice(config, FOUR).values == {**VALUES, "trainer.micro_batch_tokens": 9216}
+    started_over = replace(config, run=replace(config.run, resume="never"))
+    assert load_choice(started_over, FOUR) == SavedChoice()
+
+
+def test_missing_checkpoint_or_damaged_file_means_no_choice(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "chosen.json").write_text('{"values": 3')
+    assert load_choice(config, FOUR) == SavedChoice()
+    update_choice(tmp_path, {"trainer.micro_batch_tokens": 1})  # no error
+    save_choice(tmp_path, VALUES, FOUR)
+    (tmp_path / "checkpoints" / "step_000002" / STATE).unlink()
+    assert load_choice(config, FOUR) == SavedChoice()
