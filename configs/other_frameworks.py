@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignName:
+class _ForeignName:
     """A knob or metric of another framework."""
 
     framework: str
@@ -44,15 +44,15 @@ def framework_configs() -> dict[str, str]:
 
 
 @cache
-def foreign_names(kind: Literal["words", "metrics"]) -> tuple[ForeignName, ...]:
+def foreign_names(kind: Literal["words", "metrics"]) -> tuple[_ForeignName, ...]:
     """Return all known names of one kind. `kind` is `words` for knobs or `metrics` for metrics."""
-    names: list[ForeignName] = []
+    names: list[_ForeignName] = []
     for framework, table in _tables().items():
         for name, value in table.get(kind, {}).items():
             entry = {"here": value} if isinstance(value, str) else value
             here = tuple(filter(None, entry.get("here", "").split(", ")))
             note = entry.get("note", "")
-            names.append(ForeignName(framework=framework, name=name, here=here, note=note))
+            names.append(_ForeignName(framework=framework, name=name, here=here, note=note))
     return tuple(names)
 
 

@@ -118,7 +118,7 @@ class Layout:
         return self.config.trainer.zero_stage, needs, self.cost
 
 
-class Strictness(NamedTuple):
+class _Strictness(NamedTuple):
     """Restrictions on the layouts that a search accepts."""
 
     spare: float = 1.0
@@ -131,9 +131,9 @@ class Strictness(NamedTuple):
 
 
 _STRICTNESSES = (
-    Strictness(spare=RANK_SPARE, max_share=_SHARE, fewer=False),
-    Strictness(),
-    Strictness(offload=True),
+    _Strictness(spare=RANK_SPARE, max_share=_SHARE, fewer=False),
+    _Strictness(),
+    _Strictness(offload=True),
 )
 
 

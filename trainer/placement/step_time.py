@@ -195,7 +195,7 @@ def step_time(
     slower = rates.invariant_step if config.model.batch_invariant else 1.0
 
     def bounds(rows: int) -> tuple[float, float]:
-        on_gpu = decode_device_seconds(config, facts, rows, spec, rates)
+        on_gpu = _decode_device_seconds(config, facts, rows, spec, rates)
         return slower * rates.host_seconds(config, facts, rows), slower * on_gpu
 
     host, device = bounds(at_once)
@@ -242,14 +242,11 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
     return max(compute, launch) + traffic_seconds(config, facts, micro_batches, spec)
 
 
-def decode_device_seconds(
+def _decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate the GPU time of one decoding step in seconds.
-
-    This is the time for memory traffic or for GEMMs, whichever is longer, plus small kernels and
-    the sampler. Only experts used by at least one sequence are read.
-    """
+    """Estimate the GPU time of one decoding step in seconds: the time for memory traffic or for
+    GEMMs, whichever is longer, plus small kernels and the sampler."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -276,11 +273,8 @@ def compute_seconds(
     spec: GpuSpec,
     rates: Rates,
 ) -> float:
-    """Estimate how long a rank computes for its share of a step with `tokens` tokens.
-
-    This includes forward and backward passes, recomputation, the reference model's forward pass,
-    the head and the optimizer.
-    """
+    """Estimate how long a rank computes for its share of a step with `tokens` tokens, including
+    recomputation, the reference model, the head and the optimizer."""
     trainer, width = config.trainer, BYTES[config.model.dtype]
     share = tokens / trainer.ranks
     # Causal attention sees half of the context on average: scores and their sum over values.
@@ -340,10 +334,8 @@ def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
-    """Estimate how long a rank communicates in a step without computing at the same time.
-
-    It communicates gradients, gathered weights, tokens routed to experts, and slices of contexts.
-    """
+    """Estimate how long a rank communicates in a step without computing at the same time: gradients,
+    gathered weights, tokens routed to experts, and slices of contexts."""
     trainer = config.trainer
     updates = config.algorithm.updates_per_batch if config.data.sources else 1
     ranks, spread, stage = trainer.ranks, trainer.expert_parallel, trainer.zero_stage

@@ -40,8 +40,7 @@ _TEXT = "text"
 def save_batch(
     run: Path, step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]
 ) -> Path:
-    """Save the batch of `step` and return the file. The oldest batches are deleted if there are too
-    many."""
+    """Save the batch of `step` and return the file. The oldest of too many are deleted."""
     path = run / FOLDER / f"step_{step:06d}.npz"
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, NDArray[Any]] = {}
@@ -77,10 +76,8 @@ def step_of(path: Path) -> int:
 
 
 def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
-    """Read a saved batch and return its groups and findings.
-
-    Raises ValueError, naming the file, if it is invalid.
-    """
+    """Return the groups and findings of a saved batch. Raises ValueError, naming the file, if it is
+    invalid."""
     try:
         with np.load(path, allow_pickle=False) as file:
             content = json.loads(bytes(file[_TEXT]))

@@ -139,18 +139,13 @@ def latest(root: Path) -> Path | None:
 
 
 def latest_complete(root: Path) -> Path | None:
-    """Return the newest checkpoint in which every file has the right size, or None.
-
-    The files' contents are not checked.
-    """
+    """Return the newest checkpoint in which every file has the right size, or None."""
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
 
 
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """Return the reasons why a checkpoint cannot be used, one line per file.
-
-    If `bits` is set, the contents of all files are checked, too.
-    """
+    """Return the reasons why a checkpoint cannot be used, one line per file. If `bits` is set, the
+    contents of all files are checked, too."""
     if damage := find_damage(folder, extra=True, bits=bits):
         return damage
     try:

@@ -76,10 +76,7 @@ class RunFolder:
         once."""
 
     def __enter__(self) -> Self:
-        """Lock the folder, after creating it if necessary, and check that the run can use it.
-
-        Raises ConfigError if it cannot.
-        """
+        """Create and lock the folder. Raises ConfigError if the run cannot use it."""
         self._check_location()
         with self._writable():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -129,11 +126,8 @@ class RunFolder:
             )
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
-        """Verify the newest checkpoint, and check that a run with this config may continue from it.
-
-        Only knobs that start with one of the prefixes in `of` are compared. Raises ConfigError if
-        the run may not continue.
-        """
+        """Verify the newest checkpoint. Raises ConfigError if this config may not continue from it.
+        Only knobs that start with one of the prefixes in `of` are compared."""
         self._check_location()
         newest = checkpoint.latest(self._checkpoints)
         if newest is None:
@@ -174,9 +168,7 @@ class RunFolder:
             self._warnings.append(f"{changed} {latest.name} was written")
 
     def _set_run_aside(self) -> Path:
-        number = 1
-        while (aside := self.path / f"before_{number}").exists():
-            number += 1
+        aside = _unused(self.path / "before", 1)
         aside.mkdir()
         for name in _WRITTEN:
             if (self.path / name).exists():
@@ -219,11 +211,8 @@ class RunFolder:
         }
 
     def select_checkpoint(self, knob: str, value: str) -> Path | None:
-        """Return the checkpoint that the user asked for: `last` or a step number.
-
-        Returns None for `base`. Raises ConfigError, naming `knob`, if the checkpoint is missing or
-        damaged.
-        """
+        """Return the checkpoint that the user asked for: `last`, a step number, or None for `base`.
+        Raises ConfigError, naming `knob`, if the checkpoint is missing or damaged."""
         if value in ("base", "last"):
             return self.latest if value == "last" else None
         by_step = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
@@ -255,8 +244,7 @@ class RunFolder:
         return lines
 
     def status(self) -> str:
-        """Describe how far the run in this folder has got. Returns an empty string if there is
-        none."""
+        """Describe how far the run in this folder has got, or return "" if there is none."""
         if (state := self.state()) is None:
             return ""
         steps = self._config.run.steps
@@ -274,11 +262,8 @@ class RunFolder:
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically.
-
-        `write` is called with a folder. It writes the model there and returns the manifest entries
-        of the files it has sealed.
-        """
+        """Export the model atomically. `write` writes the model to a folder, and returns the manifest
+        entries of the files it has sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -337,8 +322,7 @@ class RunFolder:
         return saved
 
 
-def _unused(path: Path) -> Path:
-    candidate, number = path, 2
-    while candidate.exists():
-        candidate, number = path.with_name(f"{path.name}_{number}"), number + 1
-    return candidate
+def _unused(path: Path, number: int = 0) -> Path:
+    """Return `path`, or the first of `path_2`, `path_3` … that does not exist."""
+    candidate = path.with_name(f"{path.name}_{number}") if number else path
+    return _unused(path, max(2, number + 1)) if candidate.exists() else candidate

@@ -216,21 +216,16 @@ def _files_after(folder: Path, step: int) -> list[Path]:
 
 
 def missing_steps(path: Path, until: int) -> str:
-    """Describe the steps from 1 to `until` that are missing from `metrics.jsonl`.
-
-    Returns text such as "3 of the steps 4 to 9", or an empty string if no step is missing.
-    """
+    """Describe the steps from 1 to `until` that are missing from `metrics.jsonl`, such as "3 of the
+    steps 4 to 9", or return "" if there are none."""
     recorded = {step for step, _ in metric_lines(path)}
     missing = [step for step in range(1, until + 1) if step not in recorded]
     return f"{len(missing)} of the steps {missing[0]} to {missing[-1]}" if missing else ""
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the step and the text of each line in `metrics.jsonl`.
-
-    An incomplete last line is ignored. Raises ValueError, naming the file and line, if another line
-    is invalid.
-    """
+    """Return the step and the text of each line in `metrics.jsonl`, except an incomplete last line.
+    Raises ValueError, naming the file and line, if another line is invalid."""
     texts = path.read_text().splitlines() if path.exists() else []
     lines: list[tuple[int, str]] = []
     for number, text in enumerate(texts, start=1):

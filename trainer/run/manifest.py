@@ -34,10 +34,7 @@ class Entry(NamedTuple):
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Flush these files in `folder` to disk and return their sizes and digests.
-
-    Call it right after the files are written, if possible.
-    """
+    """Flush these files in `folder` to disk and return their sizes and digests."""
     paths = {name: folder / name for name in names}
     with _threads() as threads:
         synced = [threads.submit(sync, path) for path in paths.values()]
@@ -55,11 +52,8 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a quick fingerprint of the weights in a checkpoint or model folder.
-
-    It samples the manifest if there is one, and the tensor files otherwise. Returns an empty string
-    if there is neither.
-    """
+    """Return a quick fingerprint of a model folder, from samples of its manifest or else its tensor
+    files, or "" if there is neither."""
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     files = [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors"))
@@ -140,10 +134,7 @@ def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
 
 
 def check_exported(folder: Path, remedy: str) -> None:
-    """Check that an exported model is unchanged. Raises ConfigError if it is not.
-
-    Additional files are allowed.
-    """
+    """Raise ConfigError if the files of an exported model have changed."""
     if (folder / MANIFEST).exists() and (problems := find_damage(folder, extra=False)):
         raise ConfigError(
             f"{folder}: this exported model has changed ({join_problems(problems)}); {remedy}"
@@ -156,10 +147,7 @@ def join_problems(problems: list[str], limit: int = 3) -> str:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each file below `folder`, keyed by relative path.
-
-    The manifest is left out.
-    """
+    """Return the sizes in bytes of all files below `folder` except the manifest, by path."""
     by_name: dict[str, int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:

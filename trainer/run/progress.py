@@ -33,11 +33,8 @@ class Wait:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the wait now.
-
-        `total` is the number of `unit`s to wait for, or 0 if unknown. If `quiet` is set, plain
-        lines are printed only every 30 seconds.
-        """
+        """Start the wait for `total` `unit`s (0 if unknown). If `quiet` is set, plain lines are
+        printed only every 30 seconds."""
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done, self.before, self.note = 0.0, 0.0, ""
         """The units done so far, the units done before the wait began, and a comment to show."""

@@ -100,10 +100,8 @@ def run_with_restarts(
 
 
 def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
-    """Restore the data position saved in the newest checkpoint.
-
-    Raises ConfigError if the data has changed since then.
-    """
+    """Restore the data position of the newest checkpoint. Raises ConfigError if the data has
+    changed."""
     if (state := folder.state()) is None:
         return
     try:
@@ -200,10 +198,8 @@ def save_checkpoint(
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Save a checkpoint. Returns True if this succeeded.
-
-    If it failed, return False if a later checkpoint is due, and raise `SaveError` otherwise.
-    """
+    """Save a checkpoint. If this fails, returns False if a later one is due, and raises `SaveError`
+    otherwise."""
     state = State(
         step=step,
         version=learner.version,

@@ -93,11 +93,8 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Raise `Preempted` if a preemption signal arrives during the `with` block.
-
-    This works only in the main thread. If an `Interrupt` is open, it handles the signal instead.
-    SIGHUP stays ignored under `nohup`.
-    """
+    """Raise `Preempted` if a preemption signal arrives in the main thread during the `with` block,
+    unless an open `Interrupt` handles it. SIGHUP stays ignored under `nohup`."""
     if not _in_main_thread() or _STATE.previous:
         yield
         return
@@ -116,10 +113,7 @@ def watching() -> Iterator[None]:
 
 
 def fix_exit_status(status: int) -> None:
-    """Make any further signal end the process at once with this exit status.
-
-    An example is another Ctrl-C after the last output.
-    """
+    """Make any further signal, such as another Ctrl-C, end the process at once with this status."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -265,15 +259,12 @@ class _OutlivingStream:
 
 
 def outliving(stream: TextIO | None) -> TextIO:
-    """Wrap a stream so that writing does not fail once its terminal or reader is gone.
-
-    None stands for a closed stream (`>&-`).
-    """
+    """Wrap a stream, or None for a closed one (`>&-`), so that writing does not fail once its reader
+    is gone."""
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print a line and ignore errors, such as a lost terminal. If the disk is full, the line may
-    appear later."""
+    """Print a line and ignore errors, such as a lost terminal."""
     with suppress(OSError):
         print(text, file=outliving(stream or sys.stdout), flush=True)

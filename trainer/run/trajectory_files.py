@@ -75,12 +75,10 @@ def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place
     Groups with the largest spread of rewards come first.
     """
     chosen: list[Place] = []
-    for group in sorted(
-        groups, key=lambda g: -float(g.rewards_G.std()) if len(g.rewards_G) else 0.0
-    ):
-        if len(group.rewards_G):
-            ends = {group.rewards_G.argmax(), group.rewards_G.argmin()}
-            chosen += [(group, int(i)) for i in ends]
+    scored = [group for group in groups if len(group.rewards_G)]
+    for group in sorted(scored, key=lambda g: -float(g.rewards_G.std())):
+        ends = {group.rewards_G.argmax(), group.rewards_G.argmin()}
+        chosen += [(group, int(i)) for i in ends]
     return chosen[:count]
 
 
@@ -107,10 +105,7 @@ class TokenTexts:
         return self._decode(ids)[self._skip :]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return one text per token.
-
-        If a character consists of several tokens, it is assigned to the last one.
-        """
+        """Return one text per token. A character of several tokens belongs to the last one."""
         texts: list[str] = []
         pending: list[int] = []
         for token in ids:
@@ -138,11 +133,8 @@ class TokenFile:
         numbers: Callable[[], Mapping[int, TokenNumbers]],
         answer: Callable[[Trajectory], str] = lambda _: "",
     ) -> None:
-        """Set what the files contain.
-
-        `numbers` returns the trainer's numbers for each segment. `answer` extracts the answer from
-        a trajectory.
-        """
+        """Take functions that return the trainer's numbers for each segment, and the answer in a
+        trajectory."""
         self._run, self._texts, self._numbers, self._answer = run, texts, numbers, answer
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
@@ -170,11 +162,8 @@ class TokenFile:
         partial.replace(path)
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
-        """Return a segment as a list of token spans.
-
-        A span of given tokens becomes a string. A span of sampled tokens becomes an object with
-        lists of per-token values.
-        """
+        """Return a segment as a list of spans: strings of given tokens, and objects with lists of
+        values per sampled token."""
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
