@@ -8,7 +8,7 @@ from functools import partial
 
 from keel.commands.train import run_task
 from keel.trainer.launch import SftRuntime, launch_sft
-from keel.trainer.placement.oom_recovery import RetryOnOom
+from keel.trainer.placement.elastic import RetryOnOom
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, prepare_pretraining, prepare_sft
 from keel.trainer.run.costs import CostRates

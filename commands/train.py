@@ -18,8 +18,7 @@ from keel.trainer import loop
 from keel.trainer.launch import Runtime, launch
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.placement.choose import save_choice
-from keel.trainer.placement.elastic import ElasticLayouts, elastic_layouts
-from keel.trainer.placement.oom_recovery import RetryOnOom
+from keel.trainer.placement.elastic import ElasticLayouts, RetryOnOom, elastic_layouts
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, Task, prepare
 from keel.trainer.run.batches import save_batch

@@ -82,7 +82,7 @@ class EnvironmentConfig(Section):
 
     @property
     def program_only(self) -> bool:
-        """Whether there is only an agent program and no environment, or neither."""
+        """True if there is only an agent program and no environment, or neither."""
         return not (self.target or self.command or self.url)
 
     @property
@@ -91,7 +91,7 @@ class EnvironmentConfig(Section):
 
     @property
     def grades(self) -> bool:
-        """Whether the environment may grade episodes. MCP servers do not."""
+        """True if the environment may grade episodes. MCP servers do not."""
         return bool(self.target or self.program)
 
     @property

@@ -248,7 +248,7 @@ class SourceConfig(Section):
 
     @property
     def has_rows(self) -> bool:
-        """Whether the prompts are rows in files."""
+        """True if the prompts are rows in files."""
         return self.source in ROWS
 
     @property

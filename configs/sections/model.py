@@ -191,6 +191,6 @@ class ModelConfig(Section):
 
     @property
     def wide_residual(self) -> bool:
-        """Whether the residual stream has a higher precision than the inputs and outputs of the
+        """True if the residual stream has a higher precision than the inputs and outputs of the
         blocks."""
         return self.residual_dtype == "float32" != self.dtype

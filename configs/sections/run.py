@@ -84,5 +84,5 @@ class RunConfig(Section):
 
     @property
     def describes_gpus(self) -> bool:
-        """Whether the recipe sets the GPU memory or the number of GPUs."""
+        """True if the recipe sets the GPU memory or the number of GPUs."""
         return self.gpu_gib > 0 or self.gpus_per_node > 0

@@ -146,5 +146,5 @@ class SftConfig(Section):
 
     @property
     def only_text(self) -> bool:
-        """Whether every source is plain text, as `keel pretrain` requires."""
+        """True if every source is plain text, as `keel pretrain` requires."""
         return bool(self.sources) and all(source.is_text for source in self.sources)

@@ -1,7 +1,5 @@
-"""Decides how many ranks and engines a run uses each time it starts.
-
-The run uses the full recipe if it fits on the cluster, and fewer ranks and engines otherwise.
-"""
+"""Changes the layout of a run: fewer ranks and engines at a start if the full recipe does not fit on
+the cluster, and less memory after a step that ran out of it."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -22,17 +20,18 @@ from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.model.ray_timeouts import CALL_S, bounded
+from keel.rl.metrics import Sum
+from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.placement import hardware as hardware_rules
-from keel.trainer.placement.choose import choose, yaml_value
+from keel.trainer.placement.choose import choose, update_choice, yaml_value
 from keel.trainer.placement.hardware import Hardware, Node, allowed, place
 from keel.trainer.placement.layouts import Values, with_values
 from keel.trainer.placement.nodes import cluster_nodes
-from keel.trainer.placement.oom_recovery import REDUCED_KNOBS, OomRecovery
 from keel.trainer.placement.watchdog import can_connect
 from keel.trainer.run import checkpoint
 from keel.trainer.run.journal import note
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.restarts import RESUME_HINT
+from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory
 
 POLL_S = 2.0
 _SILENT_NODES_S = 90.0
@@ -45,6 +44,10 @@ _REMEDY = (
     f"Lower {RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
     "ranks that fit"
 )
+
+REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
+"""The `trainer` knobs that are changed to save memory."""
+_MAX_REDUCTIONS = 3  # if more are needed, the memory model is wrong by more than a few per cent
 
 
 @dataclass(kw_only=True)
@@ -281,3 +284,90 @@ def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iter
     for _, ranks, engines in sorted(sizes, reverse=True):
         with suppress(ConfigError):
             yield with_values(config, {RANKS: ranks, ENGINES: engines})
+
+
+class _RetryableLearner(Protocol):
+    @property
+    def version(self) -> int: ...
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
+    def lowered(self, config: Config) -> None: ...
+
+
+@dataclass(kw_only=True)
+class OomRecovery:
+    """Holds a run's current config and changes it when a step runs out of memory."""
+
+    config: Config
+    folder: Path
+    times: int = 0
+    fewer: bool = False
+    """True if the run has fewer ranks or engines than its recipe asks for (`elastic`)."""
+
+    def after(self, error: OutOfMemory) -> str:
+        """Change the config to use less memory, save the change in the run folder, and return a
+        message. Raises `error` if no further reduction is possible."""
+        reduced = _with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
+        if reduced is None:
+            raise error
+        before, now = self.config.trainer, reduced.trainer
+        self.config, self.times = reduced, self.times + 1
+        values = {name: getattr(now, name) for name in REDUCED_KNOBS}
+        update_choice(self.folder, {f"trainer.{name}": value for name, value in values.items()})
+        changes = ", ".join(
+            f"trainer.{name} is now {yaml_value(value)}, not {yaml_value(getattr(before, name))}"
+            for name, value in values.items()
+            if value != getattr(before, name)
+        )
+        return f"{error}\nOut of memory: {changes}, for the rest of the run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryOnOom:
+    """A learner that retries a step that ran out of memory."""
+
+    learner: _RetryableLearner
+    lowering: OomRecovery
+    say: Callable[[str], object]
+
+    @property
+    def version(self) -> int:
+        return self.learner.version
+
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
+        return self.attempt(lambda _: self.learner.step(groups))
+
+    def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
+        """Call `act` with the current config until the step fits, reducing memory use after each
+        failure."""
+        times = 0
+        while True:
+            try:
+                result = act(self.lowering.config)
+                break
+            except OutOfMemory as error:
+                if not error.dropped:
+                    raise
+                self.say(f"warning: {self.lowering.after(error)}")
+                self.learner.lowered(self.lowering.config)
+                times += 1
+        metrics = dict(result.metrics)
+        if times:
+            metrics["train/out_of_memory"] = Sum(float(times))
+        if self.lowering.fewer:
+            metrics["train/ranks"] = Sum(float(self.lowering.config.trainer.ranks))
+        return replace(result, metrics=metrics)
+
+
+def _with_less_memory(config: Config) -> Config | None:
+    """Return a config with half the micro-batch, then with activation checkpointing, then without
+    kept attention outputs, or None if nothing is left to change."""
+    trainer, least = config.trainer, config.max_context
+    if trainer.micro_batch_tokens > least:
+        trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))
+    elif not trainer.activation_checkpointing:
+        trainer = replace(trainer, activation_checkpointing=True)
+    elif trainer.keeps_attention:
+        trainer = replace(trainer, keep_attention=False)
+    else:
+        return None
+    return replace(config, trainer=trainer)

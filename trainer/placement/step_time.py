@@ -334,7 +334,7 @@ def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
-    """Estimate how long a rank communicates in a step without computing at the same time: gradients,
+    """Estimate the communication time of a rank that is not hidden by compute: gradients,
     gathered weights, tokens routed to experts, and slices of contexts."""
     trainer = config.trainer
     updates = config.algorithm.updates_per_batch if config.data.sources else 1

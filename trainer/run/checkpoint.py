@@ -47,7 +47,7 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What a resumed run needs in addition to the trainer's own files."""
+    """State of a resumed run in addition to the trainer's own files."""
 
     step: int
     version: int
@@ -73,7 +73,7 @@ def save(
     """Write the checkpoint for `state.step`, and delete all but the newest `keep` checkpoints.
 
     `write` is called with a folder. It writes the trainer's files there and returns the manifest
-    entries of those it has sealed. Raises `SaveError` if the files cannot be written to disk,
+    entries of the files it has sealed. Raises `SaveError` if the files cannot be written to disk,
     `CollectiveTimeout` or `RuntimeError` if a rank failed, and `WorkerLost` if one died.
     """
     final = root / f"step_{state.step:06d}"

@@ -244,7 +244,7 @@ class RunFolder:
         return lines
 
     def status(self) -> str:
-        """Describe how far the run in this folder has got, or return "" if there is none."""
+        """Describe how far the run in this folder has got, or return "" for a new run."""
         if (state := self.state()) is None:
             return ""
         steps = self._config.run.steps
@@ -262,7 +262,7 @@ class RunFolder:
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically. `write` writes the model to a folder, and returns the manifest
+        """Export the model atomically. `write` writes it to a folder, and returns the manifest
         entries of the files it has sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)

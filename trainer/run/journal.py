@@ -217,7 +217,7 @@ def _files_after(folder: Path, step: int) -> list[Path]:
 
 def missing_steps(path: Path, until: int) -> str:
     """Describe the steps from 1 to `until` that are missing from `metrics.jsonl`, such as "3 of the
-    steps 4 to 9", or return "" if there are none."""
+    steps 4 to 9", or return "" for a complete file."""
     recorded = {step for step, _ in metric_lines(path)}
     missing = [step for step in range(1, until + 1) if step not in recorded]
     return f"{len(missing)} of the steps {missing[0]} to {missing[-1]}" if missing else ""

@@ -259,7 +259,7 @@ class _OutlivingStream:
 
 
 def outliving(stream: TextIO | None) -> TextIO:
-    """Wrap a stream, or None for a closed one (`>&-`), so that writing does not fail once its reader
+    """Wrap a stream, or None for a closed one (`>&-`), so that it can be written to once its reader
     is gone."""
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 

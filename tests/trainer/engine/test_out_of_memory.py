@@ -18,7 +18,7 @@ from keel.rl.metrics import values
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner
 from keel.trainer.placement.choose import CACHE_FILE
-from keel.trainer.placement.oom_recovery import (
+from keel.trainer.placement.elastic import (
     OomRecovery,
     RetryOnOom,
 )

@@ -11,9 +11,8 @@ import pytest
 
 from keel.configs.schema import Config, ConfigError, RolloutConfig, RunConfig, TrainerConfig
 from keel.trainer.placement.choose import choose
-from keel.trainer.placement.elastic import ElasticLayouts, smaller_configs
+from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery, smaller_configs
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
-from keel.trainer.placement.oom_recovery import OomRecovery
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import OutOfMemory
 from tests.trainer.placement import shapes

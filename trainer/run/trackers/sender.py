@@ -1,7 +1,7 @@
 """Sends the metrics and events of a run to its trackers in background threads.
 
 Each thread reads `metrics.jsonl` and `events.jsonl` as they grow. A slow or unreachable tracker
-does not delay the run and catches up later. `trackers/NAME.json` records what has been sent, so
+does not delay the run and catches up later. `trackers/NAME.json` records its progress, so
 steps that a resumed run repeats are not sent again.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
     from keel.trainer.run.journal import Journal
 
 RunEnd = Literal["finished", "stopped", "failed"]
-"""How a run ended. A run that is `stopped` can be resumed with the same command."""
+"""End of a run. A run that is `stopped` can be resumed with the same command."""
 PROJECT = "keel"
 """Default project name. Environment variables can override it."""
 EVENT = "tracker"
@@ -52,7 +52,7 @@ class Tracker(Protocol):
     """
 
     remedy: str
-    """What the user can do after a failure."""
+    """Advice for the user after a failure."""
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         """Start a run, or resume the run with this `id` if it is not empty.
