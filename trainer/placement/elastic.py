@@ -1,5 +1,8 @@
-"""Changes the layout of a run: fewer ranks and engines at a start if the full recipe does not fit on
-the cluster, and less memory after a step that ran out of it."""
+"""Changes the layout of a run.
+
+At each start, the run uses the full recipe if it fits on the cluster, and fewer ranks and engines
+otherwise. After a step that ran out of memory, it uses settings that need less.
+"""
 
 from __future__ import annotations
 
