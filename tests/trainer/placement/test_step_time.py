@@ -11,6 +11,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from benchmarks.training.cases import Case, estimates, model_of
+from keel.configs.load import load_config
 from keel.configs.schema import (
     AlgorithmConfig,
     Config,
@@ -114,6 +115,11 @@ def test_shared_prompt_is_computed_once_per_group(moe: ModelFacts) -> None:
     assert packed(made(halves)) == (16, 2 * 8 * 512 + 64 * (each - 512))
     times = [step_time(one, moe, micro_batches=4).compute for one in (plain, shared)]
     assert times[1] < times[0]
+
+
+def test_window_may_be_shorter_than_the_longest_prompt() -> None:
+    config = load_config("agent-guess", ["trainer.share_prompts=true"])
+    assert config.max_context < config.data.max_prompt_tokens and packed(config)[1] > 0
 
 
 def test_small_model_decoding_is_host_bound(moe: ModelFacts) -> None:
