@@ -1,7 +1,4 @@
-"""Starts a task's engines, trainer ranks and scorer on Ray in parallel, and stops them at exit.
-
-Cheap checks run first, so most problems are reported before Ray starts.
-"""
+"""Starts a task's engines, trainer ranks and scorer on Ray in parallel, and stops them at exit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The driver's interface to the trainer.
-
-Runs the trainer's ranks as Ray actors, and decides which error to raise when a rank fails.
-"""
+"""Runs the trainer's ranks as Ray actors, and decides which error to raise when one fails."""
 
 from __future__ import annotations
 
@@ -49,6 +46,8 @@ _LOST_S = 90.0
 """Seconds to wait instead if a lost rank may have caused the failure. Ray takes 65 s to declare an
 unresponsive node dead."""
 STEP = "an optimizer step"
+_OWN_FAILURES = ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
+"""Errors of a rank that the death of another rank cannot have caused."""
 
 
 class Learner:
@@ -309,8 +308,12 @@ class Learner:
                     if type(error) is GetTimeoutError:  # of our own call, not raised by the rank
                         continue
                     if not failures:
-                        grace_s = _LOST_S if _may_follow_a_loss(error) else GRACE_S
-                        remaining = ray_timeouts.Deadline(grace_s)
+                        # The death of another rank first shows as an error of collectives
+                        # (RuntimeError) or sockets (OSError).
+                        cause = ray_timeouts.cause(error)
+                        own = type(cause).__name__ in _OWN_FAILURES
+                        lost = isinstance(cause, RuntimeError | OSError) and not own
+                        remaining = ray_timeouts.Deadline(_LOST_S if lost else GRACE_S)
                     failures[rank] = error
                 del waiting[ref]
             if len(waiting) == before and not remaining.remaining():
@@ -354,11 +357,3 @@ class Learner:
         failure = kind(text)
         failure.__cause__ = error
         return failure
-
-
-def _may_follow_a_loss(error: RayError) -> bool:
-    """Return True if the death of another rank may have caused the error. Collectives then raise
-    RuntimeError, and sockets OSError."""
-    cause = ray_timeouts.cause(error)
-    local = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
-    return isinstance(cause, RuntimeError | OSError) and not local

@@ -330,13 +330,11 @@ def prepare_sft(
 
 def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
     """Load and check a recipe that trains only on text. Raises ConfigError if it cannot."""
-    config = load_config(recipe, overrides)
-    others = [source.name for source in config.sft.sources if not source.is_text]
-    if others or not config.sft.sources:
-        problem = f"{', '.join(others)}: no text" if others else "it is empty"
+    sources = load_config(recipe, overrides).sft.sources
+    if others := [source.name for source in sources if not source.is_text]:
         raise ConfigError(
-            f"sft.sources: {problem}. `keel pretrain` learns from source: {' and '.join(TEXT)}, "
-            "and `keel sft` from conversations, too"
+            f"sft.sources: {', '.join(others)}: no text. `keel pretrain` learns from source: "
+            f"{' and '.join(TEXT)}, and `keel sft` from conversations, too"
         )
     return prepare_sft(recipe, overrides)
 

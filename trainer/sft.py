@@ -18,9 +18,6 @@ from keel.trainer.guard import RunJournal, Save, Saver
 from keel.trainer.loop import Clock, evaluation_due
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 
-_MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
-"""Maps the names of the ranks' metrics for a held-out set to their names under `eval/`."""
-
 
 class _SftStream(Protocol):
     """An endless stream of conversations in a seeded order."""
@@ -174,7 +171,14 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
                 mean=config.sft.mean,
             )
             result = learner.train([[share] for share in shares], examples)
-            sizes = _batch_metrics(examples, shares, trainer.micro_batch_tokens)
+            rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
+            capacity = sum(max(trainer.micro_batch_tokens, row) for row in rows)
+            sizes: dict[str, Metric] = {
+                "sft/conversations": Sum(len(examples)),
+                "sft/learned_tokens": Sum(sum(example.learned_tokens for example in examples)),
+                "sft/tokens": Sum(sum(example.total_tokens for example in examples)),
+                "sft/packed": Mean(sum(rows), capacity),
+            }
             return replace(result, metrics={**sizes, **result.metrics})
 
         with clock.time("train"):
@@ -200,7 +204,7 @@ def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all sets, in nats per
     token. `indexer/held` is returned in the same way."""
     metrics: dict[str, Metric] = {}
-    for metric, name in _MEASURED.items():
+    for metric, name in (("nll", "loss"), ("indexer/held", "indexer/held")):
         by_set = {
             f"eval/{key.removesuffix(metric)}{name}": value
             for key, value in scored.items()
@@ -208,15 +212,3 @@ def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
         }
         metrics |= by_set | merge({f"eval/{name}": value} for value in by_set.values())
     return metrics
-
-
-def _batch_metrics(
-    examples: Sequence[SftExample], shares: Sequence[TrainBatch], capacity: int
-) -> dict[str, Metric]:
-    rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
-    return {
-        "sft/conversations": Sum(len(examples)),
-        "sft/learned_tokens": Sum(sum(example.learned_tokens for example in examples)),
-        "sft/tokens": Sum(sum(example.total_tokens for example in examples)),
-        "sft/packed": Mean(sum(rows), sum(max(capacity, row) for row in rows)),
-    }

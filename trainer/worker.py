@@ -274,6 +274,5 @@ class TrainerWorker:
 
     @property
     def engine(self) -> TrainerEngine:
-        if self._engine is None:
-            raise RuntimeError(f"trainer rank {self._rank} was not started")
+        assert self._engine is not None, "not started"
         return self._engine

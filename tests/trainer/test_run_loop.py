@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from keel.commands.cli import main
 from keel.commands.train import run_loop
 from keel.configs.schema import ConfigError
 from keel.rl.metrics import Mean
 from keel.trainer.prepare import Task, prepare
-from keel.trainer.run.checkpoint import SaveError
+from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import CollectiveTimeout
 from keel.trainer.run.view import PlainView
@@ -69,3 +71,35 @@ def test_stop_below_alarm_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     folder.check_heldout(1)
     with pytest.raises(ConfigError, match=r"spelling = 0.5: pass@1 was 0.400 at step 2"):
         folder.check_heldout(2)
+
+
+def write(path: Path, count: int) -> None:
+    lines = [json.dumps({"prompt": f"Say {n}.", "answer": str(n)}) for n in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_resume_with_other_data_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run, recipe = tmp_path / "sums.jsonl", tmp_path / "run", tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "defaults: quickstart\n"
+        f"run: {{dir: {run}, steps: 3}}\n"
+        "model: {tiny: {cold_start: {steps: 0}}}\n"
+        "data:\n"
+        f"  sources: [{{name: sums, source: jsonl, path: {data}}}]\n"
+    )
+    write(data, 20)
+    task = prepare(str(recipe), ())
+    with RunFolder(task.config) as folder:
+        cursor, digest = task.dataset.train.state(), config_digest(task.config)
+        folder.save(State(step=1, version=1, cursor=cursor, config=digest), lambda _: {})
+    (run / "metrics.jsonl").touch()
+    assert main(["check", str(recipe)]) == 0
+    write(data, 15)
+    capsys.readouterr()
+    assert main([command, str(recipe)]) == 2
+    output = capsys.readouterr().err
+    assert f"run.dir = {run}: step 1: the saved state belongs to other data" in output
+    assert "model.path" in output

@@ -100,8 +100,6 @@ class TrainerEngine:
         """Join the other ranks through `store` and load the weights. Pass `read` if the model is
         already in host memory."""
         trainer = config.trainer
-        if world_size != trainer.ranks:
-            raise ValueError(f"trainer.ranks = {trainer.ranks}, but {world_size} ranks started")
         self._model_path, self._config = model_path, config
         self._rank, self._world_size = rank, world_size
         self.notes: list[str] = []

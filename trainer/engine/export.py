@@ -76,7 +76,15 @@ def write_model(
         part[name] = tensor.detach().cpu().clone()  # save_file refuses views of one storage
         size, total = size + count, total + count
     flush()
-    _name_shards(folder, shards, total)
+    files: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        (folder / f"shard-{index}.safetensors").rename(folder / file)
+        files |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
     # The flag must tell readers of a head that is no longer tied.
     config = model.config.to_dict() | {"dtype": dtype, "tie_word_embeddings": is_tied(model)}
     type(model.config).from_dict(config).save_pretrained(folder)
@@ -89,16 +97,3 @@ def write_model(
         if end is not None and end not in known:  # it may be missing in a base model
             generation.eos_token_id = [end, *known] if known else end
         generation.to_json_file(folder / GENERATION_CONFIG_NAME)
-
-
-def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    if len(shards) == 1:
-        (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
-        return
-    files: dict[str, str] = {}
-    for index, names in enumerate(shards):
-        final = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{index}.safetensors").rename(folder / final)
-        files |= dict.fromkeys(names, final)
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -103,15 +103,9 @@ def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
     """Copy the weights of `source` to `target`, which has the same architecture. All ranks must
     call this together."""
-    pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
-    for (name, weight), (target_name, target_weight) in pairs:
-        if name != target_name:
-            raise RuntimeError(f"{target_name} of the reference policy is {name} of the policy")
-        with (
-            gathered([weight], stage=stage),
-            gathered([target_weight], stage=stage, modifier_rank=0),
-        ):
-            target_weight.data.copy_(weight.data)
+    for weight, copy in zip(source.parameters(), target.parameters(), strict=True):
+        with gathered([weight], stage=stage), gathered([copy], stage=stage, modifier_rank=0):
+            copy.data.copy_(weight.data)
 
 
 def gathered(

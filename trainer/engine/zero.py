@@ -58,8 +58,6 @@ def join_ranks(
     if on_gpu:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        if store is None and world_size > 1:
-            raise ValueError("a trainer of several ranks needs a rendezvous store")
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store or dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
