@@ -1,3 +1,5 @@
+"""The generation settings of exported models."""
+
 from __future__ import annotations
 
 import json
@@ -8,33 +10,41 @@ import pytest
 import torch
 
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.trainer.engine.export import write_model
-from tests.model.test_load import built
+from keel.trainer.engine import export
+from tests.trainer.engine import batches
 
 
-def test_generation_config_is_preserved(tmp_path: Path) -> None:
-    """Settings that transformers refuses to write are preserved, too."""
-    settings = {"eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}
-    built("qwen3").save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(settings))
-    model = load_policy(str(tmp_path / "base"), torch.float32)
-    write_model(tmp_path / "out", model, checkpoint_tensors(model), dtype="float32")
-    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert {name: written.get(name) for name in settings} == settings
-    assert load_policy(str(tmp_path / "out"), torch.float32).generation_config.top_p == 0.6
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    batches.write_model(tmp_path / "base", "dense")
+    return tmp_path / "base"
+
+
+def exported(base: Path, **options: Any) -> dict[str, Any]:
+    model, out = load_policy(str(base), torch.float32), base.with_name("out")
+    export.write_model(out, model, checkpoint_tensors(model), dtype="float32", **options)
+    assert load_policy(str(out), torch.float32).generation_config.top_p == 0.6
+    return json.loads((out / "generation_config.json").read_text())
 
 
 @pytest.mark.parametrize(
-    ("settings", "end", "written"),
+    ("eos", "end", "written"),
     [(2, 5, [5, 2]), (2, 2, 2), ([2, 5], 5, [2, 5]), (None, 5, 5), (2, None, 2)],
 )
-def test_generation_config_has_the_tokenizer_eos(
-    settings: Any, end: int | None, written: Any, tmp_path: Path
+def test_generation_config_is_preserved_with_the_tokenizer_eos(
+    base: Path, eos: Any, end: int | None, written: Any
 ) -> None:
-    """`generate` of transformers reads generation_config.json only."""
-    base = built("qwen3")
-    base.generation_config.eos_token_id = settings
-    write_model(tmp_path / "out", base, checkpoint_tensors(base), dtype="float32", end=end)
-    model = load_policy(str(tmp_path / "out"), torch.float32)
-    assert model.generation_config.eos_token_id == written
-    assert base.generation_config.eos_token_id == settings
+    """Also settings that transformers refuses to write. Its `generate` reads this file only."""
+    settings = {"eos_token_id": eos, "temperature": 0.9, "top_p": 0.6}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    result = exported(base, end=end)
+    assert {name: result.get(name) for name in settings} == {**settings, "eos_token_id": written}
+
+
+def test_large_models_are_split_into_shards(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (base / "generation_config.json").write_text('{"top_p": 0.6, "do_sample": true}')
+    monkeypatch.setattr(export, "_SHARD_BYTES", 50_000)
+    exported(base)
+    index = json.loads((base.with_name("out") / "model.safetensors.index.json").read_text())
+    written = {path.name for path in base.with_name("out").glob("*.safetensors")}
+    assert len(written) > 2 and set(index["weight_map"].values()) == written
