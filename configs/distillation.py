@@ -46,7 +46,8 @@ class SelectConfig(Section):
     most_parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Maximum values of reward parts, where present: `{refusal: 0.4}`."""
     most_per_prompt: int = knob(1, ge=0)
-    """Maximum number of distinct completions per prompt, shortest first. 0: all."""
+    """Maximum number of distinct completions per prompt, in the order in which they were
+    sampled, so that no length is preferred. 0: all."""
     balance: float = knob(4.0, ge=0)
     """Maximum number of completions in a domain and mode, as a multiple of the smallest. 0: do not
     balance."""

@@ -20,7 +20,7 @@ from keel.rl.evaluation import FAIL
 _Kind = tuple[str, bool]
 """A domain, and whether thinking mode is on."""
 _SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
-_LEFT_OUT = (*_SAMPLED, "longer ones", "for balance")
+_LEFT_OUT = (*_SAMPLED, "same prompt", "for balance")
 """Reasons for rejecting a completion, in the order in which they are checked."""
 
 
@@ -30,7 +30,6 @@ class _Candidate:
 
     kind: _Kind
     prompt: str
-    tokens: int
     why_not: str
     """The first reason from `_LEFT_OUT` that applies, or ""."""
     line: Mapping[str, Any]
@@ -74,9 +73,8 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
             )
     chosen: list[tuple[int, _Candidate]] = []
     for some in prompts.values():
-        some.sort(key=lambda one: one.tokens)
         kept = some[: config.most_per_prompt or None]
-        counts[some[0].kind]["longer ones"] += len(some) - len(kept)
+        counts[some[0].kind]["same prompt"] += len(some) - len(kept)
         chosen += enumerate(kept)
     selected = _balanced(chosen, config.balance, counts)
     table = _table(counts, Counter(one.kind for one in selected))
@@ -105,7 +103,7 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
                 why = "cut off" if sample["finish_reason"] != "stop" else why
                 why = "not scored" if sample["error"] else why
                 kind = (request.domain, bool(line["thinking"]))
-                yield _Candidate(kind, request.id, sample["tokens"], why, line)
+                yield _Candidate(kind, request.id, why, line)
 
 
 def _balanced(

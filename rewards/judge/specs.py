@@ -252,7 +252,8 @@ class ProofSample(NamedTuple):
 
     verification: Verification
     verifier_check: MetaCheck | None
-    """The meta-check of the verifier's evaluation. It is None if the verifier found no flaw."""
+    """The meta-check of the verifier's evaluation. It is None if the verifier found no flaw or
+    is not checked."""
     self_check: MetaCheck
     """The meta-check of the policy's evaluation of its own proof."""
 
@@ -270,6 +271,9 @@ class ProofSpec(Spec):
     """An optional solution or marking scheme for the verifier."""
     alpha: float = Field(0.76, ge=0, le=1)
     """α, the weight of the proof itself. The rest is for an honest self-evaluation."""
+    check_verifier: bool = True
+    """Count only criticism that a meta-check confirms. False: R_Y is the verifier's score, as the
+    paper prints it, for a verifier that was trained against a meta-verifier."""
 
     def read(self, answer: str) -> Proof | str:
         return read_proof(answer)
@@ -279,7 +283,7 @@ class ProofSpec(Spec):
     ) -> ProofSample:
         async def verify() -> tuple[Verification, MetaCheck | None]:
             found = await ask(verify_question(task, self.reference or "", answer.solution))
-            if found.score == 1:
+            if found.score == 1 or not self.check_verifier:
                 return found, None
             flaws = "\n".join(f"{n}. {flaw}" for n, flaw in enumerate(found.flaws, 1))
             text = f"{found.evaluation}\n\nFlaws:\n{flaws}\n\nScore: {found.score:g}"
@@ -339,6 +343,9 @@ class VerificationSpec(Spec):
     proof: str = Field(pattern=r"\S")
     score: float = Field(ge=0, le=1)
     """s, the known score of the proof."""
+    meta: bool = True
+    """Multiply by R_meta. False: the reward is closeness to the score alone, which trains a first
+    verifier, or a meta-verifier if the score is that of an evaluation."""
 
     def read(self, answer: str) -> Evaluation | str:
         return read_evaluation(answer)
@@ -346,6 +353,8 @@ class VerificationSpec(Spec):
     async def sample(
         self, ask: _Ask, task: _Task, answer: Evaluation, thinking: str, number: int
     ) -> MetaCheck:
+        if not self.meta:
+            return MetaCheck("not checked", 1.0)
         problem = [{"role": "user", "content": self.problem}]
         return await ask(meta_question(problem, self.proof, answer.text))
 

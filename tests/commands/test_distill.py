@@ -63,7 +63,7 @@ def learned(path: Path) -> list[tuple[str, str]]:
     return [(line["specialist"], line["messages"][-1]["content"]) for line in lines]
 
 
-def test_selection_prefers_correct_distinct_short_completions(tmp_path: Path) -> None:
+def test_selection_takes_correct_distinct_completions_of_any_length(tmp_path: Path) -> None:
     sums = evaluation(
         tmp_path / "sums",
         {
@@ -82,16 +82,16 @@ def test_selection_prefers_correct_distinct_short_completions(tmp_path: Path) ->
     )
     out = tmp_path / "out.jsonl"
     table, _ = select({"adder": sums}, SelectConfig(), out)
-    assert learned(out) == [("adder", "short")]
+    assert learned(out) == [("adder", "long")]
     (line,) = map(json.loads, out.read_text().splitlines())
     assert line["messages"][0] == {"role": "user", "content": "?"}
     assert line["source"] == "sums" and line["parts"] == {"correct": 1.0, "format": 1.0}
     assert line["segments"] and "asked" not in line
     name, *counts = table.splitlines()[1].rsplit(maxsplit=9)
-    # sampled; wrong, unscored, truncated, by parts, duplicate, longer, for balance; selected
+    # sampled; wrong, unscored, truncated, by parts, duplicate, same prompt, for balance; selected
     assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "0", "1", "1", "0", "1"])
     select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
-    assert learned(out) == [("adder", "short"), ("adder", "long")]
+    assert learned(out) == [("adder", "long"), ("adder", "short")]
 
 
 def test_selection_balances_domains_and_modes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ RECIPES = sorted(
     path.stem for path in (Path(__file__).parents[2] / "configs/recipes").glob("*.yaml")
 )
 shipped = cache(load_config)
-MATHEMATICS = {"gsm8k", "sums", "sums-direct", "gcd"}
+MATHEMATICS = {"gsm8k", "proofs", "sums", "sums-direct", "gcd"}
 """The report weakens the KL penalty for mathematics, or omits it."""
 
 

@@ -215,6 +215,10 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
     assert result.parts == {**parts, "proof_format": 1.0, "disagreement": 0.0}
     assert result.value == pytest.approx(0.76 * 0.5 + 0.24 * 0.5 * 0.5)
     assert len(server.requests) == 3
+    printed = replace(PROMPT, reward={"kind": "proof", "check_verifier": False})
+    server.behave = scripted("0.5", "0", "1")
+    result = judged(service, answer("as printed", "0.5"), printed)
+    assert result.value == pytest.approx(0.76 * 0.5 + 0.24) and len(server.requests) == 5
     criticism = [m for r in server.requests if "1. step 2" in (m := str(r["messages"][1]))]
     assert len(criticism) == 1, "the meta-check sees the flaws"
 
@@ -233,6 +237,9 @@ def test_the_reward_of_a_verifier(server: Server, service: JudgeService) -> None
     server.reset()
     result = judged(service, "It is fine.", prompt)
     assert (result.value, result.parts["verification_format"], server.requests) == (0, 0, [])
+    first = replace(PROMPT, reward={**spec, "meta": False})
+    assert judged(service, "Step 2 fails. \\boxed{0.5}", first).value == 0.75
+    assert not server.requests, "a meta-verifier has nobody above it"
 
 
 def test_malformed_answers_score_zero_unasked(server: Server, service: JudgeService) -> None:
