@@ -14,7 +14,6 @@ from keel.commands.sampling import (
     answer_of,
     choose_policy,
     sample_prompts,
-    thinking_of,
 )
 from keel.commands.variants import as_asked, as_in, check_room, check_variant
 from keel.configs.load import load_config
@@ -124,7 +123,7 @@ def _sample_variant(
 
     def record(asked: Prompt, groups: Sequence[ScoredGroup]) -> None:
         prompt, source = sources[asked.prompt_id]
-        known = (variant.name, source, prompt, groups, answer_of, thinking_of)
+        known = (variant.name, source, prompt, groups, answer_of, policy.thinking_length)
         out.add(asked_of(*known, tokenizer=digest))
 
     config = policy.config

@@ -71,6 +71,9 @@ class SampledPolicy:
     """Digest of the tokenizer, or empty for an endpoint."""
     count_tokens: Callable[[Prompt], int] | None = None
     """Returns the number of tokens in a prompt. None for an endpoint."""
+    thinking_length: Callable[[Trajectory], int] = lambda trajectory: len(thinking_of(trajectory))
+    """Returns the number of tokens in the thinking of a completion. Counts characters for an
+    endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
@@ -123,6 +126,11 @@ def choose_policy(
                 runtime.wake()
             yield runtime
 
+    def thinking_length(trajectory: Trajectory) -> int:
+        # A policy can sample unpaired surrogates, which the tokenizer refuses.
+        text = thinking_of(trajectory).encode(errors="replace").decode()
+        return len(task.tokenizer.encode(text, add_special_tokens=False))
+
     return SampledPolicy(
         config=task.config,
         dataset=task.dataset,
@@ -133,6 +141,7 @@ def choose_policy(
         sampling=sampling,
         tokenizer_digest=task.tokenizer_digest,
         count_tokens=lambda prompt: prompt_tokens(prompt, task.tokenizer, task.facts),
+        thinking_length=thinking_length,
     )
 
 

@@ -55,7 +55,7 @@ class Asked:
     samples: Sequence[Mapping[str, Any]]
     """One dict per completion.
 
-    The keys are correct, error, parts, tokens, thinking (a number of characters), finish_reason,
+    The keys are correct, error, parts, tokens, thinking (its length), finish_reason,
     answer, messages, turns (in an environment), and `record`. The latter holds the additional keys
     that `keel sft` needs.
     """
@@ -97,14 +97,14 @@ def asked_of(
     prompt: Prompt,
     groups: Sequence[ScoredGroup],
     answer: Callable[[Trajectory], str],
-    thinking: Callable[[Trajectory], str],
+    thinking: Callable[[Trajectory], int],
     *,
     tokenizer: str = "",
 ) -> Asked:
     """Collect the completions for one prompt.
 
-    `answer` returns a completion's final answer in a comparable form, or "", and `thinking` returns
-    all of its thinking. `tokenizer` is a digest of the policy's tokenizer, if known.
+    `answer` returns a completion's final answer in a comparable form, or "", and `thinking` the
+    length of its thinking. `tokenizer` is a digest of the policy's tokenizer, if known.
     """
 
     def messages_and_record(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def asked_of(
             "error": float(parts.get(ERROR, 0.0)),
             "parts": {k: v for k, v in parts.items() if k not in ("correct", ERROR)},
             "tokens": trajectory.sampled_tokens,
-            "thinking": len(thinking(trajectory)),
+            "thinking": thinking(trajectory),
             "finish_reason": trajectory.finish_reason,
             "answer": answer(trajectory),
             **({} if trajectory.usage is None else {"turns": trajectory.usage.turns}),

@@ -23,8 +23,8 @@ from keel.rl.evaluation import pass_at_k, passed
 
 def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
     """Summarize the completions for a set of prompts, with pass@k and maj@k for each k in
-    `pass_at`, fewest@k if every completion has turns, and `contest_score` unless `submissions` is
-    0."""
+    `pass_at`, fewest@k if every completion has turns, and `contest_score` and `attempts` unless
+    `submissions` is 0."""
     samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
     passes, numbers = [one.passes for one in asked], [one.number for one in asked]
@@ -44,6 +44,8 @@ def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -
                 )
     if submissions:
         result["contest"] = fmean(contest_score(one.samples, submissions) for one in asked)
+        needed = filter(None, (attempts(one.samples, submissions) for one in asked))
+        result["attempts"] = fmean(solved) if (solved := list(needed)) else None
     unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
     return result | {
         "score": fmean(s["correct"] for s in samples) if samples else None,
@@ -84,12 +86,11 @@ def scores_by_steps(asked: Sequence[Asked]) -> tuple[dict[int, float], dict[int,
     return longer, wider
 
 
-def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
-    """Return a prompt's score from 0 to 1, where the best submission counts for each subtask.
+def _submitted(samples: Sequence[Mapping[str, Any]], submissions: int) -> list[Mapping[str, Any]]:
+    """Return the completions to submit, in their order (DeepSeek-V3.2, appendix D).
 
     Completions are not submitted if they fail a test shown in the task, were cut off, have no score
-    or decline. Of the others, those with the longest thinking are submitted (DeepSeek-V3.2,
-    appendix D).
+    or decline. The others are submitted by the length of their thinking, longest first.
     """
     fit = [
         sample
@@ -99,9 +100,19 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
         and passed(sample["parts"].get("samples", 1.0))
         and sample["parts"].get("refusal", 0.0) < 0.5
     ]
-    chosen = sorted(fit, key=lambda sample: -sample["thinking"])[:submissions]
+    return sorted(fit, key=lambda sample: -sample["thinking"])[:submissions]
+
+
+def attempts(samples: Sequence[Mapping[str, Any]], submissions: int) -> int | None:
+    """Return the number of submissions up to the first that is accepted, or None if none is."""
+    accepted = (passed(sample["correct"]) for sample in _submitted(samples, submissions))
+    return next((number for number, right in enumerate(accepted, start=1) if right), None)
+
+
+def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
+    """Return a prompt's score from 0 to 1, where the best submission counts for each subtask."""
     best: dict[str, float] = {}
-    for sample in chosen:
+    for sample in _submitted(samples, submissions):
         worths = {k: v for k, v in sample["parts"].items() if k.startswith("subtask/")}
         for name, worth in (worths or {"": sample["correct"]}).items():
             best[name] = max(worth, best.get(name, 0.0))
@@ -143,7 +154,7 @@ def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for sets in result.values() for of in sets.values() for name in of)
     at_k = ("pass@", "maj@", "fewest@")
     more = [name for name in names if name.startswith(at_k) and "_" not in name][1:]
-    more += ["contest"] if "contest" in names else []
+    more += [name for name in ("contest", "attempts") if name in names]
     columns = {
         "prompts": "{:,}",
         "pass@1": "{:.3f}",

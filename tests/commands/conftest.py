@@ -63,6 +63,7 @@ def trajectory(prompt: Prompt, sibling: int) -> Trajectory:
     sampled = rollouts.segment(tokens=6, context=sibling + 1, name=prompt.prompt_id)
     finish = "stop" if sibling else "length"
     message = {"role": "assistant", "content": f"so \\boxed{{ no {sibling}}}", "raw": ""}
+    message["reasoning_content"] = "a<think>"  # two tokens
     return replace(
         rollouts.trajectory(sampled, sibling=sibling, finish=finish), messages=(message,)
     )

@@ -57,6 +57,7 @@ def test_results_of_each_set_and_domain(
         assert word in out
     assert "\nsampling with model.path = tiny\n" in out
     line = json.loads((tmp_path / "eval/base/samples.jsonl").read_text().splitlines()[0])
+    assert line["samples"][1]["thinking"] == 2
     assert line["samples"][1]["answer"] == "no 1" and line["missing"] == ["late: too slow"]
 
 

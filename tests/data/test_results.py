@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from keel.data.eval_store import Asked
 from keel.data.results import (
+    attempts,
     compared,
     contest_score,
     fewest_steps_at_k,
@@ -35,6 +36,17 @@ def test_contest_score() -> None:
     scores = [contest_score(samples, n) for n in (1, 2, 3, 4)]
     assert scores == pytest.approx([0, 0.7, 1, 1])  # by hand: 90; then 50, then 40
     assert contest_score([], 3) == 0
+
+
+def test_attempts_count_submissions_in_their_order() -> None:
+    """A submission with part of the points is no accepted one."""
+    right, wrong = sample(40, 0.3, 0.7), sample(50, 0.3, 0)
+    samples = [right, wrong, sample(90, 0, 0.7), sample(99, 0.3, 0.7, finish_reason="length")]
+    assert [attempts(samples, n) for n in (1, 2, 3, 4)] == [None, None, 3, 3]
+    sets = [asked("a", samples), asked("a", [right], number=1), asked("a", [wrong], number=2)]
+    assert results(sets, (), 3)["recipe"]["a"]["attempts"] == 2  # by hand: (3 + 1) / 2
+    assert results(sets, (), 3)["recipe"]["a"]["contest"] == pytest.approx((1 + 1 + 0.3) / 3)
+    assert results(sets[2:], (), 3)["recipe"]["a"]["attempts"] is None
 
 
 def test_unfit_completions_are_not_submitted() -> None:

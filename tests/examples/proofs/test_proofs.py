@@ -97,7 +97,7 @@ def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> 
     parts = [{"correct": score, "error": error, "proof": score} for _, score in graded]
     group = scored(proofs, [score for _, score in graded], parts=parts)
     group = replace(group, group=replace(group.group, prompt=prompt))
-    evaluated = asked_of("recipe", "proofs", prompt, [group], lambda _: "", lambda _: "")
+    evaluated = asked_of("recipe", "proofs", prompt, [group], lambda _: "", lambda _: 0)
     folder.mkdir()
     (folder / "samples.jsonl").write_text(json.dumps(asdict(evaluated)) + "\n")
     return folder
