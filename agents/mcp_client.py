@@ -14,7 +14,7 @@ from typing import Any
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
     ChildProcess,
-    Sandbox,
+    EnvSandbox,
     launch,
     with_deadline,
 )
@@ -40,7 +40,7 @@ class McpServer:
     readable: Sequence[Path] = ()
     """Paths that the server reads in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
-    wrap: Sandbox | None = None
+    wrap: EnvSandbox | None = None
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):

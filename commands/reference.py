@@ -83,7 +83,7 @@ class _Knob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class KnobSection:
     """A group of knobs with its description."""
 
     name: str
@@ -131,7 +131,7 @@ def find_metric(name: str) -> Metric | None:
 
 
 @cache
-def sections() -> tuple[Section, ...]:
+def sections() -> tuple[KnobSection, ...]:
     """Return all sections in the order of the schema. Nested sections follow their parent."""
     return tuple(s for recipe, (root, _) in _RECIPES.items() for s in _sections(recipe, root, ""))
 
@@ -141,9 +141,9 @@ def all_knobs() -> tuple[_Knob, ...]:
     return tuple(knob for section in sections() for knob in section.knobs)
 
 
-def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterator[Section]:
+def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterator[KnobSection]:
     hints, (title, texts) = knob_types(cls), _docstrings(cls)
-    nested: list[Iterator[Section]] = []
+    nested: list[Iterator[KnobSection]] = []
     knobs: list[_Knob] = []
     for field in fields(cls):
         hint, here = hints[field.name], f"{path}.{field.name}".lstrip(".")
@@ -178,7 +178,9 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
         )
     if knobs:
         name, text = _qualified(recipe, path), f"{about} {title}".strip()
-        yield Section(name=name, path=path, cls=cls, recipe=recipe, text=text, knobs=tuple(knobs))
+        yield KnobSection(
+            name=name, path=path, cls=cls, recipe=recipe, text=text, knobs=tuple(knobs)
+        )
     for each in nested:
         yield from each
 
@@ -318,7 +320,7 @@ def _first(text: str) -> str:
     return re.split(r"(?<=[a-z)`]\.)(?<!Eq\.) (?=[A-Zβ`0-9])", text)[0]
 
 
-def _section(section: Section) -> str:
+def _section(section: KnobSection) -> str:
     rows = [_line(knob, knob.name.rpartition(".")[2]) for knob in section.knobs]
     return _entry(section.name, section.text, rows)
 

@@ -18,7 +18,7 @@ from keel.agents.endpoint.driven import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import ForkServer, fork_server_for
-from keel.agents.env_process.process import Sandbox
+from keel.agents.env_process.process import EnvSandbox
 from keel.agents.env_process.program import KEEL, Deadlines, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES
@@ -330,7 +330,9 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
         raise _invalid(source, error) from error
 
 
-def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Sandbox | None:
+def wrap(
+    config: Config, source: SourceConfig, *, network: Network | None = None
+) -> EnvSandbox | None:
     """Return a sandbox for an environment, or None if isolation is turned off. `network` overrides
     the recipe's setting. Raises ValueError if this machine cannot isolate the environment.
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from keel.agents.endpoint.server import Address
 from keel.agents.env_process.client import task_fields, verdict_of
-from keel.agents.env_process.process import ChildProcess, Sandbox, encode_line, launch
+from keel.agents.env_process.process import ChildProcess, EnvSandbox, encode_line, launch
 from keel.agents.env_process.program import ENVIRONMENT, READABLE, START
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
@@ -43,7 +43,7 @@ class AgentProgram:
     folder: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_mib: int | None = None
-    wrap: Sandbox | None = None
+    wrap: EnvSandbox | None = None
     """Puts the program into a sandbox in which it can still open sockets."""
     readable: Sequence[Path] = ()
     """Paths that the program reads in a sandbox, such as its interpreter and packages."""

@@ -18,7 +18,7 @@ from typing import Any
 from keel.agents.env_process.process import (
     REAP_S,
     ChildProcess,
-    Sandbox,
+    EnvSandbox,
     launch,
     open_channel,
     with_deadline,
@@ -131,7 +131,7 @@ class ForkServer:
                 raise
             self.disabled_reason = str(error)
 
-    async def _check_isolation(self, process: ChildProcess, sandbox: Sandbox) -> None:
+    async def _check_isolation(self, process: ChildProcess, sandbox: EnvSandbox) -> None:
         try:
             attempt = await self._fork(process, {}, run=sandbox.probe)
             ending = await attempt.end(within_s=self._program.deadlines.open_s)

@@ -35,7 +35,7 @@ _LimitCheck = Callable[[], str]
 """Stops monitoring a sandbox's memory. Returns the limit that ended the sandbox, or ""."""
 
 
-class SandboxLaunch(Protocol):
+class LaunchedSandbox(Protocol):
     """A command line that is ready to run. `env` overrides the inherited variables."""
 
     @property
@@ -52,7 +52,7 @@ class SandboxLaunch(Protocol):
         ...
 
 
-class Sandbox(Protocol):
+class EnvSandbox(Protocol):
     """Puts processes into sandboxes that can read the system, the program and `readable`.
 
     `parent` is for a process that forks children and isolates them from each other with `inner`,
@@ -69,11 +69,11 @@ class Sandbox(Protocol):
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[SandboxLaunch]: ...
+    ) -> AbstractContextManager[LaunchedSandbox]: ...
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[SandboxLaunch]: ...
+    ) -> AbstractContextManager[LaunchedSandbox]: ...
 
     def hold(self, pid: int, *, inside: bool) -> _LimitCheck: ...
 
@@ -285,7 +285,7 @@ def launch(
     *,
     env: Mapping[str, str],
     folder: Path | None,
-    wrap: Callable[..., AbstractContextManager[SandboxLaunch]] | None = None,
+    wrap: Callable[..., AbstractContextManager[LaunchedSandbox]] | None = None,
     readable: Sequence[Path] = (),
 ) -> ChildProcess:
     """Start a process whose channel is its standard input and output. Raises EnvironmentLost if the

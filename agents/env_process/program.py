@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keel
-from keel.agents.env_process.process import Sandbox, encode_line
+from keel.agents.env_process.process import EnvSandbox, encode_line
 
 KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox has the folder
 START = KEEL / "agents" / "env_runtime" / "start.py"
@@ -59,7 +59,7 @@ class Program:
     readable: Sequence[Path] = ()
     """Paths that the environment reads in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
-    wrap: Sandbox | None = None
+    wrap: EnvSandbox | None = None
 
     def __post_init__(self) -> None:
         if not self.target or self.target.startswith(":"):

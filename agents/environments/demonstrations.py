@@ -40,7 +40,9 @@ def trip_demonstrations(
         world, task = make_task(number, LEVELS[level])
         prompt_task = {"reward": {"trip": {"level": level, "seed": number}}}
 
-        def converse(calls: Calls, prompt_task: Mapping[str, Any] = prompt_task) -> Conversation:
+        def converse(
+            calls: Calls, prompt_task: Mapping[str, Any] = prompt_task
+        ) -> ScriptedConversation:
             trip = Trip()
             return play(kinds.Object(trip, kinds.methods_of(trip)), prompt_task, 0, calls)
 
@@ -63,7 +65,7 @@ def guess_demonstrations(
             draw = random.Random(f"guess {seed} {number}")
             game_seed = draw.randrange(1 << 31)
 
-            def converse(calls: Calls, game_seed: int = game_seed) -> Conversation:
+            def converse(calls: Calls, game_seed: int = game_seed) -> ScriptedConversation:
                 game = games.TextGame(Game("GuessTheNumber-v0", dict(options), brief=True))
                 return play(game, {}, game_seed, calls)
 
@@ -76,12 +78,14 @@ def guess_demonstrations(
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ScriptedConversation:
     tools: tuple[ToolSpec, ...]
     said: tuple[Message, ...]
 
 
-def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> Conversation:
+def play(
+    environment: Any, task: Mapping[str, Any], seed: int, calls: Calls
+) -> ScriptedConversation:
     """Run scripted calls in a local environment until it ends or `calls` returns a final answer."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
@@ -97,7 +101,7 @@ def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> 
                     f"return the policy's last words, a text: it returns {end.value!r:.50}"
                 ) from None
             said.append({"role": "assistant", "content": end.value})
-            return Conversation(tools, tuple(said))
+            return ScriptedConversation(tools, tuple(said))
         if name not in (names := [tool.name for tool in tools]):
             raise ValueError(f"the script calls {name!r}, and the tools are {', '.join(names)}")
         call_id = f"call_{turn}_0"
@@ -106,7 +110,7 @@ def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> 
         said.append({"role": "assistant", "content": "", "tool_calls": [call]})
         result = environment.call(name, arguments)
         if result["done"]:
-            return Conversation(tools, tuple(said))
+            return ScriptedConversation(tools, tuple(said))
         said.append(
             {"role": "tool", "content": result["text"], "tool_call_id": call_id, "name": name}
         )

@@ -61,7 +61,7 @@ class SearchLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ProofCandidate:
     """A proof with its verifications."""
 
     solution: str
@@ -76,7 +76,7 @@ class Candidate:
 async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str, Any]:
     """Search for a proof of `problem`. Returns the best one with its score, whether every
     verification gave it 1, and the number of rounds and proofs. Raises AuthorLost."""
-    pool: list[Candidate] = []
+    pool: list[ProofCandidate] = []
     requests = [problem] * limits.pool
     rounds = 0
     while True:
@@ -114,16 +114,18 @@ async def _proof(author: Author, request: str) -> str | None:
     return None if reply.cut or isinstance(proof, str) else proof.solution
 
 
-async def _verified(author: Author, problem: str, solution: str, limits: SearchLimits) -> Candidate:
+async def _verified(
+    author: Author, problem: str, solution: str, limits: SearchLimits
+) -> ProofCandidate:
     messages = verification_messages(problem, solution)
     replies = await gather_or_cancel(
         *(author.ask(messages, purpose="verification") for _ in range(limits.verifications))
     )
     read = [read_evaluation(reply.content) for reply in replies if not reply.cut]
-    return Candidate(solution, tuple(one for one in read if isinstance(one, Evaluation)))
+    return ProofCandidate(solution, tuple(one for one in read if isinstance(one, Evaluation)))
 
 
-def _refinement(problem: str, candidate: Candidate, most: int) -> str:
+def _refinement(problem: str, candidate: ProofCandidate, most: int) -> str:
     worst = sorted(candidate.evaluations, key=lambda one: one.score)[:most]
     reviews = "\n\n---\n\n".join(one.text for one in worst)
     return _REFINE.format(problem=problem, solution=candidate.solution, reviews=reviews)

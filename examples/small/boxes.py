@@ -9,7 +9,7 @@ from typing import Any
 from keel.agents.context import ASK_FOR_SUMMARY, SUMMARY
 from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.boxes import Boxes
-from keel.agents.environments.demonstrations import Conversation, Demonstration, play
+from keel.agents.environments.demonstrations import Demonstration, ScriptedConversation, play
 from keel.agents.environments.trip.environment import Calls
 from keel.rl.turns import Message
 
@@ -30,7 +30,7 @@ def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> li
         place = int(arguments.get("boxes", 12))
         order = draw.sample(range(1, place + 1), place)
 
-        def converse(calls: Calls, environment: Object = environment) -> Conversation:
+        def converse(calls: Calls, environment: Object = environment) -> ScriptedConversation:
             return play(environment, {}, number, calls)  # noqa: B023
 
         worked = converse(_look(order))
@@ -53,7 +53,7 @@ def _guess(box: int) -> Calls:
     yield "look", {}
 
 
-def _shown(whole: Conversation, draw: random.Random) -> tuple[Message, ...]:
+def _shown(whole: ScriptedConversation, draw: random.Random) -> tuple[Message, ...]:
     """Return a part of a conversation that fits into a context window."""
     opening, *said = whole.said
     steps = [said[i : i + 2] for i in range(0, len(said) - 1, 2)]

@@ -52,7 +52,7 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
-    """The command line that starts a sandbox (`keel.agents.env_process.process.SandboxLaunch`)."""
+    """The command line that starts a sandbox. Implements `LaunchedSandbox` of agents."""
 
     command: Sequence[str]
     pass_fds: Sequence[int]

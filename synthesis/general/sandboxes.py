@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import ForkServer, fork_server_for
-from keel.agents.env_process.process import Sandbox
+from keel.agents.env_process.process import EnvSandbox
 from keel.agents.env_process.program import Deadlines, Program
 from keel.agents.types import EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
@@ -30,7 +30,7 @@ SLACK_S = 30.0
 """Seconds added to the timeouts that apply inside the sandbox."""
 
 
-def _sandbox(network: Network) -> Sandbox:
+def _sandbox(network: Network) -> EnvSandbox:
     try:
         wrap = environment_wrap(
             "bubblewrap", memory_mib=_MEMORY_MIB, processes=64, network=network, knob=""

@@ -12,7 +12,7 @@ import pytest
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import ForkServer, fork_server_for
-from keel.agents.env_process.process import Sandbox
+from keel.agents.env_process.process import EnvSandbox
 from keel.agents.env_process.program import Program
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
@@ -36,17 +36,17 @@ def wrap_of(**settings: Any) -> EnvironmentSandbox:
     return wrap
 
 
-def attacker(wrap: Sandbox, parent: ForkServer | None = None, **settings: Any) -> Hosted:
+def attacker(wrap: EnvSandbox, parent: ForkServer | None = None, **settings: Any) -> Hosted:
     return Hosted(attackers(wrap, **settings), fork_server=parent)
 
 
-def attackers(wrap: Sandbox, **settings: Any) -> Program:
+def attackers(wrap: EnvSandbox, **settings: Any) -> Program:
     settings = {"folder": HERE, "memory_mib": None, "env": {"MINE": MINE}, **settings}
     return program("attacker:Attacker", wrap=wrap, **settings)
 
 
 @asynccontextmanager
-async def parent_for(wrap: Sandbox, way: str) -> AsyncIterator[ForkServer | None]:
+async def parent_for(wrap: EnvSandbox, way: str) -> AsyncIterator[ForkServer | None]:
     """Yield a fork server for attackers if `way` is forked, else None."""
     parent = fork_server_for(attackers(wrap)) if way == "forked" else None
     try:

@@ -14,7 +14,7 @@ import pytest
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import fork_server_for
-from keel.agents.env_process.process import Sandbox
+from keel.agents.env_process.process import EnvSandbox
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def small() -> Sandbox:
+def small() -> EnvSandbox:
     return wrap_of(memory_mib=MEMORY_MIB, processes=PROCESSES, files_mib=FILES_MIB)
 
 
 @WAYS
 @asynchronous
 async def test_attacks_fail(
-    small: Sandbox, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: EnvSandbox, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
     listener = socket.socket(socket.AF_UNIX)
@@ -99,7 +99,7 @@ async def test_attacks_fail(
 
 @WAYS
 @asynchronous
-async def test_no_process_outlives_an_episode(small: Sandbox, way: str) -> None:
+async def test_no_process_outlives_an_episode(small: EnvSandbox, way: str) -> None:
     async with parent_for(small, way) as parent:
         for how in ("close", "crash", "hang"):
             environment = attacker(small, parent)
@@ -119,7 +119,7 @@ async def test_no_process_outlives_an_episode(small: Sandbox, way: str) -> None:
 
 @WAYS
 @asynchronous
-async def test_memory_limit_covers_all_processes(small: Sandbox, way: str) -> None:
+async def test_memory_limit_covers_all_processes(small: EnvSandbox, way: str) -> None:
     async with parent_for(small, way) as parent:
         environment = attacker(small, parent)
         await environment.open(TASK, seed=3)
@@ -130,7 +130,7 @@ async def test_memory_limit_covers_all_processes(small: Sandbox, way: str) -> No
 
 
 @asynchronous
-async def test_forked_siblings_are_isolated(small: Sandbox) -> None:
+async def test_forked_siblings_are_isolated(small: EnvSandbox) -> None:
     async with parent_for(small, "forked") as parent:
         one, other = attacker(small, parent), attacker(small, parent)
         await one.open(TASK, seed=3)
@@ -148,7 +148,7 @@ async def test_forked_siblings_are_isolated(small: Sandbox) -> None:
 
 
 @asynchronous
-async def test_without_namespaces_episodes_are_started(small: Sandbox, monkeypatch: Any) -> None:
+async def test_without_namespaces_episodes_are_started(small: EnvSandbox, monkeypatch: Any) -> None:
     """The filter refuses them, as on a machine that forbids user namespaces."""
     monkeypatch.setattr(environments, "FORKING", ())
     parent = fork_server_for(attackers(small))
@@ -161,7 +161,7 @@ async def test_without_namespaces_episodes_are_started(small: Sandbox, monkeypat
     await parent.close()
 
 
-def test_sandbox_dies_with_keel(small: Sandbox) -> None:
+def test_sandbox_dies_with_keel(small: EnvSandbox) -> None:
     code = (
         "import asyncio, os, signal\n"
         "from tests.agents import sandboxes as t\n"
@@ -224,11 +224,11 @@ async def test_folder_permissions(tmp_path: Path, way: str) -> None:
     assert (folders["out"] / "mine").read_text() == "x"
 
 
-def test_host_network_is_opt_in(small: Sandbox) -> None:
+def test_host_network_is_opt_in(small: EnvSandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-        async def connected(wrap: Sandbox) -> str:
+        async def connected(wrap: EnvSandbox) -> str:
             environment = Hosted(program("attacker:connect", wrap=wrap))
             try:
                 await environment.open(TASK, seed=3)

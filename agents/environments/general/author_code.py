@@ -207,7 +207,7 @@ class ChildEnded(Exception):
 class AuthorCodeFailed(Exception): ...
 
 
-class Channel:
+class AuthorChannel:
     def __init__(self, end: socket.socket) -> None:
         self._end, self._received = end, b""
 
@@ -240,11 +240,11 @@ class Channel:
         return cast(_Message, message)
 
 
-class Child(Channel):
+class Child(AuthorChannel):
     """A forked process that calls `run` with its channel. `run` must call `_shut` before it runs
     untrusted code."""
 
-    def __init__(self, run: Callable[[Channel], None]) -> None:
+    def __init__(self, run: Callable[[AuthorChannel], None]) -> None:
         ours, theirs = socket.socketpair()
         self.pid = os.fork()
         if not self.pid:
@@ -272,8 +272,8 @@ class Child(Channel):
             self.pid = 0
 
 
-def _run_child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
-    channel = Channel(end)
+def _run_child(end: socket.socket, run: Callable[[AuthorChannel], None]) -> NoReturn:
+    channel = AuthorChannel(end)
     try:
         protect_process()
         # These include the parent's channels, which the child must not write to.
@@ -297,7 +297,7 @@ def _failure(error: BaseException) -> _Message:
     return {"raised": error_text(error)}
 
 
-def _serve(channel: Channel, answer: Callable[[_Message], Any]) -> None:
+def _serve(channel: AuthorChannel, answer: Callable[[_Message], Any]) -> None:
     with suppress(ChildEnded):
         while True:
             request = channel.receive()
@@ -325,7 +325,7 @@ def tools_child(folder: Folder, seed: int) -> Child:
     """Start a process that answers {"do": "describe"} with the tools' descriptions, and {"do":
     "call", "name", "arguments"} with a text."""
 
-    def run(channel: Channel) -> None:
+    def run(channel: AuthorChannel) -> None:
         source, database = folder.text("tools.py"), folder.database()
         _shut()
         tools: dict[str, Tool] = {}
@@ -396,7 +396,7 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
     """Run the verifier on an answer and the original database. Returns the requirements that are
     met, or an error message if the verifier fails."""
 
-    def run(channel: Channel) -> None:
+    def run(channel: AuthorChannel) -> None:
         source, database = folder.text("verify.py"), folder.database()
         _shut()
         verify = _function(source, "verify", f"verify_{number}", 2)
@@ -420,7 +420,7 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
     """Start a solution. For each tool call it sends {"call": name, "arguments"} and expects
     {"text"} or {"failed"}, and at the end it sends {"is": the answer}."""
 
-    def run(channel: Channel) -> None:
+    def run(channel: AuthorChannel) -> None:
         def named(name: str) -> Callable[..., Any]:
             def call(**arguments: Any) -> Any:
                 channel.send({"call": name, "arguments": arguments})
