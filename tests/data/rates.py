@@ -1,7 +1,5 @@
 """Scored groups with a given number of passes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from keel.rl.types import Group, Prompt, ScoredGroup

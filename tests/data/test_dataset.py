@@ -1,7 +1,5 @@
 """Datasets: held-out questions, duplicates, omitted prompts, and the recipes of docs/data.md."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

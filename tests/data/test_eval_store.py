@@ -1,7 +1,5 @@
 """Resuming an evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from keel.configs.load import load_config

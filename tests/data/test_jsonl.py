@@ -1,7 +1,5 @@
 """Prompts from JSON lines; malformed lines are named with their place, or skipped and counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

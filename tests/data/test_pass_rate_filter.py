@@ -1,7 +1,5 @@
 """The folder of a filter, tables of pass rates, and training within bounds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

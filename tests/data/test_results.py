@@ -1,7 +1,5 @@
 """Results of evaluations, and statistics against independent values."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Order of the prompts."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Fixtures of the GPU tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu.marks import INTERPRETED

@@ -1,7 +1,5 @@
 """vLLM's sampler and batches without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

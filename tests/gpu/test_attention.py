@@ -1,7 +1,5 @@
 """The fused kernels for packed segments equal plain attention over padded blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cold start on a GPU: learns, repeats itself, and leaves nothing there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

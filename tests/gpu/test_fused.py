@@ -3,8 +3,6 @@
 The kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Run on a GPU or under Triton's interpreter (TRITON_INTERPRET=1); bits are compared on a GPU only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

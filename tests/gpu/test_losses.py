@@ -1,7 +1,5 @@
 """The loss on a GPU: the numbers of the CPU, and no wait for the device before the metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields

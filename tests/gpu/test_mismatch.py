@@ -1,7 +1,5 @@
 """Engine against trainer on a small model: batch-invariant kernels and the float32 residual."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

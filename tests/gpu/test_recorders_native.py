@@ -1,7 +1,5 @@
 """GPU recorders, sleep and weight updates by copies, against the float32 reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The inputs of graphs are also checked under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

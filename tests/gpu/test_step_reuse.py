@@ -4,8 +4,6 @@ Runs on a GPU or under Triton's interpreter (TRITON_INTERPRET=1). The recorder t
 steps of a model.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 It runs on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One engine on two GPUs: sampling, and turns between and during which weights change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

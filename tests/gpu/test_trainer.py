@@ -1,8 +1,6 @@
 """One rank of the trainer on a GPU: bfloat16 with flash attention, compiled or recomputed and
 offloaded, against float32 without any of it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

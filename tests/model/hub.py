@@ -1,7 +1,5 @@
 """A local hub with one model."""
 
-from __future__ import annotations
-
 import json
 from http.server import BaseHTTPRequestHandler
 from typing import ClassVar

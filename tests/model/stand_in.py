@@ -1,7 +1,5 @@
 """Fake weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 tests/gpu/test_mismatch.py and test_invariant_kernels.py test them with the engine's kernels.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace

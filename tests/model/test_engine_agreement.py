@@ -1,7 +1,5 @@
 """The trainer's model computes what the engine does: no dropout, and the engine's LongRoPE."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

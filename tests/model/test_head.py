@@ -1,7 +1,5 @@
 """The support head against a dense softmax, from packed rows, and inside models."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

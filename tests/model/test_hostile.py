@@ -1,7 +1,5 @@
 """Malicious model folders are refused quickly with one line."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time

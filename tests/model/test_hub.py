@@ -1,7 +1,5 @@
 """Model folders and hub names are checked before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

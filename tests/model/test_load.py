@@ -1,7 +1,5 @@
 """Loading of models and tokenizers, and facts about models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every Ray call has a deadline."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Routing replay: every supported family, activation recomputation, and invalid routes."""
 
-from __future__ import annotations
-
 import copy
 import math
 

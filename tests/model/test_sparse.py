@@ -1,7 +1,5 @@
 """Sparse attention over packed rows: results of transformers, the indexer's loss, index replay."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

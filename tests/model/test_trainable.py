@@ -1,8 +1,6 @@
 """Checks of models before an engine starts. tests/trainer/placement/test_supported.py covers the
 supported families."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

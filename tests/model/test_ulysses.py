@@ -1,7 +1,5 @@
 """Slices of packed rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

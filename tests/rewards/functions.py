@@ -1,7 +1,5 @@
 """Reward functions of a user: good, failing and hanging ones."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import mmap

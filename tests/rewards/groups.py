@@ -1,7 +1,5 @@
 """Groups of answers to score."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

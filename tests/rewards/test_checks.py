@@ -1,7 +1,5 @@
 """Rewards that cannot work are refused before the run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewards from the user's own functions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Rewards of trajectories that an environment has graded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

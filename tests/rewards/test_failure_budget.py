@@ -1,7 +1,5 @@
 """Errors of reward functions are reported once, with their location, and stop the run."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

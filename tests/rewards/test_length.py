@@ -1,7 +1,5 @@
 """Laws of the length rule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

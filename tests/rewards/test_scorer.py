@@ -1,7 +1,5 @@
 """From groups to rewards and advantages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Finding the answer in a completion."""
 
-from __future__ import annotations
-
 from keel.rewards.text import (
     answer_in,
     final_text,

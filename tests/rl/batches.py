@@ -1,7 +1,5 @@
 """Random inputs of `keel.rl.losses.grpo_loss`, and parts of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +26,7 @@ class LossInputs:
     @staticmethod
     def random(
         seed: int, lengths: Sequence[int], *, drift: float = 0.5, kl_coef: float = 0.3
-    ) -> LossInputs:
+    ) -> "LossInputs":
         """Draw a batch; π_old and π_ref are about `drift` nats from π_θ.
 
         About half of the sequences have a KL coefficient, and about half a negative advantage.
@@ -54,7 +52,7 @@ class LossInputs:
             sequence_tokens=torch.tensor(lengths),
         )
 
-    def rows(self, rows: Tensor) -> LossInputs:
+    def rows(self, rows: Tensor) -> "LossInputs":
         """Return the part with these tokens, with renumbered sequences."""
         owners, sequence = torch.unique(self.sequence[rows], return_inverse=True)
         return LossInputs(
@@ -85,7 +83,6 @@ class LossInputs:
             **knobs,
         )
         output.loss.backward()
-        assert logp.grad is not None
         return output, logp.grad
 
     def answers(self) -> tuple[list[Answer], Tensor]:

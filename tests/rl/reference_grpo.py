@@ -4,8 +4,6 @@ Written from the paper's equations with Python loops over scalars; shares no cod
 Exponentials are not bounded, so log-ratios must be moderate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

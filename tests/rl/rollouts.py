@@ -1,7 +1,5 @@
 """Scored groups whose per-token data is a function of the token id, to expose misalignment."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Group advantages: definition, exact zeros, scaling."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The buffer: room, order of training, filtering and resumption."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation metrics and the definition of a pass."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Future combinators: results, errors, cancellation."""
 
-from __future__ import annotations
-
 from concurrent.futures import CancelledError, Future
 
 import pytest

@@ -1,7 +1,5 @@
 """KL estimators against the exact KL, by enumeration of a vocabulary."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -58,7 +56,6 @@ def test_large_kl_keeps_its_gradient_in_float32(log_rho: float) -> None:
     value.sum().backward()
     assert value.isfinite().all()
     assert value.item() > 0
-    assert logp.grad is not None
     assert logp.grad.item() == pytest.approx(-math.exp(0.5) * log_rho, rel=1e-5)
 
 
@@ -69,7 +66,6 @@ def test_extreme_ratios_are_bounded_with_gradient(log_ratio: float) -> None:
     value.sum().backward()
     ratio = math.exp(math.copysign(BOUND, log_ratio))
     assert value.item() == pytest.approx(ratio * (math.exp(2) - 2 - 1), rel=1e-5)
-    assert logp.grad is not None
     assert logp.grad.item() == pytest.approx(-2 * ratio, rel=1e-5)
 
 
@@ -79,7 +75,6 @@ def test_k3_gradient_at_large_distance(gap: float) -> None:
     value = k3(logp, torch.tensor([-1.0]))
     value.sum().backward()
     assert value.item() == pytest.approx(math.exp(BOUND) - gap - 1, rel=1e-6)
-    assert logp.grad is not None
     assert logp.grad.item() == pytest.approx(1 - math.exp(BOUND), rel=1e-6)
 
 

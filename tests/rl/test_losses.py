@@ -1,7 +1,5 @@
 """Laws of the GRPO loss, and its comparison with the naive oracle."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
@@ -36,7 +34,6 @@ def one_token(
         **knobs,
     ).loss
     loss.backward()
-    assert logp.grad is not None
     return loss.item(), logp.grad.item()
 
 
@@ -95,7 +92,6 @@ def test_gradient_flows_to_the_policy_only() -> None:
             kl_coef=kl_coef,
             kl=kl,
         ).loss.backward()
-    assert logp.grad is not None
     assert all(leaf.grad is None for leaf in leaves[1:])
 
 
@@ -190,7 +186,6 @@ def test_no_tokens_give_a_differentiable_zero() -> None:
     )
     output.loss.backward()
     assert output.loss.item() == 0
-    assert hidden.grad is not None
     assert hidden.grad.tolist() == [0.0] * 3
     full = LossInputs.random(0, [2, 3]).loss(mask_delta=2.0)[0].metrics
     assert merge([output.metrics, full]) == full

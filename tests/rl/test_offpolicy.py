@@ -1,7 +1,5 @@
 """The sequence mask against Eq. 9: sign, strictness, whole trajectories, no gradient."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packing keeps tokens aligned with their data, is balanced, and does not change the gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -49,8 +47,6 @@ def test_every_token_arrives_once_with_its_data(seed, ranks, capacity) -> None:
     for micro_batch in micro_batches(batches):
         if len(micro_batch.sequence_tokens_S) == 0:
             continue
-        assert micro_batch.routes_NLK is not None
-        assert micro_batch.sampling_mask is not None
         assert micro_batch.routes_NLK.dtype == np.int16
         last = np.append(np.diff(micro_batch.segment_N) != 0, True)
         for t, token in enumerate(micro_batch.token_ids_N.tolist()):
@@ -84,7 +80,6 @@ def test_groups_have_equal_weight(seed, ranks, capacity, updates, skip) -> None:
         expected.backward()
         packed = pack(part, ranks=ranks, micro_batch_tokens=capacity, skip_uniform_groups=skip)
         loss, actual = gradient(packed)
-        assert table.grad is not None
         np.testing.assert_allclose(actual, table.grad, rtol=1e-5, atol=1e-9)
         np.testing.assert_allclose(loss, expected.item(), rtol=1e-5, atol=1e-9)
         batches = pack(part, ranks=ranks, micro_batch_tokens=capacity)
@@ -187,10 +182,8 @@ def test_idle_ranks_get_padding_with_zero_loss() -> None:
     assert len(padding.token_ids_N) == 1
     assert len(padding.sequence_tokens_S) == 0
     assert not padding.trainable_N.any()
-    assert padding.routes_NLK is not None
     assert padding.routes_NLK.shape == (1, LAYERS, EXPERTS)
     assert (padding.routes_NLK == NO_ROUTE).all()
-    assert padding.sampling_mask is not None
     assert padding.sampling_mask.sizes().tolist() == [0]
     loss, grad = gradient([batches[2]])
     assert loss == 0
@@ -300,7 +293,6 @@ def test_selections_stay_aligned_and_padded() -> None:
         batches = pack([group], ranks=1, micro_batch_tokens=capacity)
         seen = 0
         for row in batches[0].micro_batches:
-            assert row.selected_NLk is not None
             assert row.selected_NLk.shape == (len(row.token_ids_N), 2, 4)
             for token, rows in zip(row.token_ids_N, row.selected_NLk, strict=True):
                 width = 4 if token < 30 else 3 if token < 50 else 0
@@ -333,7 +325,6 @@ def test_invalid_arguments_are_named() -> None:
 
 def test_missing_or_different_routes_name_the_prompt() -> None:
     recorded = segment(routes=True, name="yes")
-    assert recorded.routes_TLK is not None
     missing = segment(10, name="odd")
     narrow = replace(missing, routes_TLK=recorded.routes_TLK[:, :1])
     for other in (missing, narrow):
@@ -349,7 +340,6 @@ def test_narrow_routes_are_widened() -> None:
     narrow = replace(segment(), routes_TLK=np.full((4, 1, 1), 200, np.uint8))
     (batch,) = pack([scored([trajectory(narrow)], [1.0])], ranks=1, micro_batch_tokens=8)
     routes = batch.micro_batches[0].routes_NLK
-    assert routes is not None
     assert routes.dtype == np.int16
     assert (routes == 200).all()
 

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the loss by its laws, packing, and trajectories as JSON lines."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

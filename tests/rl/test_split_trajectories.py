@@ -1,7 +1,5 @@
 """Trajectories that span several micro-batches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Strict JSON rejects what Python's parser accepts but cannot serialise again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Metrics: merging, batches of rollouts and optimizer steps."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The types that flow between the stages validate themselves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

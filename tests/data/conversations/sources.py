@@ -1,7 +1,5 @@
 """Sources of conversations, loaded with every letter as a token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Formats of conversations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

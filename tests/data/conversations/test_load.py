@@ -1,7 +1,5 @@
 """Sources of conversations, and the held-out split."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

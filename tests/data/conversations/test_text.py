@@ -1,7 +1,5 @@
 """Documents and generated texts in windows of tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trajectories of runs and evaluations as conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

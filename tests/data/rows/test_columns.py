@@ -1,7 +1,5 @@
 """Columns of any name as keys, in templates and for functions, and those that nothing reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of a folder or a dataset on the hub, and errors for missing files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

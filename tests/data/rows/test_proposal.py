@@ -1,7 +1,5 @@
 """The source that `keel new` proposes from the first rows of a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows from every kind of file, and the positions of malformed rows."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """Plain attention on packed rows, and stand-ins for GPU kernels that compute it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared prefixes give the results of separate contexts with every attention kernel."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

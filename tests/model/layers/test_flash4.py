@@ -3,8 +3,6 @@
 tests/gpu/test_attention.py tests the package's kernels.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Selection of fused layers; tests/gpu/test_fused.py tests their results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

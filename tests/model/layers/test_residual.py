@@ -1,7 +1,5 @@
 """The float32 residual stream: dtypes, sums and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

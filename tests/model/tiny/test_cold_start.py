@@ -1,7 +1,5 @@
 """The cold start: examples, scripted conversations, training, and the cache of models."""
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace
@@ -223,7 +221,6 @@ def test_ids_equal_those_of_a_rollout(thinking: bool, inside: bool) -> None:
                 assert call.arguments == function["arguments"]  # pyright: ignore
                 if turn < len(results):
                     extended = chat.extend([*context, *sampled], [results[turn]], thinking=thinking)
-                    assert extended is not None
                     context = extended
             assert end == len(ids)
 

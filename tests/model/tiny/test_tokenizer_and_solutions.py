@@ -1,7 +1,5 @@
 """The tiny model's tokenizer and chat template, and the solutions that its teacher gives."""
 
-from __future__ import annotations
-
 import pytest
 import reasoning_gym
 from hypothesis import given, settings

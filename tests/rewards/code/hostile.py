@@ -8,8 +8,6 @@ and as a function `add`, without ever adding. The rounds print a JSON object: th
 footprint `before` and `after`. Nothing else runs here, so that the two can be compared exactly.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

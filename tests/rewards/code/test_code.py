@@ -1,7 +1,5 @@
 """Programs against hidden tests: right ones pass, wrong and hostile ones fail."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

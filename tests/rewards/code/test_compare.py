@@ -1,7 +1,5 @@
 """Comparison of a program's output with the expected one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Specs of programming tasks, and the program in an answer. Nothing here runs a program."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A judge on the loopback interface with scripted behaviour."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

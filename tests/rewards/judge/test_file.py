@@ -1,7 +1,5 @@
 """`keel judge`: a file of answers in, a table and a file of results out."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

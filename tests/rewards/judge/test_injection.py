@@ -1,7 +1,5 @@
 """Instructions to the judge in an answer do not change its score."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Requests to the judge, and what its replies are worth."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Judged specs, settings and caches; proofs, their composed reward, and the calls behind it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

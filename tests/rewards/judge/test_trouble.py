@@ -1,7 +1,5 @@
 """The judge with a server that is slow, wrong, broken or absent."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

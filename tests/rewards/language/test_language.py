@@ -3,8 +3,6 @@
 Code and formulas do not count, but running text disguised as them does.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Multiple choice: an answer must name exactly one choice."""
 
-from __future__ import annotations
-
 import json
 import string
 import time

@@ -1,7 +1,5 @@
 r"""Mathematical answers: the corpus answers.jsonl by kind, formats of the answer, and bounds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Verifiers of reasoning_gym: only the answer passes, in any markup, whatever surrounds it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Formats, JSON schemas, regular expressions and exact texts, and hostile answers."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

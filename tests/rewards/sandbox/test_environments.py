@@ -1,7 +1,5 @@
 """The sandbox of environments, with and without bubblewrap, and its memory limit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

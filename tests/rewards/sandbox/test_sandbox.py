@@ -1,7 +1,5 @@
 """Limits, isolation and accounting of sandboxed programs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A verifier that hangs or dies costs its own answer and nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
@@ -111,7 +109,6 @@ def test_a_killed_worker_is_replaced() -> None:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         process = pool._workers[0]._process
-        assert process is not None
         for number in PREEMPTION:  # before its handlers are installed
             os.kill(process.pid, number)
         future = pool.submit(function("wait"), [HANGS, RIGHT])
@@ -132,7 +129,6 @@ def test_a_stopped_worker_is_replaced_for_free(monkeypatch: pytest.MonkeyPatch) 
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         first = pool._workers[0]._process
-        assert first is not None
         os.kill(first.pid, signal.SIGSTOP)
         hanging = pool.submit(function("wait"), [HANGS])
         wait_for(sleepers)
@@ -148,7 +144,6 @@ def test_a_stopped_worker_is_replaced_for_free(monkeypatch: pytest.MonkeyPatch) 
 def test_closing_ends_workers_and_their_descendants() -> None:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     process = pool._workers[0]._process
-    assert process is not None
     future = pool.submit(function("wait"), [HANGS, RIGHT])
     wait_for(sleepers)
     pool.close()
@@ -162,7 +157,6 @@ def test_functions_may_take_memory_that_rules_may_not() -> None:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         process = pool._workers[0]._process
-        assert process is not None
 
         def address_space() -> int:
             limits = Path(f"/proc/{process.pid}/limits").read_text()
