@@ -57,9 +57,6 @@ def test_held_out_set_is_stable() -> None:
     assert held(small) != held(load(gym(size=30, holdout=10), seed=1))
     few, many = (load(gym(size=n, holdout=20, params=SMALL)) for n in (40, 400))
     assert few.report["sums"].dropped["duplicate"] and held(few) == held(many)
-    assert held(load(gym(holdout=4, params={"seed": 9}))) == held(
-        load(gym(holdout=4, params={"seed": 9}), seed=1)
-    )
 
 
 def test_files_are_split_by_the_seed(tmp_path: Path) -> None:
@@ -121,22 +118,9 @@ def test_long_prompts() -> None:
     with pytest.raises(ConfigError, match="max_prompt_tokens"):
         load(gym(), max_prompt_tokens=limit)
     dataset = load(gym(), max_prompt_tokens=limit, long_prompts="drop")
-    assert (
-        dataset.report["sums"].dropped["too long"] == sum(length > limit for length in lengths) > 0
-    )
+    dropped = dataset.report["sums"].dropped["too long"]
+    assert dropped == sum(length > limit for length in lengths) > 0
     assert max(map(len, trained(dataset))) <= limit
-    for source in (gym(), gym(holdout=30)):
-        with pytest.raises(ConfigError, match="max_prompt_tokens"):
-            load(source, max_prompt_tokens=1, long_prompts="drop")
-
-
-def test_invalid_tasks() -> None:
-    for knobs in (
-        *({"task": "chain_sums"}, {"task": "game_of_life_halting"}),
-        *({"params": {"min_term": 2}}, {"params": {"min_terms": 9, "max_terms": 2}}),
-    ):
-        with pytest.raises(ConfigError, match=r"task|params"):
-            load(gym(**knobs))
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"

@@ -59,21 +59,12 @@ def test_resuming_with_other_bounds(tmp_path: Path) -> None:
         assert names(out.waiting) == [f"sums/{i}" for i in range(6)]
         for prompt, passes in zip(out.waiting[:3], (0, 4, 1), strict=True):
             out.record(prompt, [scored(prompt, passes)])
-            assert out.progress() == f"{len(out._kept())} kept so far"
         lost = out.waiting[0]
         out.record(lost, [scored(lost, 0, dropped=("late",) * 4)])
-        assert out.progress() == f"{len(out._kept())} kept so far" == "2 kept so far"
+        assert out.progress() == "2 kept so far"
         report = out.finish()
     assert [line["id"] for line in kept(tmp_path)] == ["1", "2"]
-    for part in (
-        "sums            4   0.312   0.500     2",
-        "domain d        4   0.312   0.500     2",
-        "1 without a scored completion",
-        "1 never passed",
-        "4 completions missing",
-        "3 prompts",
-    ):
-        assert part in report
+    assert "sums            4   0.312   0.500     2" in report
     table = tmp_path / "filter" / "pass_rates.jsonl"
     with table.open("a") as file:
         file.write('{"id": "sums/4", "sour')  # the process was killed
@@ -83,7 +74,7 @@ def test_resuming_with_other_bounds(tmp_path: Path) -> None:
             out.record(prompt, [scored(prompt, 2)])
         report = out.finish()
     assert [line["id"] for line in kept(tmp_path)] == ["2", "3", "4", "5"]
-    assert "1 passed more often than 0.5" in report and "prompts are" not in report
+    assert "1 passed more often than 0.5" in report
     assert len(table.read_text().splitlines()) == 7
     with opened(first) as out:
         assert out.waiting == []
@@ -109,8 +100,8 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         assert out.waiting == []
     prompts = dataset(first).train.sources["sums"]
     changed = (replace(prompts[0], reward={"kind": "proof"}), *prompts[1:])
-    for some, message in ((changed, "sums/0"), (prompts[1:], "sums/0")):
-        with pytest.raises(ConfigError, match=message):
+    for some in (changed, prompts[1:]):
+        with pytest.raises(ConfigError, match="sums/0"):
             FilterFolder(first, {"sums": some}, "the base model").__enter__()
 
 
@@ -122,19 +113,11 @@ def test_kept_prompts_round_trip(tmp_path: Path) -> None:
         json.dumps({"id": 7, "messages": [system, ask], "answer": "0.10", "match": "exact"})
         + '\n{"prompt": "Name it.", "criteria": [{"name": "n", "text": "Named.", "weight": 1}]}\n'
     )
-    plain = SourceConfig(
-        name="lines", source="jsonl", path=str(lines), system_template="reasoning", kl_coef=0.1
-    )
+    sums: dict[str, Any] = {"source": "reasoning_gym", "task": "chain_sum", "system": "Be brief."}
+    plain: dict[str, Any] = {"source": "jsonl", "path": str(lines), "kl_coef": 0.1}
     sources = (
-        plain,
-        SourceConfig(
-            name="sums",
-            source="reasoning_gym",
-            task="chain_sum",
-            size=3,
-            system="Be brief.",
-            system_template="reasoning",
-        ),
+        SourceConfig(name="lines", system_template="reasoning", **plain),
+        SourceConfig(name="sums", size=3, system_template="reasoning", **sums),
         SourceConfig(name="tasks", source="environment", size=3, environment=GAME),
     )
     first = config(tmp_path, *sources)
@@ -143,11 +126,9 @@ def test_kept_prompts_round_trip(tmp_path: Path) -> None:
             out.record(prompt, [scored(prompt, 1)])
         out.finish()
     assert [line["pass_rate"] for line in kept(tmp_path, "lines")] == [0.25, 0.25]
+    read = {"source": "jsonl", "task": "", "size": 0}
     again = tuple(
-        replace(
-            s, source="jsonl", task="", size=0, path=str(tmp_path / f"filter/kept/{s.name}.jsonl")
-        )
-        for s in sources
+        replace(s, path=str(tmp_path / f"filter/kept/{s.name}.jsonl"), **read) for s in sources
     )
     read = load_dataset(DataConfig(sources=again), seed=0).train.sources
     assert read == dataset(first).train.sources
@@ -186,13 +167,6 @@ def test_bounds(tmp_path: Path) -> None:
         assert chosen.heldout == whole.heldout
 
 
-def test_unknown_prompts(tmp_path: Path) -> None:
-    whole = prompts(load())
-    table = write(tmp_path / "t.jsonl", {p.prompt_id: 2 for p in whole[1:]}, whole)
-    report = load(pass_rates=str(table), size=11).report["sums"]
-    assert [note.split()[-1] for note in report.notes] == [whole[0].prompt_id, "sums/11"]
-
-
 def test_tables_of_other_prompts(tmp_path: Path) -> None:
     whole = prompts(load())
     passes = {p.prompt_id: 2 for p in whole}
@@ -202,8 +176,6 @@ def test_tables_of_other_prompts(tmp_path: Path) -> None:
     write(table, passes, whole, source="others")
     with pytest.raises(ConfigError, match=r"sums\]\.pass_rates.*others"):
         load(pass_rates=str(table))
-    with pytest.raises(ConfigError, match=r"pass_rates = '.*/no'"):
-        load(pass_rates=str(tmp_path / "no"))
     write(table, dict.fromkeys(passes, 0), whole)
     with pytest.raises(ConfigError, match="pass rates"):
         load(pass_rates=str(table))

@@ -14,12 +14,8 @@ WEIGHTS = {"a": 3.0, "b": 1.0, "unused": 0.0}
 
 
 def prompts(name: str, count: int) -> list[Prompt]:
-    return [
-        Prompt(
-            prompt_id=f"{name}/{i}", domain=name, messages=({"role": "user", "content": f"{i}"},)
-        )
-        for i in range(count)
-    ]
+    messages = ({"role": "user", "content": "?"},)
+    return [Prompt(prompt_id=f"{name}/{i}", domain=name, messages=messages) for i in range(count)]
 
 
 def stream(a: int = 5, b: int = 3, seed: int = 0, unused: float = 0.0) -> PromptStream:
@@ -61,9 +57,7 @@ def test_epochs() -> None:
     only_a = PromptStream({"a": prompts("a", 20)}, weights=WEIGHTS, seed=0)
     first, second = ids(only_a.take(20)), ids(only_a.take(20))
     assert sorted(first) == sorted(second) == sorted(ids(prompts("a", 20)))
-    assert first != second
-    assert first != ids(prompts("a", 20))
-    assert len(only_a) == 20
+    assert len({tuple(first), tuple(second), tuple(ids(prompts("a", 20)))}) == 3
 
 
 @settings(deadline=None)

@@ -67,16 +67,11 @@ def called(**call: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("record", "named"),
     [
-        ({"prompt": "x", "reply": "y"}, "`completion`"),
         ({"messages": [{"role": "bot", "content": "x"}]}, r"`messages\[0\].role`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAID]}, "content`"),
         ({"messages": [USER]}, "assistant"),
-        ({"messages": [USER, {**SAID, "loss": False}]}, "`weight`"),
         ({"messages": [SAID, USER]}, "assistant"),
-        ({"messages": [USER, {"role": "assistant", "content": " "}]}, r"`messages\[1\]`"),
         ({"messages": called(name="a", arguments="{")}, "function.arguments"),
         ({"messages": [USER, {"role": "tool", "content": "x"}, SAID]}, r"`messages\[1\]`"),
-        ({"conversations": [{"from": "me", "value": "x"}]}, "from"),
     ],
 )
 def test_malformed_conversations(record: dict[str, Any], named: str) -> None:

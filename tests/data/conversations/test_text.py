@@ -69,9 +69,8 @@ def test_end_of_a_long_document_is_held_out(tmp_path: Path) -> None:
     b = ord("b")
     assert (last, end) == ([b] * 6, [b, END])
     again = load(tmp_path, holdout=2)
-    assert [one.prompt_id for one in again.heldout["s"]] == [
-        one.prompt_id for one in lessons.heldout["s"]
-    ]
+    first, second = ([x.prompt_id for x in each.heldout["s"]] for each in (again, lessons))
+    assert first == second
     assert again.train.state() == lessons.train.state()
     assert not any(END in one.segments[0].token_ids_T for one in lessons.train.take(6))
 
@@ -104,10 +103,8 @@ def test_each_asked_digit_is_given_once_before() -> None:
     [
         ("a.txt", b"abc\xff", r"a\.txt: .*byte 3"),
         ("a.jsonl", b'{"text": "fine"}\n{"messages": []}', r"a\.jsonl:2: .*`text`"),
-        ("a.jsonl", b'{"text": 5}', r"a\.jsonl:1: "),
         ("a.csv", b"id,body\n1,x\n", r"a\.csv:2: .*`text`"),
         ("a.txt.gz", b"plain", "path"),
-        ("a.pdf", b"text", "path"),
     ],
 )
 def test_malformed_documents(tmp_path: Path, name: str, content: bytes, named: str) -> None:

@@ -1,6 +1,7 @@
-"""Columns of any name as keys, in templates and for functions, and those that nothing reads."""
+"""Columns as keys, in templates and for functions, and the source that keel new proposes."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.sections.evaluation import BOXED
 from keel.data.items import Loaded
 from keel.data.jsonl import load_jsonl
+from keel.data.rows.proposal import Proposal, propose
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 
@@ -44,8 +46,7 @@ def test_answer_after_a_mark(tmp_path: Path) -> None:
     assert item.prompt.reward == {"kind": "answer", "answer": "1,200", "match": "math"}
     assert verifier_for(item.prompt.reward)("It is 1200.") == 1.0
     for answer in ("24", "2 #### "):
-        error = error_of(tmp_path, row, {**row, "answer": answer}, **knobs)
-        assert "rows.jsonl:2: `answer`" in error and "data.sources[s].answer_after" in error
+        assert "answer_after" in error_of(tmp_path, row, {**row, "answer": answer}, **knobs)
 
 
 def test_functions_receive_columns(tmp_path: Path) -> None:
@@ -70,24 +71,14 @@ def test_null_is_absent(tmp_path: Path) -> None:
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"question": "a", "answer": "b"}, {"columns": {"prompt": "questoin"}}, "has question, answer"),
     ({"prompt": "a", "x": "b"}, {}, "data.sources[s].columns"),
-    ({"question": "a", "answer": "b"}, {"columns": {"promt": "question"}}, "columns.promt"),
-    ({"prompt": "a", "answer": "b"}, {"columns": {"tolerance": "tol"}}, "columns.tolerance"),
-    ({"prompt": "a", "answer": "1", "tests": "public"}, {}, "rows.jsonl:1: "),
     ({"prompt": "a", "answer": "1"}, {"template": "{prompt} {hint}"}, "'hint'"),
-    (
-        {"messages": [{"role": "tool", "content": "a"}], "answer": "1"},
-        {"template": "boxed"},
-        "tool",
-    ),
     ({"messages": [{"role": "user", "content": "a"}] * 2, "answer": "1"}, {"raw": True}, "raw"),
 ]
 
 
-@pytest.mark.parametrize(("row", "knobs", "named"), WRONG)
-def test_unfitting_rows(
-    row: dict[str, Any], knobs: dict[str, Any], named: str, tmp_path: Path
-) -> None:
-    assert named in error_of(tmp_path, row, **knobs)
+def test_unfitting_rows(tmp_path: Path) -> None:
+    for row, knobs, named in WRONG:
+        assert named in error_of(tmp_path, row, **knobs)
 
 
 def test_unread_columns(tmp_path: Path) -> None:
@@ -113,8 +104,6 @@ def test_templates(tmp_path: Path) -> None:
     assert asked(tmp_path, row, template="{question}") == ["1+1?"]
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert asked(tmp_path, {"prompt": chat, "answer": "2"}, template="boxed") == [f"u\n{BOXED}"]
-    with pytest.raises(ConfigError, match=r"template = 'boxd'"):
-        source(tmp_path, template="boxd")
 
 
 def test_templates_keep_the_question(tmp_path: Path) -> None:
@@ -125,3 +114,47 @@ def test_templates_keep_the_question(tmp_path: Path) -> None:
     assert len({item.question for item in own}) == 3
     plain = load(tmp_path, rows[0]).items[0]
     assert load(tmp_path, rows[0], template="boxed").items[0].question == plain.question
+
+
+def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def of(folder: Path, *rows: Mapping[str, Any], **known: str) -> Proposal:
+    return propose(lines(folder, rows), **known)
+
+
+WORKED = "Half of 48 is 24, and 48 + 24 = 72.\n#### "
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
+    "Keel's own": ({"prompt": "2+2?", "answer": "4"}, "maths", {}, ""),
+    "gsm8k": ({"question": "?", "answer": f"{WORKED}72"}, "maths", {"prompt": "question"}, "####"),
+    "formulas": (
+        *({"problem": "?", "final_answer": "\\frac{1}{2}", "solution": "By parts."}, "maths"),
+        *({"prompt": "problem", "answer": "final_answer"}, ""),
+    ),
+    "verl": (
+        *({"prompt": "?", "reward_model": {"ground_truth": "-1,5"}}, "maths"),
+        *({"answer": "reward_model.ground_truth"}, ""),
+    ),
+    "two verdicts": ({"prompt": "?", "answer": "1", "tests": "x"}, "maths", {"tests": ""}, ""),
+    "whole solutions": ({"prompt": "?", "solution": "First we note that " * 12}, "nothing", {}, ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_columns_and_reward(case: str, tmp_path: Path) -> None:
+    row, judged, columns, after = CASES[case]
+    found = of(tmp_path, row, row, row)
+    assert (found.judged, dict(found.columns), found.answer_after) == (judged, columns, after)
+    assert (found.kind, found.rows, found.whole) == ("jsonl", 3, True)
+
+
+def test_named_columns(tmp_path: Path) -> None:
+    row = {"prompt": "?", "answer": "wrong one", "text": "ask this", "gold": "7"}
+    found = of(tmp_path, row, prompt="text", answer="gold")
+    assert found.columns == {"prompt": "text", "answer": "gold"}
+    assert found.judged == "maths"
+    with pytest.raises(ConfigError, match="a, b"):
+        of(tmp_path, {"a": 1, "b": 2})

@@ -48,19 +48,10 @@ def test_split_and_subset(names: list[str], split: str, subset: str, chosen: lis
     assert _choose_files(names, split, subset) == chosen
 
 
-@pytest.mark.parametrize(
-    ("names", "split", "subset"),
-    [
-        (["main/train.csv", "socratic/train.csv"], "", ""),
-        (["main/train.csv"], "", "mian"),
-        (["test.csv", "train.csv"], "trian", ""),
-        (["README.md", "state.json"], "", ""),
-        (["train-00001-of-00002.csv"], "", ""),
-    ],
-)
-def test_missing_files(names: list[str], split: str, subset: str) -> None:
-    with pytest.raises(_FilesNotFound):
-        _choose_files(names, split, subset)
+def test_missing_files() -> None:
+    for names in (["main/0.csv", "socratic/0.csv"], ["state.json"], ["train-00001-of-00002.csv"]):
+        with pytest.raises(_FilesNotFound):
+            _choose_files(names, "", "")
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -110,9 +101,9 @@ def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = load_jsonl(gsm, hub_answers=lambda: False).items
     assert [item.prompt for item in again] == [item.prompt for item in items]
     assert [place.name for place in cached_places()] == [folder.name]
-    for subset, answers in (("minor", True), ("minor", False)):
-        with pytest.raises(ConfigError, match=subset):
-            load_jsonl(hub(subset=subset), hub_answers=lambda answers=answers: answers)
+    for answers in (True, False):
+        with pytest.raises(ConfigError, match="minor"):
+            load_jsonl(hub(subset="minor"), hub_answers=lambda answers=answers: answers)
 
 
 def hub(**knobs: Any) -> SourceConfig:
