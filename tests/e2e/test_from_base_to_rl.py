@@ -129,9 +129,12 @@ def test_commands_of_the_page_run(
         assert step["routing/fallback_fraction"] == 0 and step["rollout/dropped_completions"] == 0
     assert (root / "mixed/model/model.safetensors").exists()
 
-    head, *rows = (root / "report.md").read_text().splitlines()
+    scores, costs = (root / "report.md").read_text().split("\n\n")
+    head, *rows = scores.splitlines()
     assert head.split() == ["specialist", "distilled", "mixed"]
     assert [row.split()[0] for row in rows] == TAUGHT
+    names = [row.split()[0] for row in costs.splitlines()[1:]]
+    assert names == ["specialists/all", "distilled", "mixed", "together"]
     assert "programs" in output["keel compare"] and "pass@8" in output["keel eval"]
 
 
