@@ -77,7 +77,7 @@ class TimedEngine(SyntheticEngine):
         return norm
 
     def mark(self, begins: str) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             stamp: Any = torch.cuda.Event(enable_timing=True)
             stamp.record()
         else:
@@ -89,7 +89,7 @@ class TimedEngine(SyntheticEngine):
 
         `between` is host work between micro-batches while the GPU is idle.
         """
-        synchronize(self._device)
+        synchronize(self.device)
         if self._world_size > 1:
             dist.barrier()
         self._marks.clear()
@@ -97,11 +97,11 @@ class TimedEngine(SyntheticEngine):
         self.mark("between")
         self.step([batch])
         self.mark("end")
-        synchronize(self._device)
+        synchronize(self.device)
         seconds = time.perf_counter() - began
         parts: dict[str, float] = defaultdict(float)
         for (name, start), (_, stop) in pairwise(self._marks):
-            on_gpu = self._device.type == "cuda"
+            on_gpu = self.device.type == "cuda"
             parts[name] += start.elapsed_time(stop) / 1e3 if on_gpu else stop - start
         return seconds, dict(parts)
 
