@@ -43,7 +43,7 @@ def judge(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with ExitStack() as stack:
-        server = None
+        servers: list[JudgeServer] = []
         if settings.serve:
             gpu = torch.cuda.is_available()
             settings.check_used(judged=True, gpu=gpu)
@@ -51,9 +51,10 @@ def judge(options: argparse.Namespace) -> None:
             start_ray()
             stack.callback(stop_ray)
             stack.enter_context(start_watchdog(print, hang_timeout_s))
-            server = JudgeServer(settings, gpu=gpu)
-            stack.callback(server.stop)
+            for _ in range(settings.server.replicas):
+                servers.append(JudgeServer(settings, gpu=gpu))
+                stack.callback(servers[-1].stop)
         show = partial(waiting, unit="answers")
-        failed = judge_answers(items, settings, out, Console(), server=server, show=show)
+        failed = judge_answers(items, settings, out, Console(), servers=servers, show=show)
     if failed:
         raise RuntimeError(f"{failed} of {len(items)} answers could not be judged")

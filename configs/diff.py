@@ -19,9 +19,9 @@ _RESUMABLE = {
     "model.tiny": "cache_dir cold_start.max_seconds",
     "rewards": "workers timeout_s max_failure_fraction",
     # The judge's model identifies it, wherever it runs.
-    "rewards.judge": "base_url serve server.tensor_parallel server.gpu_memory_utilization "
-    "server.kv_cache_gib server.threads server.startup_timeout_s api_key_env max_concurrent "
-    "timeout_s retries max_calls max_failure_fraction cache_dir chats",
+    "rewards.judge": "base_url serve server.replicas server.tensor_parallel "
+    "server.gpu_memory_utilization server.kv_cache_gib server.threads server.startup_timeout_s "
+    "api_key_env max_concurrent timeout_s retries max_calls max_failure_fraction cache_dir chats",
     "rollout": "engines tensor_parallel colocated time_share recorder weight_transfer copy_weights "
     "max_num_seqs max_num_batched_tokens enable_prefix_caching enforce_eager "
     "gpu_memory_utilization kv_cache_gib threads timeout_s update_timeout_s",

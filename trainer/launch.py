@@ -181,10 +181,12 @@ def launch(
         nodes = {seat.node.id for seat in seats.placement.seats} if seats else set[str]()
         watchdog = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s, nodes))
         if config.rewards.judge.serve:
-            options = seats.options(JUDGE, 0) if seats else {}
-            server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=options)
-            stack.callback(server.stop)
-            judge = stack.enter_context(JudgeService(config.rewards.judge, server=server))
+            servers: list[JudgeServer] = []
+            for number in range(config.rewards.judge.server.replicas):
+                options = seats.options(JUDGE, number) if seats else {}
+                servers.append(JudgeServer(config.rewards.judge, gpu=task.gpu, options=options))
+                stack.callback(servers[-1].stop)
+            judge = stack.enter_context(JudgeService(config.rewards.judge, servers=servers))
         model = initial_model(config, task.dataset, gpu=task.gpu)
         scorer = stack.enter_context(build_scorer(config, judge, say, log))
         shared = bool(seats and seats.placement.shared)

@@ -32,12 +32,14 @@ _SERVER_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeServerConfig(Section):
-    """The vLLM server that `rewards.judge.serve` starts."""
+    """The vLLM servers that `rewards.judge.serve` starts."""
 
     PATH = "rewards.judge.server"
 
+    replicas: int = knob(1, ge=1, le=1000)
+    """Number of servers. Each request goes to the one with the fewest requests in flight."""
     tensor_parallel: int = knob(1, ge=1)
-    """Number of GPUs for the server, in addition to those for engines and trainer."""
+    """Number of GPUs for each server, in addition to those for engines and trainer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision. auto: as in the model's checkpoint."""
     max_model_len: int = knob(0, ge=0)
@@ -70,7 +72,7 @@ class JudgeConfig(Section):
     """Name of the model at the endpoint. With `serve`, a local folder or a hub name. Cached replies
     belong to this name, whatever the URL."""
     serve: bool = False
-    """Start a vLLM server of `model` with the run and stop it at the end."""
+    """Start vLLM servers of `model` with the run and stop them at the end."""
     server: JudgeServerConfig = field(default_factory=JudgeServerConfig)
     api_key_env: str = ""
     """Name of the environment variable with the API key. Empty: no key."""
@@ -85,7 +87,7 @@ class JudgeConfig(Section):
     """Maximum length of a completion in characters after escaping. Longer ones score 0 without a
     call, since they may exceed the judge's context."""
     max_concurrent: int = knob(64, ge=1, le=1000)
-    """Maximum number of concurrent calls."""
+    """Maximum number of concurrent calls, for each server of `server.replicas`."""
     timeout_s: float = knob(60.0, gt=0)
     """Timeout in seconds per call."""
     retries: int = knob(4, ge=0)
@@ -123,8 +125,8 @@ class JudgeConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the judge's server needs if the run uses GPUs."""
-        return self.server.tensor_parallel if self.serve else 0
+        """Number of GPUs that the judge's servers need if the run uses GPUs."""
+        return self.server.replicas * self.server.tensor_parallel if self.serve else 0
 
     def check_used(self, *, judged: bool, gpu: bool) -> None:
         """Check that there is a judge if prompts need one, and that a served judge has prompts.
@@ -143,7 +145,7 @@ class JudgeConfig(Section):
                 "name `refusal`. Remove it"
             )
         require(
-            gpu or self.gpus <= 1,
+            gpu or not self.serve or self.server.tensor_parallel == 1,
             "rewards.judge.server.tensor_parallel",
             self.server.tensor_parallel,
             "must be 1 on a CPU",

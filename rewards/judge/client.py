@@ -12,8 +12,9 @@ import random
 import re
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -102,38 +103,54 @@ class _ReplyCache:
             return None
 
 
+@dataclass(slots=True, eq=False)
+class _Backend:
+    """The endpoint, or one of the run's own servers."""
+
+    key: str
+    server: ServedJudge | None = None
+    url: str = ""
+    client: AsyncOpenAI | None = None
+    calls: int = 0
+    """The number of calls in flight, including those that pause before a retry."""
+    locating: asyncio.Task[None] | None = None
+    """Looks up the server's URL. The server gets no calls until this ends."""
+
+
 class JudgeEndpoint:
-    """Sends questions to an OpenAI-compatible endpoint from one event loop, and caches the
-    replies."""
+    """Sends questions to an OpenAI-compatible endpoint, or to several servers with the same model,
+    from one event loop. Caches the replies."""
 
     def __init__(
-        self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
+        self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
         """Open the cache and the HTTP client.
 
-        If `server` is given, its URL replaces `settings.base_url`. It is looked up before the first
-        call, and again after each call that gets no answer. `backoff_s` is the pause before the
-        first retry; it doubles with each further one. Raises ValueError if the endpoint, its key or
-        a file cannot be used.
+        If `servers` are given, their URLs replace `settings.base_url`. A server's URL is looked up
+        before its first call, and again after each call that gets no answer. `backoff_s` is the
+        pause before the first retry; it doubles with each further one. Raises ValueError if the
+        endpoint, its key or a file cannot be used.
         """
-        if not (settings.base_url or server) or not settings.model:
+        if not (settings.base_url or servers) or not settings.model:
             raise ValueError(
                 "rewards.judge.base_url is empty, but a rubric needs a judge; set it to an "
                 "OpenAI-compatible endpoint and rewards.judge.model to its model"
             )
         self._settings = settings
-        self._server = server
         self._backoff_s = backoff_s
         variable = settings.api_key_env
-        self._key = server.key if server else os.environ.get(variable, "").strip()
-        if variable and not self._key:
+        key = os.environ.get(variable, "").strip()
+        if variable and not key:
             raise ValueError(
                 f"rewards.judge.api_key_env = {variable!r}: this environment variable is not set; "
                 "export the judge's key in it"
             )
-        self._url: str = settings.base_url
-        self._client = None if server else self._connect(settings.base_url)
-        self._locating = asyncio.Lock()
+        self._backends = [_Backend(server.key, server) for server in servers]
+        if not servers:
+            self._backends = [_Backend(key, url=settings.base_url)]
+            self._connect(self._backends[0])
+        self._changed = asyncio.Condition()
+        """Notified if a slot becomes free or a server is back."""
         self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
         if settings.chats:
@@ -146,7 +163,6 @@ class JudgeEndpoint:
                     f"rewards.judge.chats = {settings.chats!r} cannot be written ({error}); name "
                     "another file"
                 ) from error
-        self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._in_flight: dict[str, asyncio.Task[str]] = {}
         self._stopped = ""
         self.counts = Counts()
@@ -181,46 +197,91 @@ class JudgeEndpoint:
     async def close(self) -> None:
         for task in self._in_flight.values():
             task.cancel()
-        if self._client:
-            await self._client.close()
+        for backend in self._backends:
+            if backend.client:
+                await backend.client.close()
         self._cache.close()
         if self._chats:
             self._chats.close()
 
-    def _connect(self, url: str) -> AsyncOpenAI:
+    async def locate_all(self) -> int:
+        """Wait until all servers are ready, and return their number. Raises JudgeStopped if one
+        does not start."""
+        await asyncio.gather(*(self._locate(backend) for backend in self._backends))
+        if self._stopped:
+            raise JudgeStopped(self._stopped)
+        return len(self._backends)
+
+    def _connect(self, backend: _Backend) -> None:
         timeout_s = self._settings.timeout_s
-        return AsyncOpenAI(
-            base_url=url,
+        backend.client = AsyncOpenAI(
+            base_url=backend.url,
             # Never the library's default OPENAI_API_KEY, which is meant for another service.
-            api_key=self._key or "none",
+            api_key=backend.key or "none",
             max_retries=0,  # retries are counted by reason and against `max_calls`
             timeout=Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
             # A server inside the cluster is not behind the proxy.
-            http_client=bounded_http(trust_env=self._server is None),
+            http_client=bounded_http(trust_env=backend.server is None),
         )
 
-    async def _locate(self) -> AsyncOpenAI:
-        """Return a client for the server's URL. Raises JudgeStopped if the server is gone."""
-        assert self._server is not None
-        async with self._locating:
+    def _locate(self, backend: _Backend) -> asyncio.Task[None]:
+        """Start to look up a server's URL. The server is restarted if it has died."""
+        if backend.locating is None:
+            backend.locating = asyncio.create_task(self._located(backend))
+        return backend.locating
+
+    async def _located(self, backend: _Backend) -> None:
+        if backend.server:
             try:
-                url = await asyncio.to_thread(self._server.url)
+                url = await asyncio.to_thread(backend.server.url)
             except RuntimeError as error:
-                raise self.stop(str(error)) from error
-            if self._client is None or url != self._url:
-                # Calls in flight on the old client fail.
-                self._url, self._client = url, self._connect(url)
-            return self._client
+                self.stop(str(error))
+            else:
+                if url != backend.url:
+                    # Calls in flight on the old client fail.
+                    self.counts.restarts += bool(backend.url)
+                    backend.url = url
+                    self._connect(backend)
+        backend.locating = None
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _choose(self, avoided: _Backend | None) -> _Backend | None:
+        """Return the server with the fewest calls in flight, or None if all are full or down."""
+        ready: list[_Backend] = []
+        for backend in self._backends:
+            if not backend.url:
+                self._locate(backend)
+            elif not backend.locating and backend.calls < self._settings.max_concurrent:
+                ready.append(backend)
+        return min(ready, key=lambda one: (one is avoided, one.calls), default=None)
+
+    @asynccontextmanager
+    async def _slot(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
+        """Wait for a server that can take a call. `avoided` is taken only if no other can."""
+        started, backend = time.monotonic(), None
+        async with self._changed:
+            while not self._stopped and (backend := self._choose(avoided)) is None:
+                await self._changed.wait()
+        if backend is None:
+            raise JudgeStopped(self._stopped)
+        self.counts.queue_s = self.counts.queue_s.merge(Mean(time.monotonic() - started, 1))
+        backend.calls += 1
+        try:
+            yield backend
+        finally:
+            backend.calls -= 1
+            async with self._changed:
+                self._changed.notify(1 if not self._stopped else len(self._in_flight))
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
-        attempt, started = 0, time.monotonic()
-        # The slot is held during pauses, which slows all calls down if the endpoint is busy.
-        async with self._slots:
-            self.counts.queue_s = self.counts.queue_s.merge(Mean(time.monotonic() - started, 1))
-            while True:
+        attempt, backend = 0, None
+        while True:
+            # The slot is held during the pause, which slows all calls down if the server is busy.
+            async with self._slot(backend) as backend:
                 try:
                     messages = question.messages(new_fence())
-                    content = await self._call(question, messages)
+                    content = await self._call(backend, question, messages)
                     self._cache.put(key, content)
                     self._log_chat(messages, content)
                     return content
@@ -244,12 +305,13 @@ class JudgeEndpoint:
         except OSError as error:
             log.warning("rewards.judge.chats cannot be written: %s", error)
 
-    async def _call(self, question: Question[Any], messages: list[dict[str, str]]) -> str:
-        settings = self._settings
+    async def _call(
+        self, backend: _Backend, question: Question[Any], messages: list[dict[str, str]]
+    ) -> str:
+        settings, client = self._settings, backend.client
+        assert client is not None
         if self._stopped:
             raise JudgeStopped(self._stopped)
-        # Before the limit is checked: other calls may be made while the server is located.
-        client = self._client or await self._locate()
         if 0 < settings.max_calls <= self.counts.calls:
             raise self.stop(
                 f"the judge has been called {self.counts.calls} times, the limit of "
@@ -272,8 +334,8 @@ class JudgeEndpoint:
                 )
         except (TimeoutError, openai.APIError) as error:
             failure = self._failure(error, question)
-            if self._server and failure.kind in ("timeout", "unreachable"):
-                await self._locate()  # its machine may be gone
+            if backend.server and failure.kind in ("timeout", "unreachable"):
+                self._locate(backend)  # its machine may be gone
             raise failure from error
         finally:
             self.counts.call_s = self.counts.call_s.merge(Mean(time.monotonic() - started, 1))
@@ -307,8 +369,10 @@ class JudgeEndpoint:
         return self._unjudged("unreachable", f"cannot be reached ({cause or error})", retry=True)
 
     def _unjudged(self, kind: FailureKind, reason: str, **more: Any) -> Unjudged:
-        reason = (reason.replace(self._key, "***") if self._key else reason)[:300]
-        return Unjudged(kind, "".join(c if c.isprintable() else " " for c in reason), **more)
+        for backend in self._backends:
+            reason = reason.replace(backend.key, "***") if backend.key else reason
+        reason = "".join(c if c.isprintable() else " " for c in reason[:300])
+        return Unjudged(kind, reason, **more)
 
     def _content(self, body: str) -> str:
         try:

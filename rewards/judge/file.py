@@ -123,7 +123,7 @@ def judge_answers(
     out: Path,
     console: Console,
     *,
-    server: ServedJudge | None = None,
+    servers: Sequence[ServedJudge] = (),
     show: Callable[..., AbstractContextManager[Any]] = _show_nothing,
 ) -> int:
     """Judge all answers, write the results to `out` as JSON lines, and print a table.
@@ -132,8 +132,8 @@ def judge_answers(
     number of answers that could not be judged. Raises ValueError if the judge cannot be used, and
     JudgeStopped if it stops early, in which case `out` contains the results so far.
     """
-    with JudgeService(settings, server=server) as judge:
-        with show("starting the judge" if server else "connecting to the judge"):
+    with JudgeService(settings, servers=servers) as judge:
+        with show("starting the judge" if servers else "connecting to the judge"):
             judge.check_reachable()
         try:
             file = out.open("w", encoding="utf-8")

@@ -80,10 +80,12 @@ class Counts:
     reply_tokens: int = 0
     retried: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
     """The number of retries, by kind of failure."""
+    restarts: int = 0
+    """The number of times that one of the run's own servers was restarted."""
     call_s: Mean = Mean(0.0, 0)  # noqa: RUF009
     """The total duration of all requests, including failed ones."""
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
-    """The total time that questions waited for one of the `max_concurrent` slots."""
+    """The total time that calls waited for one of a server's `max_concurrent` slots."""
 
     def since(self, previous: Counts) -> dict[str, Metric]:
         """Return metrics for the time since `previous` was recorded."""

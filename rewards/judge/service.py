@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ class JudgeService:
     """Judges completions on an event loop in its own thread. Use it as a context manager."""
 
     def __init__(
-        self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
+        self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
         """Open the judge's endpoint (`keel.rewards.judge.client.JudgeEndpoint`) and start the
         thread. Raises ValueError with the name of a setting that cannot be used."""
@@ -39,7 +39,7 @@ class JudgeService:
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
         self._settings = settings
-        self._endpoint = JudgeEndpoint(settings, server=server, backoff_s=backoff_s)
+        self._endpoint = JudgeEndpoint(settings, servers=servers, backoff_s=backoff_s)
         self._rate = FailureRate(settings.max_failure_fraction)
         self._counts = self._endpoint.counts
         self._loop = asyncio.new_event_loop()
@@ -67,14 +67,20 @@ class JudgeService:
         return asyncio.run_coroutine_threadsafe(judgement, self._loop)
 
     def check_reachable(self) -> None:
-        """Test the judge with one small request. Raises ValueError if the request fails, and
-        JudgeStopped if this run's own server does not start."""
+        """Test each server of the judge with one small request. Raises ValueError if a request
+        fails, and JudgeStopped if one of this run's own servers does not start."""
         task = [{"role": "user", "content": "Name a colour."}]
         criteria, material = {"c1": "The answer names a colour."}, {"answer": "Blue."}
         question = rubric_question(task, criteria, "", material)
-        asked = self._endpoint.ask(question, fresh=True)
+
+        async def ask_each() -> None:
+            # Each server gets one of the requests, as long as it has the fewest.
+            ask = partial(self._endpoint.ask, question, fresh=True)
+            samples = range(await self._endpoint.locate_all())
+            await asyncio.gather(*(ask(sample=number) for number in samples))
+
         try:
-            asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+            asyncio.run_coroutine_threadsafe(ask_each(), self._loop).result()
         except Unjudged as error:
             settings = self._settings
             where = f"base_url = {settings.base_url!r}" if settings.base_url else "serve = True"

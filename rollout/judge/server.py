@@ -1,5 +1,5 @@
-"""Runs the judge model on a vLLM server on one of the cluster's nodes. The driver holds a
-`JudgeServer`, which restarts the server if it dies. This module does not import vLLM."""
+"""Runs the judge model on vLLM servers on the cluster's nodes. The driver holds a `JudgeServer` for
+each, which restarts the server if it dies. This module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _JudgeActor(VllmServer):
 
 
 class JudgeServer:
-    """The judge's server for a run. Implements `keel.rewards.judge.results.ServedJudge`."""
+    """One of the judge's servers for a run. Implements `keel.rewards.judge.results.ServedJudge`."""
 
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None

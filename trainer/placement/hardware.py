@@ -133,8 +133,9 @@ def _kinds(config: Config) -> list[_Kind]:
     knobs = "rollout.engines or rollout.tensor_parallel"
     kinds = [_Kind(RANK, t.ranks, 1, "trainer.ranks")]
     kinds += [_Kind(ENGINE, engines, r.tensor_parallel, knobs)] * bool(engines)
-    judging = _Kind(JUDGE, 1, judge.gpus, "rewards.judge.server.tensor_parallel")
-    return [*kinds, *[judging] * bool(judge.gpus)]
+    server, knobs = judge.server, "rewards.judge.server.replicas or tensor_parallel"
+    judging = _Kind(JUDGE, server.replicas, server.tensor_parallel, knobs)
+    return [*kinds, *[judging] * judge.serve]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,7 +216,7 @@ def describe(
             f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
             f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{held}",
         )
-    served = f", the judge's vLLM server of {judge.model}" * judge.serve
+    served = f", {judge.server.replicas} vLLM server(s) of the judge {judge.model}" * judge.serve
     row("actors", f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}{served}")
     row("hardware", str(hardware) if gpu else "on CPU")
     row("placement", *seats)

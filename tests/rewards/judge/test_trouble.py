@@ -48,7 +48,7 @@ def test_a_moved_server_is_found_again(server: Server, monkeypatch: pytest.Monke
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     config = settings("http://unused", base_url="", serve=True)
     moving = Moving("http://127.0.0.1:9/v1", server.url)
-    with JudgeService(config, server=moving, backoff_s=0.005) as service:
+    with JudgeService(config, servers=[moving], backoff_s=0.005) as service:
         judged(service, "blue")
         judged(service, "red")
     assert server.keys == ["Bearer its key"] * 2
@@ -58,11 +58,57 @@ def test_a_moved_server_is_found_again(server: Server, monkeypatch: pytest.Monke
 def test_a_lost_server_stops_the_run() -> None:
     moving = Moving("http://127.0.0.1:9/v1")
     config = settings("http://unused", base_url="", serve=True)
-    with JudgeService(config, server=moving, backoff_s=0.005) as service:
+    with JudgeService(config, servers=[moving], backoff_s=0.005) as service:
         for _ in range(2):
             with pytest.raises(JudgeStopped, match="died"):
                 service.submit_text(PROMPT, "blue").result(PATIENCE_S)
         assert service.counts().calls == 1
+
+
+class Restarting(Moving):
+    """A server that died and takes until `ready` to come back."""
+
+    def __init__(self, *urls: str) -> None:
+        super().__init__(*urls)
+        self.died, self.ready = False, threading.Event()
+
+    def url(self) -> str:
+        if self.died:
+            self.ready.wait(PATIENCE_S)
+        self.died = True
+        return super().url()
+
+
+def test_other_servers_take_the_requests_while_one_restarts() -> None:
+    config = settings("http://unused", base_url="", serve=True, retries=1)
+    with running(good) as first, running(good) as second:
+        lost = Restarting("http://127.0.0.1:9/v1", first.url, first.url)
+        servers = [lost, Moving(second.url, second.url)]
+        with JudgeService(config, servers=servers, backoff_s=0.001) as service:
+            for number in range(6):
+                judged(service, f"blue {number}")
+            assert (len(first.requests), len(second.requests)) == (0, 6)
+            lost.ready.set()
+            wait_for(lambda: service.counts().restarts == 1)
+            service.check_reachable()
+            assert (len(first.requests), len(second.requests)) == (1, 7)
+
+
+def test_each_server_has_its_own_limit() -> None:
+    barrier = threading.Barrier(6)
+
+    def slow(request: dict[str, Any]) -> Reply:
+        barrier.wait(PATIENCE_S)
+        return good(request)
+
+    config = settings("http://unused", base_url="", serve=True, max_concurrent=3)
+    with running(slow) as first, running(slow) as second:
+        servers = [Moving(first.url), Moving(second.url)]
+        with JudgeService(config, servers=servers, backoff_s=0.001) as service:
+            futures = [service.submit_text(PROMPT, f"blue {n}") for n in range(24)]
+            assert all(isinstance(future.result(PATIENCE_S), Judged) for future in futures)
+        assert (first.most_busy, second.most_busy) == (3, 3)
+        assert (len(first.requests), len(second.requests)) == (12, 12)
 
 
 ANSWERS = (f"blue {number}" for number in itertools.count())

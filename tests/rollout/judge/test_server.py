@@ -90,7 +90,7 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
     )
     server = JudgeServer(config, gpu=False)
     with (
-        JudgeService(config, server=server) as judge,
+        JudgeService(config, servers=[server]) as judge,
         Scorer({"chat": {"rubric": 1.0}}, workers=0, judge=judge) as scorer,
     ):
         judge.check_reachable()
@@ -104,8 +104,8 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
         assert gone(before)
 
         (scored,) = scorer.score([group(GREEN, prompt=PROMPT)])
-        assert scored.group.dropped == () and server.restarts == 1
         counts = judge.counts()
+        assert scored.group.dropped == () and server.restarts == counts.restarts == 1
         assert (counts.completions, counts.skipped, counts.failed) == (3, 0, {})
         after = processes_of(config.model)
         assert len(after) >= 3

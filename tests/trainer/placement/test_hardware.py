@@ -10,6 +10,9 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
+    JudgeConfig,
+    JudgeServerConfig,
+    RewardsConfig,
     RolloutConfig,
     RunConfig,
     SourceConfig,
@@ -17,6 +20,7 @@ from keel.configs.schema import (
 )
 from keel.trainer.placement.hardware import (
     ENGINE,
+    JUDGE,
     RANK,
     Node,
     Placement,
@@ -91,6 +95,16 @@ def test_colocated_engines_share_gpus_with_ranks() -> None:
         place(recipe, nodes(4))
     with pytest.raises(ConfigError, match="one node"):
         place(recipe, nodes(8, cpus=7))  # each pair needs two cores
+
+
+def test_each_server_of_the_judge_gets_its_gpus() -> None:
+    server = JudgeServerConfig(replicas=3, tensor_parallel=2)
+    judge = JudgeConfig(model="m", serve=True, server=server)
+    recipe = replace(config(engines=1, ranks=1), rewards=RewardsConfig(judge=judge))
+    placement = place(recipe, nodes(4, 4))
+    assert (homes(placement, JUDGE), placement.gpus) == (["n0", "n0", "n1"], 8)
+    with pytest.raises(ConfigError, match=r"3 judge\(s\) of 2.*server.replicas"):
+        place(recipe, nodes(4, 3))
 
 
 def test_recipe_limits_nodes_and_gpus() -> None:
