@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
@@ -30,6 +31,59 @@ def truncated(sizes: list[int], *, values: int = 0) -> Tensor:
     return logits
 
 
+class Step:
+    """Rows to sample. Requests are in another order, and two more exist than have a row."""
+
+    def __init__(
+        self, logits: Tensor, temperatures: list[float] | None, unread: tuple[int, ...]
+    ) -> None:
+        rows, generator = len(logits), torch.Generator().manual_seed(len(logits))
+        self.logits = logits.to(DEVICE)
+        self.order = torch.randperm(rows + 2, generator=generator)[:rows]
+        temperature = torch.rand(rows + 2, generator=generator) + 0.5
+        if temperatures is not None:
+            temperature[self.order] = torch.tensor(temperatures).float()
+        self.states, self.temperature = self.order.int().to(DEVICE), temperature.to(DEVICE)
+        seeds = torch.randint(-(2**62), 2**62, (rows + 2,), generator=generator)
+        self.seeds = seeds.to(DEVICE)
+        self.positions = torch.randint(0, 40_000, (rows,), generator=generator).to(DEVICE)
+        self.sampled = torch.ones(rows, dtype=torch.int32)
+        self.sampled[list(unread)] = 0
+
+    def draw(self, **options: Any) -> Any:
+        from keel.rollout.vllm_fast.sample_kernels import draw
+
+        rows = {"sampled": self.sampled.to(DEVICE), "temperature": self.temperature}
+        where = self.states, self.positions
+        return draw(self.logits, *where, **rows, seeds=self.seeds, **options)
+
+    def vllms_tokens(self, scaled: Tensor) -> Tensor:
+        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+        rows = self.states, self.temperature, self.seeds, self.positions
+        options = {"apply_temperature": False, "is_drafting": False}
+        return gumbel_sample(scaled.to(DEVICE), *rows, **options).cpu()
+
+    def check(self, drawn: Any, scaled: Tensor, tolerance: float) -> None:
+        """Compare tokens and log-probabilities of the read rows with those of `scaled` logits."""
+        read, expected = self.sampled > 0, self.vllms_tokens(scaled)
+        tokens, logp = drawn.tokens.cpu()[:, 0], drawn.logp.cpu()[:, 0]
+        assert tokens[read].tolist() == expected[read].tolist()
+        exact = scaled.double().log_softmax(-1).gather(1, expected[:, None])[:, 0].float()
+        torch.testing.assert_close(logp[read], exact[read], atol=tolerance, rtol=1e-6)
+
+
+def kept_of(drawn: Any) -> list[NDArray[np.int32]]:
+    """Return the sampling mask of each row."""
+    sets = drawn.masks.to_cpu_nonblocking()
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+    lists = sets.tolists()
+    assert lists.token_ids.dtype == np.int32
+    ends = zip(lists.offsets[:-1], lists.offsets[1:], strict=True)
+    return [lists.token_ids[start:stop] for start, stop in ends]
+
+
 def check(
     logits: Tensor,
     *,
@@ -38,60 +92,16 @@ def check(
     unread: tuple[int, ...] = (),
     record: bool = True,
 ) -> None:
-    """Requests are in another order than rows, and two more exist than have a row."""
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-    from keel.rollout.vllm_fast.sample_kernels import draw
-
-    rows = len(logits)
-    generator = torch.Generator().manual_seed(rows)
-    states = torch.randperm(rows + 2, generator=generator)[:rows].int()
-    temperature = torch.rand(rows + 2, generator=generator) + 0.5
-    for row, given in enumerate(temperatures or []):
-        temperature[states[row]] = given
-    seeds = torch.randint(-(2**62), 2**62, (rows + 2,), generator=generator)
-    positions = torch.randint(0, 40_000, (rows,), generator=generator)
-    sampled = torch.ones(rows, dtype=torch.int32)
-    sampled[list(unread)] = 0
-    on_device = logits.to(DEVICE)
-    drawn = draw(
-        on_device,
-        states.to(DEVICE),
-        positions.to(DEVICE),
-        sampled=sampled.to(DEVICE),
-        temperature=temperature.to(DEVICE),
-        seeds=seeds.to(DEVICE),
-        width=top_k,
-        record=record,
-    )
-    expected = gumbel_sample(
-        on_device,
-        states.to(DEVICE),
-        temperature.to(DEVICE),
-        seeds.to(DEVICE),
-        positions.to(DEVICE),
-        apply_temperature=False,
-        is_drafting=False,
-    ).cpu()
-    read = sampled > 0
-    tokens, logp = drawn.tokens.cpu()[:, 0], drawn.logp.cpu()[:, 0]
-    assert tokens[read].tolist() == expected[read].tolist()
-    greedy = temperature[states.long()] == 0
-    assert (tokens == logits.float().argmax(-1))[greedy & read].all()
-    exact = logits.double().log_softmax(-1).gather(1, expected[:, None])[:, 0].float()
-    torch.testing.assert_close(logp[read], exact[read], atol=1e-6, rtol=1e-6)
+    step = Step(logits, temperatures, unread)
+    drawn = step.draw(width=top_k, record=record)
+    step.check(drawn, logits, 1e-6)
+    greedy = (step.temperature.cpu()[step.order] == 0) & (step.sampled > 0)
+    assert (drawn.tokens.cpu()[:, 0] == logits.float().argmax(-1))[greedy].all()
     assert (drawn.masks is not None) == record
-    if drawn.masks is not None:
-        sets = drawn.masks.to_cpu_nonblocking()
-        if not INTERPRETED:
-            torch.cuda.synchronize()
-        lists = sets.tolists()
-        assert lists.offsets is not None and len(lists.offsets) == rows + 1
-        assert lists.token_ids.dtype == np.int32
-        for row in range(rows):
-            found = lists.token_ids[lists.offsets[row] : lists.offsets[row + 1]]
-            finite = logits[row].isfinite().nonzero()[:, 0] if read[row] else torch.empty(0)
-            assert found.tolist() == finite.tolist()
+    if record:
+        rows = zip(kept_of(drawn), logits, step.sampled, strict=True)
+        for kept, row, sampled in rows:
+            assert kept.tolist() == (row.isfinite().nonzero()[:, 0].tolist() if sampled else [])
 
 
 @pytest.mark.parametrize(
@@ -109,27 +119,6 @@ def check(
 )
 def test_rows_equal_vllms(sizes: list[int], values: int, top_k: int, options: Any) -> None:
     check(truncated(sizes, values=values), top_k=top_k, **options)
-
-
-def test_nan_rows_are_flagged() -> None:
-    from keel.rollout.vllm_fast.sample_kernels import draw
-
-    logits = truncated([5, 5, 5])
-    logits[0, 23] = torch.nan
-    logits[1, 17] = torch.inf
-    few = torch.ones(3, dtype=torch.int32, device=DEVICE)
-    drawn = draw(
-        logits.to(DEVICE),
-        torch.arange(3, device=DEVICE),
-        few.long(),
-        sampled=few,
-        temperature=few.float(),
-        seeds=few.long(),
-        width=8,
-        record=True,
-    )
-    assert drawn.logp.isnan().tolist() == [[True], [True], [False]]
-    assert ((drawn.tokens >= 0) & (drawn.tokens < VOCABULARY)).all()
 
 
 @pytest.mark.parametrize(
@@ -215,3 +204,127 @@ def test_reused_slots_take_the_new_sampling() -> None:
         wanted, got = (output.sampling_mask_tensors.tolists() for output in (expected, found))
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
     assert len(written) == 2  # the first step after it was installed, and when one came
+
+
+ROUNDING = 1e-6
+"""Largest error of a sum of probabilities against top_p."""
+
+
+def normal(rows: int, vocabulary: int = VOCABULARY, *, spread: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(rows + vocabulary)
+    return spread * torch.randn((rows, vocabulary), generator=generator)
+
+
+def check_kept(kept: NDArray[np.int32], logits: Tensor, top_k: int, top_p: float) -> None:
+    """`kept`, ascending, is the nucleus of one row's scaled logits [V], within ROUNDING."""
+    values = logits.numpy()
+    order = np.argsort(-values, kind="stable")[:top_k]  # of equals the lowest ids
+    order = order[values[order] > -np.inf]
+    weights = np.exp(values[order].astype(np.float64) - values[order[0]])
+    before = (np.cumsum(weights) - weights) / weights.sum()
+    surely, perhaps = len(order), len(order)
+    if top_p < 1:
+        surely = max(1, int((before < top_p - ROUNDING).sum()))
+        perhaps = max(1, int((before < top_p + ROUNDING).sum()))
+    assert surely <= len(kept) <= perhaps
+    assert kept.tolist() == sorted(order[: len(kept)].tolist())
+
+
+def check_truncated(
+    logits: Tensor, top_k: list[int], top_p: list[float], temperatures: list[float] | None = None
+) -> None:
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+
+    from keel.rollout.vllm_fast.sample_kernels import Truncation
+
+    step = Step(logits, temperatures or [1.0] * len(logits), ())
+    k = torch.ones(len(logits) + 2, dtype=torch.int32)
+    p = torch.full((len(logits) + 2,), 0.7)
+    k[step.order], p[step.order] = torch.tensor(top_k).int(), torch.tensor(top_p).float()
+    truncation = Truncation(k.to(DEVICE), p.to(DEVICE))
+    drawn = step.draw(width=max(top_k), record=True, truncation=truncation)
+    scaled = step.logits.float().clone()
+    apply_temperature(scaled, step.states, step.temperature)
+    scaled = scaled.cpu()
+    truncated = torch.full_like(scaled, -torch.inf)
+    for row, kept in enumerate(kept_of(drawn)):
+        check_kept(kept, scaled[row], top_k[row], float(p[step.order[row]]))
+        truncated[row, kept] = scaled[row, kept]
+    step.check(drawn, truncated, 1e-5)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1, 5, 30])
+@pytest.mark.parametrize("top_k", [8, 512, 1024])
+def test_random_rows(spread: float, top_k: int) -> None:
+    temperatures = [1.0, 0.6, 1.7, 1.0]
+    rows = normal(4, spread=spread)
+    check_truncated(rows, [top_k] * 4, [0.98, 0.5, 0.999, 1], temperatures)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 300, 4096, 5000, 32_770])
+def test_vocabularies(vocabulary: int) -> None:
+    top_k = [min(vocabulary, top_k) for top_k in (1, 5, 512)]
+    check_truncated(normal(3, vocabulary).bfloat16(), top_k, [1, 0.9, 0.98])
+
+
+def test_equals_at_the_cut() -> None:
+    few = normal(4).round()
+    few[1, 50:70] = few[1].max() + 1
+    for top_k in (5, 100, 512):
+        check_truncated(few, [top_k] * 4, [1, 0.9, 0.98, 0.3])
+    signs = torch.where(normal(2) > 0, 0.0, -0.0)
+    check_truncated(signs, [512, 8], [1.0, 0.5])
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_nan_rows_are_flagged(many: bool) -> None:
+    from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
+
+    logits = normal(5)
+    for row, bad in enumerate((torch.nan, torch.inf, -torch.nan, -torch.inf)):
+        logits[row, slice(None) if many or row == 3 else 23] = bad
+    one = torch.ones(5, dtype=torch.int32, device=DEVICE)
+    drawn = draw(
+        logits.to(DEVICE),
+        torch.arange(5, device=DEVICE),
+        one.long(),
+        sampled=one,
+        temperature=one.float(),
+        seeds=one.long(),
+        width=512,
+        record=True,
+        truncation=Truncation(512 * one, 0.9 * one.float()),
+    )
+    assert drawn.logp.isnan()[:, 0].tolist() == [True] * 4 + [False]
+    assert ((drawn.tokens >= 0) & (drawn.tokens < VOCABULARY)).all()
+    assert drawn.masks is not None and (drawn.masks.counts <= 512).all()
+
+
+def test_tokens_come_as_often_as_they_should() -> None:
+    """Chi-square test with 512 draws from 6 remaining ids."""
+    from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
+
+    draws, vocabulary = 512, 64
+    chance = torch.tensor([0.3, 0.25, 0.15, 0.1, 0.08, 0.07, 0.03, 0.02])
+    row = torch.full((vocabulary,), -20.0)
+    ids = torch.tensor([40, 3, 63, 0, 17, 22, 9, 10])
+    temperature = 0.8
+    row[ids] = chance.log() * temperature
+    drawn = draw(
+        row.expand(draws, -1).contiguous().to(DEVICE),
+        torch.zeros(draws, dtype=torch.int32, device=DEVICE),
+        torch.arange(draws, device=DEVICE),
+        sampled=torch.ones(draws, dtype=torch.int32, device=DEVICE),
+        temperature=torch.tensor([temperature], device=DEVICE),
+        seeds=torch.tensor([11], device=DEVICE),
+        width=7,
+        record=False,
+        truncation=Truncation(
+            torch.tensor([7], dtype=torch.int32, device=DEVICE), torch.tensor([0.95], device=DEVICE)
+        ),
+    )
+    kept = ids[:6]
+    counts = torch.bincount(drawn.tokens.cpu()[:, 0], minlength=vocabulary)[kept].double()
+    assert counts.sum() == draws
+    expected = draws * chance[:6].double() / chance[:6].sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: p = 0.001

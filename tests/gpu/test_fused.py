@@ -1,4 +1,4 @@
-"""The fast layers against transformers' own.
+"""The fast layers against transformers' own, and gradients into their float32 sums.
 
 The kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
 """
@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.marks import DEVICE, KERNELS
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from keel.model.layers.fused import fused_experts
-from tests.gpu.marks import DEVICE, KERNELS
 
 pytestmark = KERNELS
 EXPERTS, PER_TOKEN, TOKENS = 6, 3, 16
@@ -65,3 +66,20 @@ def test_experts_are_those_of_transformers(hidden: int, width: int, dtype: torch
         error = (actual.float() - expected).norm() / expected.norm()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
     assert not run(fused, dtype)[3][-1].any(), "an expert without tokens has no gradient"
+
+
+@pytest.mark.parametrize("count", [1, 4096, 10_007])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_are_those_of_float32(count: int, dtype: torch.dtype) -> None:
+    from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415
+
+    around = 5  # neighbours must not change, as in DeepSpeed's flat buffers
+    flat = torch.randn(count + 2 * around, device=DEVICE)
+    before, sums = flat.clone(), flat[around : around + count]
+    gradients = torch.randn(count, device=DEVICE).to(dtype)
+    for times in (1, 2):
+        add(sums, gradients)
+        expected = before.clone()
+        for _ in range(times):
+            expected[around : around + count] += gradients.float()
+        assert torch.equal(flat, expected)

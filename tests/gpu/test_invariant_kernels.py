@@ -14,8 +14,8 @@ from keel.model.attention import Segments, attend
 from keel.model.torch_internals import flash_gradients
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
+# ruff: noqa: PLC0415
 pytestmark = KERNELS
-
 EPS = 1e-6
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 """The interpreter multiplies no matrices of bfloat16."""
@@ -24,7 +24,7 @@ on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU: vLLM's own kerne
 
 @pytest.fixture
 def kernels() -> Any:
-    from keel.model.batch_invariant import kernels  # noqa: PLC0415
+    from keel.model.batch_invariant import kernels
 
     return kernels
 
@@ -49,6 +49,8 @@ def test_gradients_of_norms(kernels: Any, tokens: int, heads: int, d: int) -> No
     expected = by_autograd(lambda x, w: rms_norm(x, w.shape, w, EPS), grad, x, weight)
     for found, right in zip(kernels.rms_norm_grad(x, weight, EPS, grad), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    heads = kernels.norm_heads(x, weight, EPS)
+    torch.testing.assert_close(heads, rms_norm(x, weight.shape, weight, EPS), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(3, 5), (40, 96)])
@@ -77,11 +79,7 @@ def test_few_rows(kernels: Any, rows: int, biased: bool) -> None:
 @pytest.mark.parametrize("columns", [(4096, 1024), (1024, 3072), (2048, 6144), (4096, 12288)])
 @pytest.mark.parametrize("rows", [1, 7, 16, 40, 128, 200, 512, 1000, 5000])
 def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
-    from keel.model.batch_invariant import (  # noqa: PLC0415
-        kernel_variants,
-        kernels,
-        vllm_kernels,
-    )
+    from keel.model.batch_invariant import kernel_variants, kernels, vllm_kernels
 
     own = vllm_kernels._kernels().linear
     width, depth = columns
@@ -96,7 +94,7 @@ def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
 @on_a_gpu
 @pytest.mark.parametrize(("heads", "d"), [(16, 128), (8, 128), (1, 1024), (40, 128), (1, 4096)])
 def test_norms_have_vllms_bits(heads: int, d: int) -> None:
-    from keel.model.batch_invariant import kernels, vllm_kernels  # noqa: PLC0415
+    from keel.model.batch_invariant import kernels, vllm_kernels
 
     x, weight = (with_gaps(300, heads, d, torch.bfloat16), drawn(d, dtype=torch.bfloat16, seed=1))
     own = vllm_kernels._kernels().rms_norm(x, weight, EPS)
@@ -107,7 +105,7 @@ def test_norms_have_vllms_bits(heads: int, d: int) -> None:
 
 @on_a_gpu
 def test_attention_and_gradients_equal_the_plain_kernel() -> None:
-    from keel.model.batch_invariant import vllm_kernels  # noqa: PLC0415
+    from keel.model.batch_invariant import vllm_kernels
 
     lengths, half, scale = (37, 200, 1, 128), torch.bfloat16, 128**-0.5
     segments = Segments.of(lengths, DEVICE)
@@ -124,10 +122,3 @@ def test_attention_and_gradients_equal_the_plain_kernel() -> None:
     for one, other in ((out, plain), *zip(found, expected, strict=True)):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 5e-3
-
-
-@pytest.mark.parametrize(("heads", "d"), [(3, 8), (5, 128), (1, 100)])
-def test_norms_of_heads(kernels: Any, heads: int, d: int) -> None:
-    x, weight = with_gaps(7, heads, d), drawn(d, seed=1)
-    found = kernels.norm_heads(x, weight, EPS)
-    torch.testing.assert_close(found, rms_norm(x, weight.shape, weight, EPS), rtol=1e-5, atol=1e-6)

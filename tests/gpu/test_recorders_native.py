@@ -22,6 +22,9 @@ BLOCKS = 40
 """Of 16 tokens: a few sequences fill the cache, so that some are preempted."""
 
 
+TOLERANCE = Tolerance(logp=1e-3, tie=1e-4, rare=1e-2)
+
+
 @pytest.fixture(scope="module", params=["native", "packed"])
 def recorder(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -37,7 +40,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, recorder: str) -> Iterator[Rig
         running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine,
         running_engine(open_spec, gpu=True, blocks=BLOCKS, variables=EXACT) as open_engine,
     ):
-        yield Rig(engine, reference, Tolerance(logp=1e-3, tie=1e-4, rare=1e-2), open_engine)
+        yield Rig(engine, reference, TOLERANCE, open_engine)
 
 
 def test_preempted_twice_and_resumed(rig: Rig, recorder: str) -> None:
@@ -55,7 +58,6 @@ class TestRecorder(RecorderContract):
     pass
 
 
-TOLERANCE = Tolerance(logp=1e-3, tie=1e-4, rare=1e-2)
 CACHE = 40 * 16 * 2048
 """Bytes of keys and values: 2 KiB a token."""
 
@@ -88,3 +90,17 @@ def test_it_wakes_with_the_sent_weights(tmp_path: Path, recorder: str) -> None:
 @pytest.mark.parametrize(("of", "sleeps"), [("experts", True), ("dense", False)])
 def test_updates_by_copies(tmp_path: Path, of: Model, sleeps: bool) -> None:
     check(tmp_path, of, sleeps=sleeps, shared=sleeps, gpu=True, variables=EXACT)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+class TestOnTwoGpus:
+    test_truncated = RecorderContract.test_truncated_sampling
+    test_turns = RecorderContract.test_turns_across_weight_updates
+
+    @pytest.fixture(scope="class")
+    def rig(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+        folder = tmp_path_factory.mktemp("model")
+        reference = Reference(make_model(folder))
+        spec = engine_spec(folder, gpu_memory_utilization=0.1, tensor_parallel=2)
+        with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
+            yield Rig(engine, reference, TOLERANCE, engine)

@@ -83,13 +83,11 @@ class Bench:
 
 def lists(output: Any) -> tuple[list[int], list[int], Any]:
     """Return tokens, numbers of sampled tokens and sampling masks."""
-    masks = output.sampling_mask_tensors
-    found = masks.tolists() if masks is not None else None
-    return (
-        output.sampled_token_ids[:, 0].tolist(),
-        output.num_sampled.tolist(),
-        None if found is None else (found.offsets.tolist(), found.token_ids.tolist()),
-    )
+    sampled = output.sampled_token_ids[:, 0].tolist(), output.num_sampled.tolist()
+    if output.sampling_mask_tensors is None:
+        return *sampled, None
+    found = output.sampling_mask_tensors.tolists()
+    return *sampled, (found.offsets.tolist(), found.token_ids.tolist())
 
 
 def logp(output: Any) -> Any:

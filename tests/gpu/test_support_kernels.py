@@ -127,29 +127,30 @@ def always_union(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-SHAPES = pytest.mark.parametrize(
+
+
+@DTYPES
+@pytest.mark.parametrize(
     "shape",
     [HeadShape(), HeadShape(scale=0.7, softcap=3.0, temperature=0.6)],
     ids=["plain", "capped"],
 )
-
-
-@DTYPES
-@SHAPES
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("sizes", [(1, 2, 5, 9), (0,), (0, 3, 0, 40)], ids=["kept", "full", "both"])
-def test_gather_and_full_plans(
-    sizes: tuple[int, ...], dtype: torch.dtype, shape: HeadShape, biased: bool
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 2, 5, 9), (0,), (0, 3, 0, 40), (4, 40, 8, 1, 17, 9)],
+    ids=["kept", "full", "both", "union"],
+)
+def test_plans(
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    shape: HeadShape,
+    biased: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if len(sizes) > 4:
+        request.getfixturevalue("always_union")
     check(make_case(sizes=sizes, dtype=dtype, shape=shape, biased=biased))
-
-
-@DTYPES
-@SHAPES
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.usefixtures("always_union")
-def test_union(dtype: torch.dtype, shape: HeadShape, biased: bool) -> None:
-    check(make_case(sizes=(4, 40, 8, 1, 17, 9), dtype=dtype, shape=shape, biased=biased))
 
 
 @pytest.mark.usefixtures("always_union")
@@ -190,12 +191,3 @@ def test_passes_never_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert hidden.grad is not None and bool(torch.isfinite(hidden.grad).all())
-
-
-def test_device_offsets_give_the_same_plan() -> None:
-    case = make_case(sizes=(0, 3, 9))
-    sizes = {"vocabulary": 96, "d": 72, "device": DEVICE}
-    host = build_plan(case.ids, case.offsets, **sizes)  # type: ignore[arg-type]
-    device = build_plan(case.ids.to(DEVICE), case.offsets.to(DEVICE), **sizes)  # type: ignore[arg-type]
-    assert host.chunks == device.chunks
-    assert torch.equal(host.token, device.token) and torch.equal(host.ids, device.ids)

@@ -1,8 +1,10 @@
 """One rank of the trainer on a GPU: bfloat16 with flash attention, compiled or recomputed and
-offloaded, against float32 without any of it."""
+offloaded, against float32 without any of it; the loss, and the cold start."""
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from keel.configs.schema import Dtype
+from keel.configs.schema import ColdStartConfig, Dtype, SourceConfig, TinyModelConfig
 from keel.model.layers.flash4 import missing
-from keel.model.tiny.build import default_cache_dir
+from keel.model.tiny.build import default_cache_dir, ensure_tiny_model
+from keel.model.tiny.cold_start import Curriculum
 from keel.rl.metrics import values
 from keel.trainer.engine import offload
 from tests.gpu.marks import GPU
+from tests.rl.batches import LossInputs
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, training
 
@@ -146,3 +150,55 @@ def test_overflowing_loss_scales_are_halved(ranks: Ranks, monkeypatch: pytest.Mo
         assert all(torch.equal(before[k], v) for k, v in ranks.published(engine).items())
     assert 0 < skipped < 16 and engine.version == skipped + 1
     assert any(not torch.equal(before[k], v) for k, v in ranks.published(engine).items())
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any host-device synchronisation inside is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(batch: LossInputs) -> LossInputs:
+    return LossInputs(**{field.name: getattr(batch, field.name).cuda() for field in fields(batch)})
+
+
+@pytest.mark.parametrize("kl_coef", [None, 0.0, 0.1])
+def test_gpu_agrees_without_synchronizing(kl_coef: float | None) -> None:
+    batch = LossInputs.random(0, [3, 1, 400, 20], drift=1.0)
+    coef = {} if kl_coef is None else {"kl_coef": kl_coef}
+    expected, expected_gradient = batch.loss(mask_delta=0.2, **coef)
+    moved = on_gpu(batch)
+    with no_waiting():
+        output, gradient = moved.loss(mask_delta=0.2, **coef)
+    torch.testing.assert_close(gradient.cpu(), expected_gradient)
+    for name, metric in expected.metrics.items():
+        assert output.metrics[name].value == pytest.approx(metric.value, nan_ok=True)
+
+
+SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
+
+
+def test_the_gpu_teaches_and_is_free_afterwards(tmp_path: Path) -> None:
+    config = TinyModelConfig(cold_start=ColdStartConfig(steps=60, batch_size=32, lr=5e-3))
+    losses: list[float] = []
+    torch.cuda.init()
+    before = torch.cuda.mem_get_info()[0]
+    folders = [
+        ensure_tiny_model(
+            replace(config, cache_dir=str(tmp_path / name)),
+            Curriculum(seed=0, sources=[SPELLING]),
+            device="cuda",
+            progress=lambda _step, loss, _seconds: losses.append(loss),
+        )
+        for name in ("first", "second")
+    ]
+    assert len(losses) == 120
+    assert losses[59] < 0.6 * losses[0]
+    assert torch.cuda.memory_allocated() == 0
+    assert before - torch.cuda.mem_get_info()[0] < 2**28
+    first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert first == second
