@@ -1,20 +1,133 @@
-"""Packed segments give the results of separate ones."""
+"""Packed segments and shared prefixes give the results of separate contexts with every kernel.
+
+FlashAttention-4 runs here with plain kernels; tests/gpu/test_attention.py tests the package's."""
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from keel.model.attention import Segments, use_packed_attention
-from tests.model.layers.plain_attention import FAMILIES
+from keel.model import attention
+from keel.model.attention import Segments, attention_kept, use_packed_attention
+from keel.model.layers import flash4
+from keel.model.layers.contexts import Contexts
+from keel.model.layers.flash4 import HeadWidths, disagreement
+from tests.model.layers.plain_attention import FAMILIES, Plain, varlen
 
-LENGTHS = (3, 17, 1, 9, 16, 8, 2)
+LENGTHS, FOLLOWS = (7, 3, 9, 1, 12, 4, 2, 5), (-1, 0, 0, -1, 0, -1, 5, 5)
+"""Two prefixes, shared by three and by two contexts, and a context without one."""
+PREFIXES = {first for first in FOLLOWS if first >= 0}
+
+
+def expanded() -> tuple[list[int], list[int]]:
+    """Return the rows of separate contexts, and the first place of each packed token in them."""
+    starts = [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
+    own = [range(start, start + length) for start, length in zip(starts, LENGTHS, strict=True)]
+    rows: list[int] = []
+    for segment, first in enumerate(FOLLOWS):
+        if segment not in PREFIXES:
+            rows += [*(own[first] if first >= 0 else ()), *own[segment]]
+    return rows, [rows.index(token) for token in range(sum(LENGTHS))]
+
+
+def positions() -> Tensor:
+    begun = [LENGTHS[first] if first >= 0 else 0 for first in FOLLOWS]
+    counted = zip(begun, LENGTHS, strict=True)
+    return torch.cat([torch.arange(start, start + length) for start, length in counted])
+
+
+def states(model: PreTrainedModel, ids: Tensor, where: Tensor, segments: Segments) -> Tensor:
+    output = model.base_model(
+        ids[None], position_ids=where[None], use_cache=False, segments=segments
+    )
+    return output.last_hidden_state[0]
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernels", ["padded", "varlen", "flash4"])
+def test_shared_contexts_match_separate_ones(
+    family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash4, "_kernels", Plain)
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: kernels == "varlen")
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(FAMILIES[family])
+    shared = deepcopy(whole)
+    for model in (whole, shared):
+        use_packed_attention(model, flash4=kernels == "flash4")
+    ids, weights = torch.randint(0, 31, (sum(LENGTHS),)), torch.randn(sum(LENGTHS), 32)
+    trained = torch.tensor([s not in PREFIXES for s in range(len(LENGTHS))])
+    weights *= trained.repeat_interleave(torch.tensor(LENGTHS))[:, None]
+    rows, places = expanded()
+    contexts = Contexts.of(LENGTHS, FOLLOWS)
+    apart = Segments.of([n for s, n in enumerate(contexts.lengths) if s not in PREFIXES])
+
+    alone = states(whole, ids[rows], positions()[rows], apart)[places]
+    (alone * weights).sum().backward()
+    together = states(shared, ids, positions(), Segments.of(LENGTHS, follows=FOLLOWS))
+    (together * weights).sum().backward()
+
+    torch.testing.assert_close(together, alone, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients(shared), gradients(whole), atol=2e-5, rtol=1e-4)
+
+
+class Skipping(Plain):
+    """Leaves gradients of keys outside all windows unwritten."""
+
+    def _flash_attn_bwd(self, *tensors: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> None:
+        keys = options["cu_seqlens_k"].tolist()
+        counts = (options["cu_seqlens_q"].diff() + options["window_size_left"]).tolist()
+        grads = torch.zeros_like(dk), torch.zeros_like(dv)
+        super()._flash_attn_bwd(*tensors, dk=grads[0], dv=grads[1], **options)
+        for start, stop, count in zip(keys[:-1], keys[1:], counts, strict=True):
+            reached = slice(max(start, stop - count), stop)
+            dk[reached], dv[reached] = grads[0][reached], grads[1][reached]
+
+
+@pytest.mark.parametrize("longest", [5, 30], ids=["shared", "separate"])
+def test_keys_outside_all_windows_have_zero_gradient(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash4, "_kernels", Skipping)
+    monkeypatch.setattr(flash4, "_empty", lambda x: torch.full_like(x, torch.nan))
+    lengths = (9, 2, 3, longest)
+    segments = Segments.of(lengths, follows=(-1, 0, 0, -1))
+    torch.manual_seed(0)
+    inputs = [torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3)]
+    actual, plain = (
+        torch.autograd.grad(attend(*inputs, segments, None, 4).square().sum(), inputs)
+        for attend in (attention._attend4, attention._padded)
+    )
+    torch.testing.assert_close(actual, plain, atol=2e-6, rtol=1e-5)
+
+
+def test_copies_and_gradients_are_exact() -> None:
+    contexts = Contexts.of(LENGTHS, FOLLOWS)
+    x = torch.randn(sum(LENGTHS), 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    copies = contexts.spread(x)
+    assert torch.equal(copies, x[contexts.rows])
+    slope = torch.randn(copies.shape, dtype=torch.bfloat16)
+    (gradient,) = torch.autograd.grad(copies, x, slope)
+    exact = torch.zeros(x.shape).index_add_(0, contexts.rows, slope.float())
+    torch.testing.assert_close(gradient, exact.to(torch.bfloat16), rtol=0.008, atol=1e-6)
+    x64 = x.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(contexts.spread, x64)
+
+
+LAYOUT = (3, 17, 1, 9, 16, 8, 2)
 
 
 def test_layout_has_every_token_once() -> None:
-    segments = Segments.of(LENGTHS)
-    total = sum(LENGTHS)
+    segments = Segments.of(LAYOUT)
+    total = sum(LAYOUT)
     assert segments.offsets.tolist() == [0, 3, 20, 21, 30, 46, 54, 56]
     assert segments.longest == 17
     assert len(segments.token_of_row) == sum(count * longest for count, longest in segments.blocks)
@@ -28,25 +141,109 @@ def test_packed_equals_separate(family: str) -> None:
     plain = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager")
     packed = deepcopy(plain)
     use_packed_attention(packed)
-    parts = [torch.randint(0, 31, (1, length)) for length in LENGTHS]
-    weights = torch.randn(sum(LENGTHS), 32)
+    parts = [torch.randint(0, 31, (1, length)) for length in LAYOUT]
+    weights = torch.randn(sum(LAYOUT), 32)
 
     alone = torch.cat([plain.base_model(ids).last_hidden_state[0] for ids in parts])
     (alone * weights).sum().backward()
-    together = packed.base_model(
-        torch.cat(parts, 1),
-        position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
-        use_cache=False,
-        segments=Segments.of(LENGTHS),
-    ).last_hidden_state[0]
+    where = torch.cat([torch.arange(length) for length in LAYOUT])
+    together = states(packed, torch.cat(parts, 1)[0], where, Segments.of(LAYOUT))
     (together * weights).sum().backward()
 
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    for (name, expected), (_, actual) in zip(
-        plain.named_parameters(), packed.named_parameters(), strict=True
-    ):
-        if expected.grad is not None:
-            scale = float(expected.grad.abs().max())
-            torch.testing.assert_close(
-                actual.grad, expected.grad, rtol=0, atol=1e-5 * scale, msg=name
-            )
+    actual = gradients(packed)
+    for name, grad in gradients(plain).items():
+        bound = 1e-5 * float(grad.abs().max())
+        torch.testing.assert_close(actual[name], grad, rtol=0, atol=bound, msg=name)
+
+
+SEGMENTS = (3, 17, 1, 9)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Plain:
+    kernels = Plain()
+    monkeypatch.setattr(flash4, "_kernels", lambda: kernels)
+    return kernels
+
+
+def trained(model: PreTrainedModel) -> list[Tensor]:
+    """Return hidden states and all gradients."""
+    torch.manual_seed(1)
+    where = torch.cat([torch.arange(length) for length in SEGMENTS])
+    hidden = states(model, torch.randint(0, 31, where.shape), where, Segments.of(SEGMENTS))
+    (hidden * torch.randn(hidden.shape)).sum().backward()
+    return [hidden.detach(), *gradients(model).values()]
+
+
+def with_kernels(model: PreTrainedModel) -> PreTrainedModel:
+    copy = deepcopy(model).train()
+    use_packed_attention(copy, flash4=True)
+    return copy
+
+
+def close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * max(1.0, scale))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_match_pytorch(family: str, plain: Plain) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    model.train()
+    ours = with_kernels(model)
+    use_packed_attention(model)
+    close(trained(ours), trained(model))
+    assert plain.calls == ["forward", "forward", "backward", "backward"]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.e2e)])
+def test_attention_outputs_survive_checkpointing(plain: Plain, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["full"])
+    expected = trained(with_kernels(model))
+    for kept, forwards in ((True, 2), (False, 4)):
+        again = with_kernels(model)
+        options = {"context_fn": attention_kept} if kept else {}
+        again.gradient_checkpointing_enable({"use_reentrant": False, **options})
+        if compiled:
+            for layer in again.get_decoder().layers:  # pyright: ignore
+                layer.compile(backend="aot_eager", dynamic=True, fullgraph=True)
+        plain.calls.clear()
+        close(trained(again), expected)
+        assert [plain.calls.count(half) for half in ("forward", "backward")] == [forwards, 2]
+
+
+def test_wrong_results_are_detected(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4, "fits", lambda *_: True)
+    cpu = torch.device("cpu")
+    shapes = (HeadWidths(4, 2, 8, 8), HeadWidths(4, 2, 16, 8, window=9))
+
+    def difference() -> str:
+        disagreement.cache_clear()
+        return disagreement(shapes, cpu, torch.float32)
+
+    assert difference() == ""
+    correct = plain._flash_attn_bwd
+
+    def wrong(*given: Any, dk: Tensor, **options: Any) -> None:
+        correct(*given, dk=dk, **options)
+        if "window_size_left" in options:
+            dk *= 1.2
+
+    monkeypatch.setattr(plain, "_flash_attn_bwd", wrong)
+    assert "gradients of K" in difference() and "20%" in difference()
+    monkeypatch.setattr(plain, "_flash_attn_fwd", lambda *_, out, **options: out.zero_())
+    monkeypatch.setattr(plain, "_flash_attn_bwd", lambda *_, **options: None)
+    assert "100%" in difference()
+
+    def broken(*_: Any, **options: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(plain, "_flash_attn_fwd", broken)
+    assert "RuntimeError: no kernel image" in difference()
+    monkeypatch.setattr(flash4, "fits", lambda width, *_: width < 16)
+    monkeypatch.setattr(flash4, "_kernels", Plain)
+    assert "no kernels" in difference()

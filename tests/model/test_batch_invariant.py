@@ -160,10 +160,8 @@ PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        (config("mixtral"), "mixtral"),
         (config("qwen3", **WINDOWS), "sliding windows"),
         (config("llama", rope_parameters=PARTIAL), "partial rotary"),
-        (config("qwen3"), "head size of 8"),
     ],
 )
 def test_unsupported_models_are_refused(kind: Any, what: str) -> None:

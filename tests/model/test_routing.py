@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,11 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 def live_routes(model: PreTrainedModel) -> Tensor:
     chosen: list[Tensor] = []
-    hooks = [
-        router.register_forward_hook(
-            lambda router, _, output: chosen.append(
-                ROUTERS[type(router).__name__].experts(output).detach()
-            )
-        )
-        for router in router_modules(model)
-    ]
+
+    def record(router: nn.Module, _: object, output: Any) -> None:
+        chosen.append(ROUTERS[type(router).__name__].experts(output).detach())
+
+    hooks = [router.register_forward_hook(record) for router in router_modules(model)]
     logits(model)
     for hook in hooks:
         hook.remove()
@@ -135,9 +133,8 @@ def test_overlap_ignores_the_order_of_experts(qwen):
         logits(qwen)
     assert replay.metrics()["routing/overlap"].value == 1
     half = routes.clone()
-    half[..., 1] = torch.tensor(
-        [[min(set(range(E)) - set(row)) for row in token] for token in routes.tolist()]
-    )
+    others = [[min(set(range(E)) - set(row)) for row in token] for token in routes.tolist()]
+    half[..., 1] = torch.tensor(others)
     with replay_routes(qwen, half) as replay:
         logits(qwen)
         assert replay.metrics()["routing/overlap"].value < 0.75
@@ -202,9 +199,6 @@ def test_expert_parallel_routers_are_replayed(score_func, norm):
     assert torch.equal(counts, torch.bincount(forced.flatten(), minlength=E).int())
     weights.pow(2).sum().backward()
     assert router.gate.weight.grad.abs().max() > 0
-
-
-# --- activation recomputation
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -285,9 +279,6 @@ def test_recomputing_a_dropped_replay_fails(qwen, reentrant, monkeypatch):
     losses[1].backward()
     with pytest.raises(RuntimeError, match="more than 1"):
         losses[0].backward()
-
-
-# --- invalid routes and unknown families
 
 
 def edited(routes: Tensor, at: tuple[int, ...], value: object) -> Tensor:

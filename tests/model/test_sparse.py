@@ -102,9 +102,8 @@ def test_chunks_recomputation_and_packing_are_equivalent(dense: bool) -> None:
         if way == "recomputed":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         rows = [[part] for part in ids] if way == "apart" else [ids]
-        passes = [
-            SparsePass(dense=dense, loss=True, chunk=4 if way == "chunks" else None) for _ in rows
-        ]
+        chunk = 4 if way == "chunks" else None
+        passes = [SparsePass(dense=dense, loss=True, chunk=chunk) for _ in rows]
         hidden = torch.cat([run(model, row, one) for row, one in zip(rows, passes, strict=True)])
         loss = torch.stack([one.loss_sum() for one in passes]).sum()
         (weighted(hidden) + loss).backward()
@@ -130,11 +129,8 @@ def test_logits_are_exact_for_bfloat16_inputs() -> None:
     """bfloat16 logits near 20 would not distinguish keys 1/16 apart."""
     query = torch.tensor([[[[4.0, 1 / 32]]]]).bfloat16()  # [B, c, H, r]
     key = torch.tensor([[[5.0, 0.0], [5.0, 2.0]]]).bfloat16()
-    index = (
-        torch.zeros(1, 1, 1, 2).bfloat16(),
-        torch.zeros(1, 1, 1),
-        torch.zeros(1, 2, 2).bfloat16(),
-    )
+    zeros = torch.zeros(1, 2, 2).bfloat16()
+    index = zeros[:, :1, None], torch.zeros(1, 1, 1), zeros
     chosen = torch.tensor([[[0, 1]]])
     chunk = ChunkAttention(scaling=1.0, rank=2, top_k=2, loss=False)
     share = torch.tensor([0.0, 1 / 16]).softmax(0)[1]
@@ -176,11 +172,9 @@ def by_definition(dense: bool) -> tuple[Tensor, float, dict[str, Tensor]]:
             key = torch.cat([turned[1], key[..., rope:]], -1)[:, 0]
             w = indexer.weights_proj(hidden) * 8**-0.5 * key.shape[-1] ** -0.5
             scores = torch.einsum("tj,tjs->ts", w, torch.einsum("tjd,sd->tjs", query, key).relu())
-            among = (
-                causal
-                if dense
-                else causal & torch.zeros_like(causal).scatter(1, chosen.long(), True)
-            )
+            among = causal
+            if not dense:
+                among = causal & torch.zeros_like(causal).scatter(1, chosen.long(), True)
             target = weights[0].detach().sum(0) / weights.shape[1]
             log_q = scores.masked_fill(~among, -1e30).log_softmax(-1)
             losses.append((torch.xlogy(target, target) - target * log_q)[among].sum())
@@ -244,9 +238,8 @@ def test_recorded_positions_match_transformers(recomputed: bool) -> None:
         alone.append(plain.get_decoder()(part, use_cache=False).last_hidden_state[0])
         start = stop
     expected = torch.cat(alone)
-    sparse = SparsePass(
-        loss=True, chunk=5, recorded_LNk=recorded_selection(model, selected, POSITIONS)
-    )
+    recorded = recorded_selection(model, selected, POSITIONS)
+    sparse = SparsePass(loss=True, chunk=5, recorded_LNk=recorded)
     hidden = run(model, ids, sparse)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
     weighted(expected).backward()
@@ -272,10 +265,8 @@ def test_unrecorded_rows_use_the_live_selection() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda s: s[:, :1], "shape"),
         (lambda s: np.where(s == 15, 16, s), "token 45 .*layer 1: a later"),
         (lambda s: np.zeros_like(s), "token 0 .*layer 0: a repeated"),
-        (lambda s: s[..., :4], "min"),
         (lambda s: np.where(s == 3, -2, s), "before the segment"),
     ],
 )

@@ -69,12 +69,7 @@ class Plain:
             into.copy_(value)
 
     def _flash_attn_bwd(
-        self,
-        *tensors: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        **options: Any,
+        self, *tensors: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any
     ) -> None:
         self.calls.append("backward")
         *inputs, out, slope, lse = tensors

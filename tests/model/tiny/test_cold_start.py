@@ -1,4 +1,4 @@
-"""The cold start: examples, scripted conversations, training, and the cache of models."""
+"""The cold start: tokenizer, solutions, scripted conversations, training, and cached models."""
 
 import random
 import sys
@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reasoning_gym
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from keel.agents.environments.demonstrations import Demonstration, trip_demonstrations
@@ -25,6 +28,7 @@ from keel.model.tiny import build, cold_start
 from keel.model.tiny.build import build_model, content_key, ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum, ExamplePair, MaskedIds, make_examples, train
 from keel.model.tiny.demonstrations import conversation_ids, demonstrate
+from keel.model.tiny.solutions import TAUGHT, solution
 from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.test_environments_guide import BLOCK, GUIDE
@@ -80,9 +84,6 @@ def question_of(example: ExamplePair) -> str:
     return prompt_of(example).removeprefix("<|im_start|>user\n").split("<|im_end|>")[0]
 
 
-# --- examples -------------------------------------------------------------------------------------
-
-
 def test_heldout_questions_are_excluded() -> None:
     questions = [question_of(example) for example in examples_of(SPIRALS, count=200)]
     assert len(questions) == 200
@@ -129,9 +130,6 @@ def test_only_the_policys_turns_are_learned(inside: bool) -> None:
     assert (targets[row, :-1][targets[row, :-1] >= 0] == learned).all()
 
 
-# --- model and training ---------------------------------------------------------------------------
-
-
 def test_training_lowers_the_loss_and_reports_steps() -> None:
     model = build_model(TINY, TOKENIZER, seed=0)
     config = ColdStartConfig(steps=30, batch_size=8, lr=1e-2)
@@ -148,9 +146,6 @@ def test_training_lowers_the_loss_and_reports_steps() -> None:
     assert [step for step, _ in seen] == list(range(1, 31))
     assert final == seen[-1][1] < 0.6 * seen[0][1]
     assert torch.get_num_threads() == threads and not model.training
-
-
-# --- the cache ------------------------------------------------------------------------------------
 
 
 def test_cache_is_deterministic_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +183,6 @@ def test_content_key_covers_what_weights_depend_on() -> None:
     assert len(keys) == 9
     assert key(replace(TINY, cache_dir="elsewhere", index_top_k=5)) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
-
-
-TOKENIZER = build_tokenizer()
 
 
 @pytest.mark.parametrize(("thinking", "inside"), [(True, False), (False, False), (True, True)])
@@ -258,3 +250,62 @@ def test_the_documented_script(folder: Path) -> None:
         bought = turns[-1]["tool_calls"][0]["function"]["arguments"]["stall"]
         assert bought == f"stall {prices.index(min(prices))}"
         assert len(pair.hasty) == 2
+
+
+QUESTION = [{"role": "user", "content": "1 + 1 ="}]
+
+
+def render(messages: list[dict], **options: object) -> str:
+    return TOKENIZER.apply_chat_template(messages, tokenize=False, **options)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_round_trips(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
+
+
+def test_rendering_without_tools() -> None:
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        *QUESTION,
+        {"role": "assistant", "content": "2", "reasoning_content": "\n1 + 1\n"},
+        {"role": "tool", "content": "ok"},
+        {"role": "assistant", "content": "3"},
+        *QUESTION,
+        {"role": "assistant", "content": "2", "reasoning_content": "\n1 + 1\n"},
+        {"role": "assistant", "content": None},
+    ]
+    thought = "<|im_start|>assistant\n<think>\n1 + 1\n</think>\n\n2<|im_end|>\n"
+    question = "<|im_start|>user\n1 + 1 =<|im_end|>\n"
+    expected = (
+        f"<|im_start|>system\nBe brief.<|im_end|>\n{question}"
+        "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n"
+        f"<|im_start|>assistant\n3<|im_end|>\n{question}{thought}<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    thinks = render(turns, add_generation_prompt=True)
+    assert thinks == render(turns, add_generation_prompt=True, enable_thinking=True) == expected
+    closed = render(turns, add_generation_prompt=True, enable_thinking=False)
+    assert closed == expected + "<think>\n\n</think>\n\n"
+
+
+PARAMS = {
+    "basic_arithmetic": {"operators": ["+", "-"], "allow_parentheses": False},
+    "chain_sum": {"allow_negation": True},
+    "gcd": {"max_numbers": 4},
+    "spell_backward": {},
+    "spiral_matrix": {"max_n": 6},
+}
+
+
+@pytest.mark.parametrize("task", TAUGHT)
+def test_worked_solutions_are_right_and_hasty_ones_mostly_wrong(task: str) -> None:
+    dataset = reasoning_gym.create_dataset(task, seed=7, size=300, **PARAMS[task])
+    right = {True: 0, False: 0}
+    for entry in dataset:
+        for worked in right:
+            turn = solution(task, entry, worked=worked)
+            assert bool(turn.removeprefix("<think>\n").split("\n</think>", 1)[0]) == worked
+            right[worked] += dataset.score_answer(turn.split("</think>\n\n", 1)[1], entry) == 1.0
+    assert right[True] == 300 and right[False] < 0.25 * 300
