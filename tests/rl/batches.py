@@ -74,14 +74,8 @@ class LossInputs:
             "kl_coef": self.kl_coef,
             **knobs,
         }
-        output = grpo_loss(
-            logp,
-            self.logp_old,
-            self.advantage,
-            self.sequence,
-            sequence_tokens=self.sequence_tokens,
-            **knobs,
-        )
+        rows = logp, self.logp_old, self.advantage, self.sequence
+        output = grpo_loss(*rows, sequence_tokens=self.sequence_tokens, **knobs)
         output.loss.backward()
         return output, logp.grad
 
@@ -89,16 +83,9 @@ class LossInputs:
         """Return the oracle's input, and the leaf that gets its gradient."""
         leaf = self.logp.double().clone().requires_grad_()
         answers: list[Answer] = []
+        old, ref, coef = (x.tolist() for x in (self.logp_old, self.logp_ref, self.kl_coef))
         for index in range(len(self.sequence_tokens)):
             rows: list[int] = (self.sequence == index).nonzero()[:, 0].tolist()
-            tokens = [
-                Token(
-                    logp=leaf[row],
-                    logp_old=self.logp_old[row].item(),
-                    logp_ref=self.logp_ref[row].item(),
-                    kl_coef=self.kl_coef[row].item(),
-                )
-                for row in rows
-            ]
+            tokens = [Token(leaf[row], old[row], ref[row], coef[row]) for row in rows]
             answers.append(Answer(tokens=tokens, advantage=self.advantage[rows[0]].item()))
         return answers, leaf

@@ -57,10 +57,7 @@ def trained(
             rows = Rows(micro_batch, table)
             gap = split.means()[rows.split_S] if batch.split_sequences else None
             output = grpo_loss(
-                rows.logp,
-                rows.logp_old,
-                rows.advantage,
-                rows.sequence,
+                *(rows.logp, rows.logp_old, rows.advantage, rows.sequence),
                 sequence_tokens=torch.from_numpy(micro_batch.sequence_tokens_S),
                 total_sequences=batch.total_sequences,
                 sequence_weight=torch.from_numpy(micro_batch.sequence_weight_S),

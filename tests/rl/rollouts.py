@@ -158,3 +158,8 @@ def with_prefix(whole: Segment, prefix: NDArray[np.int32]) -> Segment:
         rows = np.broadcast_to(ids[:, None, None] % 8, routes_TLK.shape).astype(np.int16)
         routes_TLK = np.where(routes_TLK == NO_ROUTE, routes_TLK, rows)
     return replace(whole, token_ids_T=ids, routes_TLK=routes_TLK)
+
+
+def segments_of(groups: Sequence[ScoredGroup]) -> list[Segment]:
+    answers = [answer for group in groups for answer in group.group.trajectories]
+    return [segment for answer in answers for segment in answer.segments]

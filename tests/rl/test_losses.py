@@ -1,7 +1,7 @@
-"""Laws of the GRPO loss, and its comparison with the naive oracle."""
+"""Laws of the GRPO loss and of its sequence mask, and their comparison with the naive oracle."""
 
 import math
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.rl.losses import KL, grpo_loss
+from keel.rl.losses import grpo_loss
 from keel.rl.metrics import Max, Mean, Sum, merge
+from keel.rl.offpolicy import kept_mass_shortfall, off_policy_sequence_mask
 from tests.rl.batches import LossInputs
-from tests.rl.reference_grpo import reference_grpo
+from tests.rl.reference_grpo import reference_grpo, sequence_mask
 
 INF, NAN = float("inf"), float("nan")
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -24,20 +25,12 @@ def one_token(
 ) -> tuple[float, float]:
     """Loss and gradient of a single sequence of a single token."""
     logp = torch.tensor([-2.0], dtype=dtype, requires_grad=True)
-    loss = grpo_loss(
-        logp,
-        torch.tensor([-2.0 - log_ratio], dtype=dtype),
-        torch.tensor([advantage], dtype=dtype),
-        torch.tensor([0]),
-        sequence_tokens=torch.tensor([1]),
-        total_sequences=1,
-        **knobs,
-    ).loss
+    logp_old = torch.tensor([-2.0 - log_ratio], dtype=dtype)
+    knobs |= {"sequence_tokens": torch.tensor([1]), "total_sequences": 1}
+    advantages = torch.tensor([advantage], dtype=dtype)
+    loss = grpo_loss(logp, logp_old, advantages, torch.tensor([0]), **knobs).loss
     loss.backward()
     return loss.item(), logp.grad.item()
-
-
-# --- the surrogate --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -83,19 +76,11 @@ def test_gradient_flows_to_the_policy_only() -> None:
         for x in (batch.logp, batch.logp_old, batch.advantage, batch.logp_ref, batch.kl_coef)
     ]
     logp, logp_old, advantage, logp_ref, kl_coef = leaves
+    knobs = {"sequence_tokens": batch.sequence_tokens, "total_sequences": 2}
+    knobs |= {"logp_ref": logp_ref, "kl_coef": kl_coef}
     for kl in ("unbiased_k3", "k3"):
-        grpo_loss(
-            *(logp, logp_old, advantage, batch.sequence),
-            sequence_tokens=batch.sequence_tokens,
-            total_sequences=2,
-            logp_ref=logp_ref,
-            kl_coef=kl_coef,
-            kl=kl,
-        ).loss.backward()
+        grpo_loss(logp, logp_old, advantage, batch.sequence, kl=kl, **knobs).loss.backward()
     assert all(leaf.grad is None for leaf in leaves[1:])
-
-
-# --- the sequence mask ----------------------------------------------------------------------------
 
 
 def far_and_near() -> LossInputs:
@@ -135,9 +120,6 @@ def test_mask_carries_no_gradient() -> None:
     assert good.loss(mask_delta=just_masked)[0].metrics["mask/sequence_fraction"].value == 0
 
 
-# --- shares add up --------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), LENGTHS, st.integers(1, 4), st.booleans())
 def test_shares_of_any_split_add_up(seed, lengths, parts, inside) -> None:
@@ -172,26 +154,15 @@ def test_shares_of_any_split_add_up(seed, lengths, parts, inside) -> None:
 
 def test_no_tokens_give_a_differentiable_zero() -> None:
     hidden = torch.ones(3, requires_grad=True)
-    nothing = torch.zeros(0)
-    output = grpo_loss(
-        hidden[:0],
-        nothing,
-        nothing,
-        torch.zeros(0, dtype=torch.int64),
-        sequence_tokens=torch.zeros(0, dtype=torch.int64),
-        total_sequences=4,
-        logp_ref=nothing,
-        kl_coef=nothing,
-        mask_delta=2.0,
-    )
+    nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    knobs: dict[str, Any] = {"logp_ref": nothing, "kl_coef": nothing, "mask_delta": 2.0}
+    knobs |= {"sequence_tokens": none, "total_sequences": 4}
+    output = grpo_loss(hidden[:0], nothing, nothing, none, **knobs)
     output.loss.backward()
     assert output.loss.item() == 0
     assert hidden.grad.tolist() == [0.0] * 3
     full = LossInputs.random(0, [2, 3]).loss(mask_delta=2.0)[0].metrics
     assert merge([output.metrics, full]) == full
-
-
-# --- NaN, infinities, extremes --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
@@ -206,19 +177,11 @@ def test_reference_is_ignored_where_beta_is_zero(poison: float, kl: str) -> None
     assert output.loss == clean.loss
     assert torch.equal(actual, gradient)
     assert poisoned.loss(kl=kl, kl_coef=0.0)[0].loss.isfinite()
-    assert (
-        not replace(batch, logp_ref=torch.full_like(batch.logp, poison)).loss()[0].loss.isfinite()
-    )
-
-
-def test_mean_kl_skips_nan_references() -> None:
-    batch = LossInputs.random(4, [3, 2, 4])
-    free = batch.kl_coef == 0
-    poisoned = replace(batch, logp_ref=torch.where(free, NAN, batch.logp_ref))
-    kl = poisoned.loss()[0].metrics["kl/ref"]
-    assert isinstance(kl, Mean)
-    assert kl.count == (~free).sum()
-    assert math.isfinite(kl.total)
+    everywhere = replace(batch, logp_ref=torch.full_like(batch.logp, poison))
+    assert not everywhere.loss()[0].loss.isfinite()
+    if math.isnan(poison):
+        mean = output.metrics["kl/ref"]
+        assert mean.count == (~free).sum() and math.isfinite(mean.total)
 
 
 def test_masked_infinite_log_ratio_is_harmless() -> None:
@@ -234,19 +197,19 @@ def test_masked_infinite_log_ratio_is_harmless() -> None:
     assert replace(batch, logp=logp, kl_coef=beta).loss(mask_delta=2.0)[0].loss.isnan()
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "advantage", "edge"),
-    [("logp_old", -INF, 1.0, 1.2), ("logp", -INF, -1.0, 0.8)],
-)
-def test_clipped_infinite_log_ratio_is_harmless(
-    field: str, value: float, advantage: float, edge: float
-) -> None:
-    batch = replace(
-        LossInputs.random(0, [3], drift=0.0), advantage=torch.full((3,), advantage).double()
-    )
+def poisoned_token(field: str, value: float, advantage: float) -> LossInputs:
+    """One on-policy sequence of three tokens, of which the second has `value`."""
+    batch = LossInputs.random(0, [3], drift=0.0)
     changed = getattr(batch, field).clone()
     changed[1] = value
-    output, gradient = replace(batch, **{field: changed}).loss(kl_coef=0.0)
+    return replace(batch, advantage=torch.full((3,), advantage).double(), **{field: changed})
+
+
+@pytest.mark.parametrize(
+    ("field", "advantage", "edge"), [("logp_old", 1.0, 1.2), ("logp", -1.0, 0.8)]
+)
+def test_clipped_infinite_log_ratio_is_harmless(field, advantage, edge) -> None:
+    output, gradient = poisoned_token(field, -INF, advantage).loss(kl_coef=0.0)
     assert output.loss.item() == pytest.approx(-advantage * (2 + edge) / 3)
     assert gradient.tolist() == pytest.approx([-advantage / 3, 0.0, -advantage / 3])
 
@@ -264,12 +227,8 @@ def test_clipped_infinite_log_ratio_is_harmless(
 )
 @pytest.mark.parametrize("mask_delta", [None, 2.0])
 def test_non_finite_tokens_reach_the_loss(field, value, advantage, mask_delta) -> None:
-    batch = replace(
-        LossInputs.random(0, [3], drift=0.0), advantage=torch.full((3,), advantage).double()
-    )
-    changed = getattr(batch, field).clone()
-    changed[1] = value
-    output, _ = replace(batch, **{field: changed}).loss(kl_coef=0.0, mask_delta=mask_delta)
+    batch = poisoned_token(field, value, advantage)
+    output, _ = batch.loss(kl_coef=0.0, mask_delta=mask_delta)
     assert output.loss.isnan()
     assert math.isnan(output.metrics["loss"].value)
 
@@ -284,22 +243,14 @@ def test_extreme_ratios_keep_a_finite_gradient(log_ratio: float) -> None:
     assert one_token(-log_ratio, 1.0) == pytest.approx((-1 / largest, -1 / largest), rel=1e-6)
 
 
-# --- metrics --------------------------------------------------------------------------------------
-
-
 def test_metrics_by_hand() -> None:
     logp = torch.tensor([-1.0, -2.0, -4.0], dtype=torch.float64, requires_grad=True)
-    output = grpo_loss(
-        logp,
-        torch.tensor([-2.0, -2.0, -1.0], dtype=torch.float64),
-        torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64),
-        torch.tensor([0, 0, 1]),
-        sequence_tokens=torch.tensor([2, 1]),
-        total_sequences=2,
-        logp_ref=torch.tensor([-1.0, -3.0, -4.0], dtype=torch.float64),
-        kl_coef=0.5,
-        mask_delta=2.0,
+    logp_old, advantage, logp_ref = torch.tensor(
+        [[-2.0, -2.0, -1.0], [1.0, 1.0, -1.0], [-1.0, -3.0, -4.0]], dtype=torch.float64
     )
+    knobs: dict[str, Any] = {"logp_ref": logp_ref, "kl_coef": 0.5, "mask_delta": 2.0}
+    knobs |= {"sequence_tokens": torch.tensor([2, 1]), "total_sequences": 2}
+    output = grpo_loss(logp, logp_old, advantage, torch.tensor([0, 0, 1]), **knobs)
     kl = math.exp(-1) + 1 - 1
     expected = {
         "loss": Sum(-(1.2 + 1.0) / 2 / 2 + 0.5 * kl / 2 / 2),
@@ -319,11 +270,6 @@ def test_metrics_by_hand() -> None:
         assert type(actual[name]) is type(metric)
         assert actual[name].value == pytest.approx(metric.value)
     assert not output.totals.requires_grad
-    with pytest.raises(FrozenInstanceError):
-        output.loss = logp  # type: ignore[misc]
-
-
-# --- validation -----------------------------------------------------------------------------------
 
 
 def validate(**change: Any) -> None:
@@ -382,22 +328,14 @@ def test_invalid_arguments_are_named(change: dict[str, Any], named: str) -> None
         validate(**change)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"logp_ref": None, "kl_coef": 0.0},
-        {"logp_ref": None, "kl_coef": torch.zeros(3)},
-        {"logp_old": torch.zeros(3, dtype=torch.float64)},
-        {"sequence_tokens": torch.tensor([5, 9], dtype=torch.int32)},
-        {"total_sequences": 100},
-        {"clip_low": 1.0, "clip_high": INF},
-        {"mask_delta": 0.0},
-        {"advantage": torch.tensor([0.5, 1.0, -0.75])},
-    ],
-)
-def test_boundary_arguments_are_accepted(change: dict[str, Any]) -> None:
-    validate(**change)
+def test_boundary_arguments_are_accepted() -> None:
+    validate()
+    validate(logp_ref=None, kl_coef=0.0)
+    validate(logp_ref=None, kl_coef=torch.zeros(3))
+    validate(logp_old=torch.zeros(3, dtype=torch.float64))
+    validate(sequence_tokens=torch.tensor([5, 9], dtype=torch.int32))
+    validate(total_sequences=100, mask_delta=0.0, clip_low=1.0, clip_high=INF)
+    validate(advantage=torch.tensor([0.5, 1.0, -0.75]))
 
 
 MASKS_SOME = {"seed": 3, "lengths": [3, 1, 4, 2], "drift": 1.0, "kl": "unbiased_k3", "delta": 0.2}
@@ -414,15 +352,7 @@ MASKS_SOME = {"seed": 3, "lengths": [3, 1, 4, 2], "drift": 1.0, "kl": "unbiased_
     kl=st.sampled_from(["unbiased_k3", "k3"]),
 )
 @example(**MASKS_SOME, clip_low=0.2, clip_high=0.2)
-def test_loss_matches_the_oracle(
-    seed: int,
-    lengths: list[int],
-    drift: float,
-    clip_low: float,
-    clip_high: float,
-    delta: float | None,
-    kl: KL,
-) -> None:
+def test_loss_matches_the_oracle(seed, lengths, drift, clip_low, clip_high, delta, kl) -> None:
     batch = LossInputs.random(seed, lengths, drift=drift)
     answers, leaf = batch.answers()
     knobs = {"clip_low": clip_low, "clip_high": clip_high, "mask_delta": delta, "kl": kl}
@@ -433,3 +363,116 @@ def test_loss_matches_the_oracle(
     torch.testing.assert_close(gradient, leaf.grad)
     actual = {name: metric.value for name, metric in output.metrics.items()}
     assert actual == pytest.approx(expected.metrics, abs=1e-12)
+
+
+def mask(gap: list[float], advantage: list[float], sequence: list[int], delta: float) -> list[bool]:
+    """The mask for log π_old − log π_θ = `gap`, with π_old at −1 nat."""
+    logp_old = torch.full((len(gap),), -1.0)
+    rows = logp_old - torch.tensor(gap), logp_old, torch.tensor(advantage), torch.tensor(sequence)
+    knobs = {"num_sequences": max(sequence) + 1, "delta": delta}
+    return off_policy_sequence_mask(*rows, **knobs).tolist()
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**31), LENGTHS, st.floats(0, 1.5))
+def test_mask_matches_the_oracle(seed: int, lengths: list[int], delta: float) -> None:
+    batch = LossInputs.random(seed, lengths, drift=1.0)
+    rows = batch.logp, batch.logp_old, batch.advantage, batch.sequence
+    keep = off_policy_sequence_mask(*rows, num_sequences=len(lengths), delta=delta)
+    answers, _ = batch.answers()
+    expected = torch.tensor([sequence_mask(answer, delta) == 1 for answer in answers])
+    assert torch.equal(keep, expected[batch.sequence])
+
+
+def test_a_gap_equal_to_delta_is_kept() -> None:
+    assert mask([2.0, 2.0], [-1.0, -1.0], [0, 0], 2.0) == [True, True]
+    assert mask([2.0, 2.0], [-1.0, -1.0], [0, 0], 1.9999) == [False, False]
+
+
+def test_long_sums_do_not_drift() -> None:
+    gap = float(torch.tensor(0.3))
+    below = float(torch.nextafter(torch.tensor(0.3), torch.tensor(0.0)))
+    tokens = 20_000
+    for delta, kept in ((gap, True), (below, False)):
+        keep = off_policy_sequence_mask(
+            torch.full((tokens,), -gap),
+            torch.zeros(tokens),
+            -torch.ones(tokens),
+            torch.zeros(tokens, dtype=torch.int64),
+            num_sequences=1,
+            delta=delta,
+        )
+        assert bool(keep.all()) == bool(keep.any()) == kept
+
+
+def test_advantages_may_vary_within_a_sequence() -> None:
+    # Â_{i,t}: the gap is the sequence's, the sign each token's own.
+    assert mask([3.0, 1.0, 2.0], [-1.0, 1.0, 0.0], [0, 0, 0], 1.5) == [False, True, True]
+    assert mask([3.0, 1.0, 2.0], [-1.0, 1.0, 0.0], [0, 0, 0], 2.0) == [True, True, True]
+
+
+def test_infinite_gaps_drop_and_nan_does_not() -> None:
+    assert mask([INF, 0.0], [-1.0, -1.0], [0, 0], 2.0) == [False, False]
+    assert mask([INF, 0.0], [1.0, 1.0], [0, 0], 2.0) == [True, True]
+    assert mask([float("nan"), 9.0], [-1.0, -1.0], [0, 0], 2.0) == [True, True]
+
+
+def test_empty_sequences() -> None:
+    assert mask([3.0], [-1.0], [4], 2.0) == [False]
+    nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    rows = nothing, nothing, nothing, none
+    assert off_policy_sequence_mask(*rows, num_sequences=0, delta=2.0).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logp": torch.zeros(2, 1)}, r"logp"),
+        ({"logp_old": torch.zeros(3)}, r"logp_old"),
+        ({"sequence": torch.zeros(2, dtype=torch.int32)}, r"sequence"),
+        ({"sequence": torch.tensor([0, 2])}, r"sequence\[1\]"),
+        ({"sequence": torch.tensor([-1, 0])}, r"sequence\[0\]"),
+        ({"advantage": torch.tensor([0.0, INF])}, r"advantage\[1\]"),
+        ({"num_sequences": -1}, r"num_sequences"),
+        ({"delta": float("nan")}, r"delta"),
+    ],
+)
+def test_invalid_arguments_of_the_mask(change: dict[str, Any], message: str) -> None:
+    rows = {name: torch.zeros(2) for name in ("logp", "logp_old", "advantage")}
+    good = {**rows, "sequence": torch.tensor([0, 1]), "num_sequences": 2, "delta": 1.0, **change}
+    positional = [good.pop(name) for name in (*rows, "sequence")]
+    with pytest.raises(ValueError, match=message):
+        off_policy_sequence_mask(*positional, **good)
+
+
+def test_shortfall_in_nats() -> None:
+    mass = torch.tensor([0.99, 0.81, 0.405, 0.081], dtype=torch.float64)
+    log_mass = mass.log().requires_grad_()
+    short = kept_mass_shortfall(log_mass, top_p=0.9)
+    expected = torch.tensor([0, 0, math.log(2), math.log(10)], dtype=torch.float64)
+    torch.testing.assert_close(short, expected)
+    short.sum().backward()
+    assert log_mass.grad[[0, 2, 3]].tolist() == [0, -1, -1]
+
+
+@pytest.mark.parametrize("rounding", [0.0, 0.1])
+def test_fresh_samples_have_no_shortfall(rounding: float) -> None:
+    """Also if trainer and engine differ by bfloat16 rounding."""
+    logits = torch.randn(2000, 30, dtype=torch.float64) * 2
+    ordered, ids = logits.softmax(-1).sort(-1, descending=True)
+    first = ordered.cumsum(-1) - ordered < 0.8
+    kept = torch.zeros_like(first).scatter(-1, ids, first)
+    noisy = (logits + rounding * torch.randn_like(logits)).softmax(-1)
+    mass = (noisy * kept).sum(-1)
+    assert (mass < 0.8).any() == (rounding > 0)
+    assert not kept_mass_shortfall(mass.log(), top_p=0.8).any()
+
+
+def test_invalid_masses_are_named() -> None:
+    for log_mass in (torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)):
+        with pytest.raises(ValueError, match="log_mass"):
+            kept_mass_shortfall(log_mass, top_p=0.9)
+    kept_mass_shortfall(torch.zeros(2), top_p=1.0)
+    for top_p in (0.0, 1.5):
+        with pytest.raises(ValueError, match="top_p"):
+            kept_mass_shortfall(torch.zeros(2), top_p=top_p)

@@ -18,6 +18,7 @@ from tests.rl.rollouts import scored
 TOKENS = torch.tensor([3, 1, 4])
 """Lengths of three conversations."""
 SEQUENCE = torch.repeat_interleave(torch.arange(3), TOKENS)
+KNOBS = {"sequence_tokens": TOKENS, "total_sequences": 3}
 BY_TOKENS = TOKENS.double() * 3 / TOKENS.sum()
 TABLE = torch.linspace(-1, 1, 1000, dtype=torch.float64).sin()
 
@@ -32,9 +33,7 @@ def test_token_weights_give_cross_entropy() -> None:
     logits = torch.randn(8, 11, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(11, (8,))
     chosen = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    ours = nll_loss(
-        chosen, SEQUENCE, sequence_tokens=TOKENS, total_sequences=3, sequence_weight=BY_TOKENS
-    )
+    ours = nll_loss(chosen, SEQUENCE, **KNOBS, sequence_weight=BY_TOKENS)
     theirs = functional.cross_entropy(logits, targets)
     torch.testing.assert_close(ours.loss, theirs)
     assert values(ours.metrics) == pytest.approx(dict.fromkeys(("loss", "nll"), theirs.item()))
@@ -44,7 +43,7 @@ def test_token_weights_give_cross_entropy() -> None:
 
 def test_no_weights_give_the_mean_over_conversations() -> None:
     numbers = logp()
-    loss = nll_loss(numbers, SEQUENCE, sequence_tokens=TOKENS, total_sequences=3).loss
+    loss = nll_loss(numbers, SEQUENCE, **KNOBS).loss
     means = [-numbers[one == SEQUENCE].mean() for one in range(3)]
     torch.testing.assert_close(loss, torch.stack(means).mean())
 
@@ -52,18 +51,10 @@ def test_no_weights_give_the_mean_over_conversations() -> None:
 @pytest.mark.parametrize("weight", [None, BY_TOKENS], ids=["conversations", "tokens"])
 def test_shares_of_any_split_add_up(weight: torch.Tensor | None) -> None:
     numbers = logp()
-    whole = nll_loss(
-        numbers, SEQUENCE, sequence_tokens=TOKENS, total_sequences=3, sequence_weight=weight
-    )
+    whole = nll_loss(numbers, SEQUENCE, **KNOBS, sequence_weight=weight)
     cut = torch.tensor([0, 2, 2, 1, 0, 1, 0, 2])  # through conversations
     parts = [
-        nll_loss(
-            numbers[cut == part],
-            SEQUENCE[cut == part],
-            sequence_tokens=TOKENS,
-            total_sequences=3,
-            sequence_weight=weight,
-        )
+        nll_loss(numbers[cut == part], SEQUENCE[cut == part], **KNOBS, sequence_weight=weight)
         for part in range(4)  # the last part is empty
     ]
     total = sum(part.loss for part in parts)
@@ -85,9 +76,8 @@ def test_shares_of_any_split_add_up(weight: torch.Tensor | None) -> None:
     ],
 )
 def test_invalid_arguments_are_named(changes: dict[str, object], named: str) -> None:
-    arguments = {"sequence_tokens": TOKENS, "total_sequences": 3, **changes}
     with pytest.raises(ValueError, match=named):
-        nll_loss(logp(), SEQUENCE, **arguments)  # pyright: ignore[reportArgumentType]
+        nll_loss(logp(), SEQUENCE, **{**KNOBS, **changes})
 
 
 def examples() -> list[SftExample]:
@@ -157,14 +147,8 @@ def test_a_trajectory_survives_its_json_line() -> None:
         {"role": "assistant", "content": "So, it says.", "name": PROGRAM},
     )
     sampled = supervised_segment("p", [5, 6, 7, 8, 9], [False, True, True, False, True])
-    trajectory = Trajectory(
-        prompt_id="p",
-        sibling=2,
-        segments=(sampled, sampled),
-        finish_reason="stop",
-        messages=messages,
-        opening=3,
-    )
+    whole = {"segments": (sampled, sampled), "messages": messages, "opening": 3}
+    trajectory = Trajectory(prompt_id="p", sibling=2, finish_reason="stop", **whole)
     prompt = Prompt(prompt_id="p", domain="d", messages=messages[:1], environment="e")
     line = json.loads(json.dumps(trajectory_record(prompt, trajectory, tokenizer="t")))
     assert [m.get("weight") for m in line["messages"]] == [None, 0, None, 0, None, None, 0]
@@ -172,7 +156,7 @@ def test_a_trajectory_survives_its_json_line() -> None:
     read = recorded_segments(line, "p")
     assert len(read) == 2
     for segment in read:
-        np.testing.assert_array_equal(segment.token_ids_T, sampled.token_ids_T)
-        np.testing.assert_array_equal(segment.trainable_T, sampled.trainable_T)
+        assert segment.token_ids_T.tolist() == sampled.token_ids_T.tolist()
+        assert segment.trainable_T.tolist() == sampled.trainable_T.tolist()
     assert trajectory_record(prompt, trajectory, tokenizer="")["segments"] == []
     assert scored_record(scored([trajectory], [0.5]), 0, tokenizer="t")["reward"] == 0.5

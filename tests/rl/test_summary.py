@@ -1,14 +1,18 @@
-"""Metrics: merging, batches of rollouts and optimizer steps."""
+"""Metrics: merging, batches of rollouts, optimizer steps and evaluations."""
 
+import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from keel.rl.evaluation import evaluation, pass_at_k
 from keel.rl.metrics import Max, Mean, Sum, mean_of, merge, values
 from keel.rl.summary import of_updates, summarize
-from keel.rl.types import CUT_OFF, Usage
-from tests.rl.rollouts import scored, segment, trajectory
+from keel.rl.types import CUT_OFF, Group, ScoredGroup, Usage
+from tests.rl.rollouts import prompt, scored, segment, trajectory
 
 
 def test_summary_by_hand() -> None:
@@ -46,16 +50,9 @@ def test_agent_metrics_cover_trajectories_with_usage() -> None:
     """Includes dropped and filtered trajectories; fractions are ratios of sums."""
     plain = trajectory(segment(0, 3), finish="length")
     long = Usage(
-        turns=5,
-        calls=6,
-        failed_calls=2,
-        malformed_calls=1,
-        rewrites=1,
-        repeated_tokens=900,
-        cached_tokens=880,
-        sampling_s=8.0,
-        tools_s=2.0,
-    )
+        turns=5, calls=6, failed_calls=2, malformed_calls=1, rewrites=1,
+        repeated_tokens=900, cached_tokens=880, sampling_s=8.0, tools_s=2.0,
+    )  # fmt: skip
     windows = trajectory(segment(0, 3), segment(4, 3), segment(8, 3), sibling=1, finish="window")
     kept = replace(windows, usage=long)
     lost = replace(trajectory(segment(20, 3), sibling=2, finish="turns"), usage=Usage(sampling_s=1))
@@ -125,16 +122,11 @@ def test_updates_merge_over_ranks() -> None:
         {"loss": Sum(0.5), "mismatch/ratio_max": Max(1.0), "clip/fraction": Mean(0, 10)},
         {"loss": Sum(0.25), "mismatch/ratio_max": Max(3.0), "clip/fraction": Mean(1, 10)},
     ]
-    other = [
-        {"loss": Sum(1.5), "mismatch/ratio_max": Max(1.5)},
-        {},
-    ]  # the second step has only padding
+    # The second step of the other rank has only padding.
+    other = [{"loss": Sum(1.5), "mismatch/ratio_max": Max(1.5)}, {}]
     actual = values(merge([of_updates(one), of_updates(other)]))
-    assert actual == {
-        "loss": (0.5 + 1.5 + 0.25) / 2,
-        "mismatch/ratio_max": 1.5,
-        "clip/fraction": 0.05,
-    }
+    loss = (0.5 + 1.5 + 0.25) / 2
+    assert actual == {"loss": loss, "mismatch/ratio_max": 1.5, "clip/fraction": 0.05}
     assert of_updates(one[:1]) == one[0]
 
 
@@ -164,3 +156,51 @@ def test_nan_propagates() -> None:
 def test_types_of_a_name_must_match() -> None:
     with pytest.raises(ValueError, match="loss"):
         merge([{"loss": Mean(1.0, 1)}, {"loss": Sum(1.0)}])
+
+
+def group(parts: Sequence[Mapping[str, float]], dropped: Sequence[str] = ()) -> ScoredGroup:
+    rewards = np.array([part["correct"] for part in parts], np.float32)
+    trajectories = tuple(trajectory(segment(), sibling=i) for i in range(len(parts)))
+    return ScoredGroup(
+        group=Group(prompt=prompt(), trajectories=trajectories, dropped=tuple(dropped)),
+        rewards_G=rewards,
+        parts_G=tuple(parts),
+        advantages_G=rewards * 0,
+    )
+
+
+def test_partial_credit_counts_in_score_only() -> None:
+    actual = evaluation([group([{"correct": c} for c in (1.0, 0.9999999, 0.5, 0.0)])])
+    assert actual["pass@1"].value == 1 / 4
+    assert actual["score"].value == pytest.approx(2.4999999 / 4)
+    assert actual["unscored"].value == 0
+
+
+def test_missing_and_failed_completions_are_unscored() -> None:
+    failed = {"correct": 0.0, "error": 1.0}
+    right = {"correct": 1.0, "error": 1.0}  # another reward part failed
+    actual = evaluation([group([{"correct": 1.0}, failed, right], ["late", "unjudged"])])
+    assert actual["pass@1"].value == 2 / 5
+    assert actual["score"].value == pytest.approx(2 / 3)
+    assert actual["unscored"].value == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "count"),
+    [("answer", "correct", 1), ("answer", "mine.brief", 0), ("functions", "mine.brief", 1)],
+)
+def test_only_failures_of_correct_are_unscored(kind: str, part: str, count: int) -> None:
+    made = group([{"correct": 0.0, "error": 1.0}])
+    new_prompt = replace(made.group.prompt, reward={"kind": kind})
+    made = replace(
+        made, group=replace(made.group, prompt=new_prompt), notes_G=({part: "error: x"},)
+    )
+    assert evaluation([made])["unscored"].value == count
+
+
+@pytest.mark.parametrize("passes", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_matches_enumeration(passes: int, k: int) -> None:
+    right = [True] * passes + [False] * (5 - passes)
+    choices = list(itertools.combinations(right, k))
+    assert pass_at_k(5, passes, k) == pytest.approx(sum(map(any, choices)) / len(choices))

@@ -1,5 +1,7 @@
-"""The types that flow between the stages validate themselves."""
+"""Types validate themselves, futures combine, and JSON is strict."""
 
+import json
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keel.rl import strict_json
+from keel.rl.futures import failed, then, when_all
 from keel.rl.types import SamplingMasks, ScoredGroup
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 
@@ -76,3 +80,69 @@ def test_uniform_groups(rewards: list[float], uniform: bool) -> None:
         [trajectory(segment(), sibling=i) for i in range(len(rewards))], rewards
     )
     assert group.uniform == uniform
+
+
+def done(value: int) -> Future[int]:
+    future: Future[int] = Future()
+    future.set_result(value)
+    return future
+
+
+def test_when_all_runs_once_after_the_last() -> None:
+    parts, calls = [Future[int](), Future[int]()], []
+    both = when_all(parts, lambda: calls.append(1) or sum(part.result() for part in parts))
+    parts[1].set_result(3)
+    assert not both.done()
+    parts[0].set_result(4)
+    assert both.result(timeout=1) == 7 and calls == [1]
+    assert when_all([], lambda: 5).result(timeout=1) == 5
+
+
+def test_when_all_propagates_errors() -> None:
+    parts = [done(1), failed(ValueError("no"))]
+    with pytest.raises(ValueError, match="no"):
+        when_all(parts, lambda: [part.result() for part in parts]).result(timeout=1)
+    cancelled: Future[int] = Future()
+    whole = when_all([cancelled], cancelled.result)
+    cancelled.cancel()
+    with pytest.raises(CancelledError):
+        whole.result(timeout=1)
+
+
+def test_then_chains_results_and_errors() -> None:
+    assert then(done(2), lambda two: done(two + 1)).result(timeout=1) == 3
+    for broken in (
+        then(failed(KeyError("first")), done),
+        then(done(1), lambda _: failed(KeyError("second"))),
+        then(done(1), lambda _: {}["raised"]),
+    ):
+        with pytest.raises(KeyError):
+            broken.result(timeout=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NaN",
+        '{"a": [-Infinity]}',
+        "[1e999]",
+        "1" * 5000,
+        "[" * 101 + "]" * 101,
+        '{"a": ' * 60 + "[" * 60 + "]" * 60 + "}" * 60,
+        "[" * 100_000,
+        "{",
+        b"\xff",
+    ],
+)
+def test_invalid_text_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError):
+        strict_json.load(text)
+
+
+def test_valid_text_is_parsed_like_python() -> None:
+    for value in (None, True, 1, -2.5e300, "é", [[]] * 3, {"a": {"b": [1, "x"]}}, 10**400):
+        assert strict_json.load(json.dumps(value)) == value
+    deep = "[" * 100 + "]" * 100
+    assert strict_json.load(deep) == json.loads(deep)
+    with pytest.raises(ValueError, match="99"):
+        strict_json.load(deep, max_depth=99)

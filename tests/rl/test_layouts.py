@@ -1,23 +1,27 @@
-"""Shared prefixes are packed once and do not change the gradient."""
+"""Shared prefixes are packed once, long trajectories are split; neither changes the gradient."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from keel.rl.losses import grpo_loss
+from keel.rl.offpolicy import GapTotals, off_policy_sequence_mask
 from keel.rl.packing import MicroBatch, pack
 from keel.rl.packing.prefix_sharing import KV_COPIES_PER_TOKEN, estimate_packing
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
-from tests.rl.packed import gradient, micro_batches
+from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, trained
 from tests.rl.rollouts import (
     kept_of,
     logp_old_of,
     prompted_groups,
     scored,
     segment,
+    segments_of,
     trajectory,
     with_prefix,
 )
@@ -34,15 +38,6 @@ def contexts_of(batch: MicroBatch) -> list[list[int]]:
         [*(rows[first] if first >= 0 else []), *rows[number]]
         for number, first in enumerate(follows)
         if number not in follows
-    ]
-
-
-def segments_of(groups: list[ScoredGroup]) -> list[Segment]:
-    return [
-        segment
-        for group in groups
-        for answer in group.group.trajectories
-        for segment in answer.segments
     ]
 
 
@@ -115,9 +110,7 @@ def test_prefix_excludes_the_last_prompt_token() -> None:
     (batch,) = packed(same_prompt())
     assert np.bincount(batch.segment_N).tolist() == [39, 11, 11, 11, 11]
     assert batch.follows is not None and batch.follows.tolist() == [-1, 0, 0, 0, 0]
-    assert batch.sequence_N[np.flatnonzero(batch.trainable_N)].tolist() == [
-        i for i in range(4) for _ in range(10)
-    ]
+    assert batch.sequence_N[batch.trainable_N].tolist() == np.repeat(range(4), 10).tolist()
 
 
 def changed(one: Segment, what: str, at: int) -> Segment:
@@ -189,22 +182,117 @@ def test_estimate_packing_matches_pack(
     scored_groups: list[ScoredGroup] = []
     for number in range(groups):
         prefix = np.arange(shared, dtype=np.int32) + 10_000 * number
+        context = max(1, shared)
         group = [
-            trajectory(
-                with_prefix(
-                    segment(200_000 * answer, shared + own, context=max(1, shared)), prefix
-                ),
-                sibling=answer,
-            )
-            for answer in range(1, size + 1)
+            trajectory(with_prefix(segment(200_000 * i, shared + own, context=context), prefix))
+            for i in range(1, size + 1)
         ]
         scored_groups.append(scored(group, [*range(size)]))
-    batches = pack(
-        scored_groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=shared > 0
-    )
-    count, tokens = estimate_packing(
-        groups, size, shared=shared, own=own, ranks=ranks, capacity=capacity
-    )
+    share = shared > 0
+    batches = pack(scored_groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=share)
+    sizes = {"shared": shared, "own": own, "ranks": ranks, "capacity": capacity}
+    count, tokens = estimate_packing(groups, size, **sizes)
     assert len(batches[0].micro_batches) == count
     slowest = max(sum(len(one.token_ids_N) for one in batch.micro_batches) for batch in batches)
     assert slowest == pytest.approx(tokens, rel=0.005)
+
+
+def long_groups(seed: int, *, groups: int = 3, size: int = 3, most: int = 7) -> list[ScoredGroup]:
+    """Draw trajectories of up to `most` segments of 2 to 6 tokens.
+
+    About half exceed the mask's δ from the policy of `tests.rl.packed`, some of them only in some
+    segments.
+    """
+    random = np.random.default_rng(seed)
+    first = 500  # ids with log-probabilities well below 0
+    result: list[ScoredGroup] = []
+    for index in range(groups):
+        answers = []
+        for sibling in range(size):
+            segments: list[Segment] = []
+            drift = random.normal(0.5, 0.5)
+            for _ in range(random.integers(1, most + 1)):
+                tokens = int(random.integers(2, 7))
+                context = int(random.integers(1, tokens))
+                one = segment(first, tokens, name=f"p{index}", context=context)
+                logp = -np.exp(np.sin(np.linspace(-1, 1, 1000)))[one.token_ids_T]
+                logp_old = np.minimum(logp + drift + random.normal(0, 0.7, tokens), 0)
+                one.logp_old_T[:] = np.where(one.trainable_T, logp_old, 0)
+                segments.append(one)
+                first += tokens
+            answers.append(trajectory(*segments, sibling=sibling))
+        rewards = random.permutation(size).astype(float).tolist()
+        result.append(scored(answers, rewards, kl_coef=0.1 * float(index % 2)))
+    return result
+
+
+@settings(deadline=None, max_examples=12)
+@given(SEEDS, st.integers(1, 25), st.integers(1, 4), st.none() | st.floats(0, 1))
+@example(1, 6, 2, 0.5)
+def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, ranks, delta) -> None:
+    groups = long_groups(seed)
+    tables = [fresh_table(torch.float32) for _ in range(3)]
+    whole = pack(groups, ranks=1, micro_batch_tokens=10**6)
+    tiny = pack(groups, ranks=ranks, micro_batch_tokens=capacity, sequence_mask=delta is not None)
+    assert delta is not None or not any(batch.scored_first for batch in tiny)
+    assert whole[0].split_sequences == 0 and not whole[0].scored_first
+    expected = trained(whole, tables[0], mask_delta=delta)
+    actual = trained(tiny, tables[1], mask_delta=delta)
+    assert actual == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    torch.testing.assert_close(tables[1].grad, tables[0].grad, rtol=1e-6, atol=1e-7)
+    naive = oracle(groups, tables[2], mask_delta=delta)
+    naive.loss.backward()
+    assert actual == pytest.approx(naive.metrics, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(tables[1].grad, tables[2].grad, rtol=1e-5, atol=1e-7)
+
+
+def test_only_maskable_segments_are_scored_first() -> None:
+    """Some ranks have only padding."""
+    long = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
+    batches = pack([scored(long, [0.0, 1.0])], ranks=3, micro_batch_tokens=7)
+    assert {len(batch.micro_batches) for batch in batches} == {3}
+    assert {len(batch.scored_first) for batch in batches} == {2}
+    ids = [int(t) for b in batches for one in b.scored_first for t in one.token_ids_N]
+    assert sorted(ids) == sorted([*range(20), 0, 0])
+    winners = pack([scored(long, [0.0, 0.0])], ranks=3, micro_batch_tokens=7)
+    assert {len(batch.scored_first) for batch in winners} == {0}
+
+
+def test_split_trajectories_drop_segments_without_samples() -> None:
+    unsampled = segment(10, 4, context=4)
+    long = trajectory(segment(0, 5), unsampled, segment(20, 5))
+    (batch,) = pack([scored([long], [0.0])], ranks=1, micro_batch_tokens=5)
+    assert [one.token_ids_N[0] for one in batch.micro_batches] == [0, 20]
+    for capacity in (10, 14):
+        (batch,) = pack([scored([long], [0.0])], ranks=1, micro_batch_tokens=capacity)
+        assert [len(one.token_ids_N) for one in batch.micro_batches] == [capacity]
+        assert batch.split_sequences == 0
+
+
+def test_incomplete_maskable_sequences_need_a_gap() -> None:
+    logp, sequence = torch.tensor([-1.0, -1.0]), torch.tensor([0, 1])
+    knobs = {"sequence_tokens": torch.tensor([1, 2]), "total_sequences": 2, "mask_delta": 0.1}
+    advantage = torch.tensor([-1.0, -1.0])
+    with pytest.raises(ValueError, match=r"sequence\[1\]"):
+        grpo_loss(logp, logp, advantage, sequence, **knobs)
+    gap = torch.tensor([torch.nan, 0.2], dtype=torch.float64)
+    output = grpo_loss(logp, logp, advantage, sequence, **knobs, sequence_gap=gap)
+    assert output.metrics["mask/sequence_fraction"].value == pytest.approx(0.5 / 1.5)
+    assert output.metrics["mask/logp_gap_max"].value == 0
+    grpo_loss(logp, logp, -advantage, sequence, **knobs)
+    grpo_loss(logp, logp, advantage, sequence, **{**knobs, "mask_delta": None})
+    with pytest.raises(ValueError, match="sequence_gap"):
+        grpo_loss(logp, logp, advantage, sequence, **knobs, sequence_gap=gap.float())
+
+
+def test_sequence_gap_decides_like_the_tokens() -> None:
+    logp, advantage = torch.tensor([-1.0, -1.5]), torch.tensor([-1.0, -1.0])
+    logp_old, sequence = torch.tensor([-0.9, -1.5]), torch.tensor([0, 0])
+    rest = GapTotals(1).add(logp, logp_old, sequence)
+    for delta in (float(np.float32(0.05)), 0.0499, 0.0501):
+        rows, knobs = (logp, logp_old, advantage, sequence), {"num_sequences": 1, "delta": delta}
+        expected = off_policy_sequence_mask(*rows, **knobs)
+        for row in ([0], [1]):
+            part = [each[row] for each in rows]
+            actual = off_policy_sequence_mask(*part, **knobs, sequence_gap=rest.means())
+            assert actual.tolist() == expected[row].tolist()
