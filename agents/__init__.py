@@ -1,1 +1,1 @@
-"""Runs multi-turn conversations with environments and tools, and manages their context."""
+"""Runs multi-turn conversations with tools and environments, and manages their context."""

@@ -1,4 +1,4 @@
-"""Token, time and tool-call limits for a trajectory, and how much of them it has used."""
+"""Token, time and tool-call limits for a trajectory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from keel.rl.turns import TurnResult
 from keel.rl.types import FinishReason, Usage
 
 CHARACTERS_PER_TOKEN = 16
-"""Upper bound on the average characters per token of a long text; prose has about 4."""
+"""Upper bound on the average number of characters per token in a long text. Prose has about 4."""
 _SHORT_TEXT = 1 << 16
-"""Texts up to this many characters are always tokenized, which takes a tenth of a second."""
+"""Texts up to this many characters are always tokenized. This takes at most a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,30 +20,33 @@ class Budget:
 
     turns: int
     turn_tokens: int
-    """Maximum number of tokens sampled in one turn. Only an agent program continues a cut turn."""
+    """Maximum number of tokens sampled in one turn. A truncated turn is continued only if an agent
+    program requests it."""
     tokens: int
     window: int
-    """Maximum number of tokens in a context, including the sampled ones."""
+    """Maximum number of tokens in a context, including the sampled tokens."""
     timeout_s: float = inf
-    """Time limit in seconds for turns, cancelled ones included, for tools and for the program
-    between turns."""
+    """Time limit in seconds for the trajectory. It covers turns (also cancelled ones), tool calls,
+    and the time that a program spends between turns."""
     call_s: float = 60.0
     calls: float = inf
-    """Maximum number of tool calls that are run. Later calls return an error."""
+    """Maximum number of tool calls. Further calls return an error."""
 
     @property
     def characters(self) -> int:
-        """A longer text is assumed not to fit the window: tokenizing it would block all other
-        episodes."""
+        """Maximum length of a text that is tokenized. A longer text is assumed not to fit the
+        window, because tokenizing it would block all other episodes."""
         return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
     def truncate(self, text: str) -> str:
-        """Truncate text to `characters` characters and append a note on how many were removed."""
+        """Truncate text to `characters` characters and append a note with the number of characters
+        removed."""
         excess = len(text) - self.characters
         return text if excess <= 0 else f"{text[:-excess]}\n[{excess} characters left out]"
 
     def refusal(self, calls: int) -> str:
-        """Return an error message if no call may run after `calls` calls, or ""."""
+        """Return an error message if the call limit is reached after `calls` calls, or ""
+        otherwise."""
         if calls < self.calls:
             return ""
         return f"Nothing was run: {self.calls} calls have been, and no more will be."
@@ -53,7 +56,7 @@ class Budget:
 
     def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
         """Return the limit that the next turn will reach first, and how many tokens the turn may
-        sample. The limit is already reached if that number is below 1."""
+        sample. If that number is below 1, the limit has already been reached."""
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:
@@ -67,7 +70,8 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Add a turn. An earlier turn had already processed `repeated` tokens of its context."""
+    """Add a turn to the usage. `repeated` is the number of context tokens that an earlier turn had
+    already processed."""
     return replace(
         usage,
         turns=usage.turns + 1,

@@ -12,10 +12,10 @@ from typing import Literal
 from keel.rl.turns import Message
 
 _FULL = 0.8
-"""The context is rewritten when it uses this fraction of the window."""
+"""The context is rewritten once it fills this fraction of the window."""
 Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"discard-75": 0.75, "discard-all": 1.0}
-"""The fraction of the tool calls that each method removes from the context."""
+"""The fraction of tool calls that each method removes from the context."""
 
 ASK_FOR_SUMMARY = (
     "The conversation is about to outgrow its window. Write down what is needed to go on without "
@@ -31,22 +31,23 @@ class Rewrite:
 
     messages: tuple[Message, ...]
     added: tuple[Message, ...] = ()
-    """The messages in the new context that have not appeared in the conversation before."""
+    """The messages in the new context that have not yet appeared in the conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskFirst:
-    """A question to ask the policy before rewriting the context."""
+    """A question to ask the policy before the context is rewritten."""
 
     question: str
-    """The question, for the current context or for the context after `before`."""
+    """The question. It is asked after `before` has been applied, if that is set."""
     before: Rewrite | None = None
-    """A rewrite to apply first if the current context leaves no room for the answer."""
+    """A rewrite to apply first, if the current context leaves no room for an answer."""
     fallback: Rewrite
-    """The rewrite to use if the answer is empty because it was truncated during the thinking."""
+    """The rewrite to use if the answer is empty, because the turn was truncated while thinking."""
 
     def rewritten_by(self, opening: Sequence[Message], answer: str) -> Rewrite:
-        """Return a rewrite with the opening and the policy's answer, or `fallback` without one."""
+        """Return a context with the opening and the policy's answer, or `fallback` if the answer is
+        empty."""
         if not answer.strip():
             return self.fallback
         summary: Message = {"role": "user", "content": SUMMARY + answer.strip()}
@@ -55,20 +56,21 @@ class AskFirst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextManager:
-    """Decides when and how to rewrite a context. It keeps no state."""
+    """Decides when and how to rewrite a context. It is stateless."""
 
     method: Method
     window: int
     most: int
-    """Maximum number of rewrites, or 0 for no limit. Then the trajectory ends with its window."""
+    """Maximum number of rewrites, or 0 for no limit. After the last one, the trajectory ends when
+    its window is full."""
     summary_tokens: int = 1024
-    """Tokens reserved for the question and the policy's summary."""
+    """Number of tokens reserved for the question and the policy's summary."""
 
     def rewrite(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
     ) -> Rewrite | AskFirst | None:
-        """Return what to do to `view`, the current context of `tokens` tokens, before the next
-        turn, or None if no rewrite is due or nothing can be removed."""
+        """Decide how to rewrite the current context `view`, which has `tokens` tokens, before the
+        next turn. Returns None if no rewrite is needed or nothing can be removed."""
         spent = 0 < self.most <= rewrites
         if self.method == "none" or spent or tokens < _FULL * self.window:
             return None

@@ -1,7 +1,7 @@
-"""Stores a conversation as the segments that are used for training. A segment is one context that
-the engine extended turn by turn. A new segment begins whenever the context is changed instead of
-extended. Each sampled token is therefore trained exactly once, after the same token ids that
-preceded it when it was sampled."""
+"""Stores a conversation as segments for training. A segment is one context that the engine extended
+turn by turn. A new segment begins whenever the context is changed instead of extended. Each sampled
+token is therefore trained exactly once, after the same token ids that preceded it when it was
+sampled."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """One context and the turns that were sampled in it. Each turn returns the routes of the tokens
-    that it was the first to process. The next turn processes the last token that it samples."""
+    """A context and the turns that were sampled in it. Each turn returns the routes of the tokens
+    that it was the first to process. The last token of a turn is processed by the next turn."""
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id
         self.ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
-        """The position of each turn's first sampled token, and the turn's result."""
+        """The position of each turn's first sampled token, together with the turn's result."""
         self._rows = 0
         """The number of positions for which routes have been received."""
 
@@ -64,8 +64,8 @@ class SegmentRecord:
         )
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
-        """Record a turn. Raises ValueError if its result is incomplete or belongs to another
-        request."""
+        """Record the result of a turn. Raises ValueError if the result is incomplete or belongs to
+        another request."""
         context, sampled = len(self.ids), len(result.token_ids_N)
         name, routes = f"conversation {request.conversation}", result.routes_RLK
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
@@ -91,7 +91,8 @@ class SegmentRecord:
         del self.ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Extend the context to `ids`, which must start with it."""
+        """Extend the context to `ids`. Raises ValueError if `ids` does not start with the
+        context."""
         if list(ids[: len(self.ids)]) != self.ids:
             raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
         self.ids += ids[len(self.ids) :]
@@ -131,7 +132,7 @@ class SegmentRecord:
 
 
 def segments_of(records: Iterable[SegmentRecord]) -> tuple[Segment, ...]:
-    """Return the records' segments that have sampled tokens."""
+    """Return the segments of all records in which tokens were sampled."""
     segments = (record.segment() for record in records)
     return tuple(segment for segment in segments if segment is not None)
 
@@ -148,7 +149,7 @@ def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
 
 
 class Conversation:
-    """The messages of a conversation, and the segments that store their tokens."""
+    """The messages of a conversation, and the segments with their tokens."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class Conversation:
         self.tools = tuple(tools)
         self.thinking = thinking
         self.opening = tuple(messages)
-        """The first messages, which stay in every context."""
+        """The first messages, which are part of every context."""
         self.view: list[Message] = list(messages)
         self.transcript: list[Message] = list(messages)
         """All messages of the conversation, including those removed from the context."""
@@ -173,7 +174,7 @@ class Conversation:
         self._records: list[SegmentRecord] = []
         self._pending: TurnRequest | None = None
         self._in_thinking = False
-        """True if the last turn ended inside its thinking, so the next turn continues it."""
+        """True if the last turn ended while thinking. The next turn then continues the thinking."""
         self._begin_segment()
 
     @property
@@ -187,7 +188,7 @@ class Conversation:
 
     @property
     def forks(self) -> int:
-        """How many new segments were started after the first one."""
+        """Number of segments that were started after the first one."""
         return len(self._records) - 1
 
     @property
@@ -195,7 +196,8 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Build the request for the next turn, the same one again after an engine failure."""
+        """Build the request for the next turn. After an engine failure, this returns the same
+        request again."""
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]
@@ -226,7 +228,8 @@ class Conversation:
         return parsed
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Append messages that follow a turn, and render them with any others since that turn."""
+        """Append the messages that follow a turn, and add all messages since that turn to the token
+        ids."""
         record, extended = self._records[-1], None
         unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
@@ -240,9 +243,10 @@ class Conversation:
             record.extend(extended)
 
     def ask(self, question: str) -> None:
-        """Ask the policy a question at the end of the last tool result, where thinking goes on.
+        """Ask the policy a question.
 
-        After a user's message, which ends thinking, the question is a user's message too.
+        After a tool result, the question is appended to the result, so that the policy continues to
+        think. After a user message, which ends the thinking, it becomes another user message.
         """
         last = self.view[-1]
         if last["role"] != "tool":
@@ -259,7 +263,8 @@ class Conversation:
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Start a new segment with the context `messages`. `added` are new to the transcript."""
+        """Start a new segment whose context is `messages`. `added` are the messages that are new to
+        the transcript."""
         self.transcript += added
         self.view = list(messages)
         self._begin_segment()

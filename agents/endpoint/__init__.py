@@ -1,2 +1,2 @@
-"""An OpenAI-compatible endpoint for agent programs. Programs use it to run episodes, and Keel
+"""An OpenAI-compatible endpoint for agent programs. Programs run episodes through it, and Keel
 records the sampled tokens."""

@@ -1,4 +1,4 @@
-"""Translates Anthropic's Messages API to and from chat completions, for text, tools and streams."""
+"""Converts between Anthropic's Messages API and chat completions: text, tools and streams."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def error(refused: ApiError) -> dict[str, Any]:
 
 
 def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Convert one message to OpenAI messages. Each tool result becomes a separate message."""
+    """Convert a message to OpenAI messages. Each tool result becomes a message of its own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise invalid_field(f"{at}.role", "must be user or assistant")

@@ -1,4 +1,4 @@
-"""Runs episodes that an agent program drives, and tries out a program before a run."""
+"""Runs episodes that are driven by an agent program, and tests a program before a run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, T
 
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
-    """An episode that an agent program drives. If the program fails after a turn, the episode ends
-    with `crash`, unless the endpoint had failed first: the trajectory is then dropped."""
+    """An episode that is driven by an agent program. If the program fails after a turn, the episode
+    ends with `crash`. If the endpoint failed first, the trajectory is dropped instead."""
 
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """Limits how many programs are between their start and their first turn."""
+    """Limits how many programs have started but not yet requested a turn."""
     ended: ProgramResult | None = None
     recorder: TrajectoryRecorder | None = None
 
@@ -122,7 +122,7 @@ _MAX_OUTPUT = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTrial:
-    """The result of trying out a program."""
+    """The result of testing a program."""
 
     turns: int
     opening_tokens: int
@@ -141,8 +141,8 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> ProgramTrial:
-    """Run a program for one episode with a scripted model in place of the policy. Raises ValueError
-    if the program cannot be started, requests no turn, or nothing grades the task."""
+    """Run a program for one episode, with a scripted model instead of the policy. Raises ValueError
+    if the program cannot be started or requests no turn, or if nothing grades the task."""
     contexts: list[int] = []
 
     async def sample(request: TurnRequest) -> TurnResult:

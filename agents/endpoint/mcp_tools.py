@@ -1,5 +1,5 @@
-"""Serves an environment's tools over MCP to the program that drives the episode. Programs can use
-an MCP client or post `tools/call` themselves."""
+"""Serves an environment's tools over MCP to the program that drives the episode. A program can use
+an MCP client or send `tools/call` requests itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from keel.rl.turns import ToolCall, ToolSpec
 
 _PROTOCOL = "2025-06-18"
 _UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
-"""JSON-RPC error codes. The last one is defined by Keel."""
+"""JSON-RPC error codes. The last one is specific to Keel."""
 
 
 class McpTools:
-    """The tools for one episode. Calls run one at a time and to their end, even if the client
-    disconnects, because an interrupted call loses the environment."""
+    """The tools of one episode. Calls run one at a time. A call is completed even if the client
+    disconnects, because interrupting it would lose the environment."""
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
@@ -37,7 +37,7 @@ class McpTools:
         return self.done or self.lost is not None
 
     async def finish(self, within_s: float) -> None:
-        """Reject new calls, wait up to `within_s` seconds for open ones, then cancel the rest."""
+        """Reject new calls, wait up to `within_s` seconds for pending calls, then cancel them."""
         self._finished = True
         try:
             if self._running:
@@ -47,7 +47,7 @@ class McpTools:
                 task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
-        """Answer a JSON-RPC message, or return None for a notification."""
+        """Answer a JSON-RPC message. Returns None if the message is a notification."""
         message = load_json(body)
         if not isinstance(message, dict):
             raise ValueError("a JSON-RPC message is an object")
@@ -92,7 +92,8 @@ class McpTools:
         return await asyncio.shield(task)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a call after all earlier ones have finished, unless the episode is over by then."""
+        """Run a call after all earlier calls have finished. If the episode is over by then, the
+        call is rejected."""
         async with self._turn:
             if self.over or self._finished:
                 return _error(_LOST, "the episode is over")

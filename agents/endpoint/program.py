@@ -1,4 +1,4 @@
-"""Runs an agent program as a process that samples from its trajectory's endpoint."""
+"""Runs an agent program as a process that samples turns from its trajectory's endpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProgram:
-    """Settings for running an agent program, shared by all trajectories."""
+    """Settings for running an agent program. All trajectories share them."""
 
     command: Sequence[str]
-    """The command line. `{prompt}` stands for the last user message, `{prompt_file}` for its file.
-    """
+    """The command line. `{prompt}` is replaced by the last user message, and `{prompt_file}` by the
+    path of a file that contains it."""
     open_s: float = 60.0
     """Time limit in seconds for the program's first request."""
     python: str = sys.executable
@@ -44,14 +44,15 @@ class AgentProgram:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_mib: int | None = None
     wrap: EnvSandbox | None = None
-    """Puts the program into a sandbox in which it can still open sockets."""
+    """Runs the program in a sandbox in which it can still open sockets."""
     readable: Sequence[Path] = ()
-    """Paths that the program reads in a sandbox, such as its interpreter and packages."""
+    """Paths that the program needs to read in a sandbox, such as its interpreter and packages."""
     tells_reward: bool = False
-    """Include the reward's inputs, such as an answer, in KEEL_TASK, where the policy may read them.
-    """
+    """Include the inputs of the reward, such as the right answer, in KEEL_TASK. The policy may be
+    able to read them there."""
     drop_failures: bool = False
-    """Drop a trajectory if its program fails. Otherwise it counts as a failure of the policy."""
+    """Drop the trajectory if its program fails. Otherwise, this counts as a failure of the
+    policy."""
     judges: bool = True
     """Use the verdict that the program writes. A policy that can run commands could forge it."""
 
@@ -71,9 +72,9 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """Return the command line for a recipe's `program`, which is a command line or names a function
-    (`module:function`). Its first word is looked up in `folder`, next to `python` and on the PATH.
-    """
+    """Return the command line for a recipe's `program`, which is either a command line or the name
+    of a function (`module:function`). The executable is searched in `folder`, next to `python` and
+    on the PATH."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
@@ -90,13 +91,13 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """The end of a program, and the verdict or answer it gave."""
+    """How a program ended, and the verdict or answer that it returned."""
 
     failed: str = ""
-    """Why the program failed, or "" if it exited with status 0."""
+    """Reason for the program's failure, or "" if it exited with status 0."""
     output: str = ""
     verdict: Verdict | Unscored | None = None
-    """The program's verdict. None if it gave none or its verdict is ignored."""
+    """The program's verdict. None if it returned none or if its verdict is ignored."""
     answer: str | None = None
 
     def describe(self, program: AgentProgram) -> str:
@@ -113,7 +114,8 @@ async def run_program(
     until: Coroutine[Any, Any, str],
 ) -> ProgramResult:
     """Run a program until it exits or `until` returns a reason to stop it, then kill all its
-    processes. Its result is the JSON in the file KEEL_VERDICT or in the last line of its output."""
+    processes. The result is the JSON that the program wrote to the file KEEL_VERDICT or as the last
+    line of its output."""
     folder = program.folder or Path.cwd()
     scratch = "" if program.wrap else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own
     reward = {"reward": dict(task.reward)} if program.tells_reward else {}

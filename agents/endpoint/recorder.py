@@ -1,7 +1,7 @@
-"""Records the requests of an agent program as segments for training. If the request continues a
-recorded turn, `Chat.extend` extends the turn's token ids, so sampled text is never tokenized again.
-If another request has already extended that turn, a new segment begins with the same ids. If no
-recorded turn matches, a new segment begins with the rendered messages."""
+"""Records the requests of an agent program as segments for training. If a request continues a
+recorded turn, `Chat.extend` extends the token ids of that turn, so sampled text is never tokenized
+again. If another request has already extended the turn, a new segment begins with the same ids. If
+no recorded turn matches, a new segment begins with the rendered messages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ _CANCEL_S = 10.0
 
 
 class TrajectoryRecorder:
-    """Records one trajectory, which may have many requests in flight, all on one event loop. A turn
-    that takes longer than `turn_s`, engine queue included, gets a 503 error."""
+    """Records one trajectory. Many requests may be in flight at once, all on one event loop. If a
+    turn takes longer than `turn_s`, including its time in the engine's queue, the request gets a
+    503 error."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class TrajectoryRecorder:
     ) -> None:
         self.name = name
         self.counts = Counter[str]()
-        """Number of `requests`, and of `extended`, `branched`, `rendered`, `repeated`, `refused`,
-        `failed` and `cancelled` ones."""
+        """Number of `requests`, and how many of them were `extended`, `branched`, `rendered`,
+        `repeated`, `refused`, `failed` or `cancelled`."""
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
         self._thinking, self._seed = thinking, seed
         self._budget, self._turn_s = budget, turn_s
@@ -64,30 +65,33 @@ class TrajectoryRecorder:
         self.index = TurnIndex(chat, thinking=thinking)
         self._checked_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
-        """Gives each sample from the same context a different number and therefore its own seed."""
+        """The numbers of the samples from each context. Each sample from the same context has a
+        different number and therefore its own seed."""
         self._lost: dict[str, list[Reply]] = {}
-        """Replies that did not reach a client, by the key of their request."""
+        """Replies that did not reach a client, keyed by their request."""
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
-        """The turns being sampled, and the number of tokens reserved for each."""
+        """The turns that are being sampled, with the number of tokens reserved for each."""
         self._changed = asyncio.Event()
         self._usage = Usage(turns=0)
         self._ended: FinishReason = "stop"
         self._timed_out = False
         self.refusal = ""
         self.over = False
-        """True once the environment has ended the task. No more turns are sampled then."""
+        """True once the environment has ended the task. No more turns are sampled after that."""
         self.failure = ""
-        """Why the endpoint or an engine last failed to answer a request."""
+        """Reason for the latest failure of the endpoint or an engine to answer a request."""
         self.error: BaseException | None = None
-        """The first error of an engine, raised after the engines' own retries."""
+        """The first error of an engine that remained after the engine's own retries."""
         self._closed = False
         self._idle_since: float | None = None
-        """When the last turn ended. None before the first turn and while a turn is sampled."""
+        """When the last turn ended. None before the first turn and while a turn is being
+        sampled."""
         self.begun = asyncio.Event()
 
     async def turn(self, request: ChatRequest) -> Reply:
-        """Sample and record the turn for a request. Raises ApiError if it is refused or fails."""
+        """Sample and record a turn for a request. Raises ApiError if the request is refused or
+        fails."""
         self.counts["requests"] += 1
         try:
             reply = await self._turn(request)
@@ -102,7 +106,7 @@ class TrajectoryRecorder:
         return reply
 
     def record_error(self, error: ApiError) -> None:
-        """Count a request that was answered with an error, and store the reason for the report."""
+        """Count a request that was answered with an error, and keep the reason for the report."""
         if error.status >= 500:
             self.failure = error.message
             self.counts["failed"] += 1
@@ -111,12 +115,12 @@ class TrajectoryRecorder:
             self.counts["refused"] += 1
 
     def mark_lost(self, reply: Reply) -> None:
-        """Keep a reply whose client disconnected, for when the request is repeated."""
+        """Keep a reply whose client has disconnected, in case the client repeats the request."""
         self._lost.setdefault(reply.request_key, []).append(reply)
 
     async def overdue(self, open_s: float) -> str:
-        """Wait until the program exceeds `open_s` before its first request, or `Budget.timeout_s`
-        after it, and describe what took too long."""
+        """Wait until the program misses a deadline, and describe what took too long. The deadlines
+        are `open_s` until the first request and `Budget.timeout_s` after it."""
         if self._budget.timeout_s == inf:
             raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
@@ -137,7 +141,7 @@ class TrajectoryRecorder:
                     await self._changed.wait()
 
     async def finish(self) -> None:
-        """Cancel the turns being sampled and close the recorder."""
+        """Cancel all turns that are being sampled and close the recorder."""
         self._usage, self._idle_since = self.usage, None
         self._closed = True
         self._changed.set()
@@ -152,7 +156,7 @@ class TrajectoryRecorder:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """All messages after the opening, from all conversations, in the order of the turns."""
+        """The messages of all conversations after the opening, in the order of the turns."""
         return self.index.messages
 
     @property
@@ -169,7 +173,7 @@ class TrajectoryRecorder:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """`stop`, or the limit that truncated or refused the turn that ended last."""
+        """`stop`, or the limit that truncated or refused the last turn to end."""
         return "deadline" if self._timed_out else self._ended
 
     async def _turn(self, request: ChatRequest) -> Reply:
@@ -241,7 +245,7 @@ class TrajectoryRecorder:
         )
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
-        """Wait until the budget allows a turn, and return how many tokens it may sample."""
+        """Wait until the budget allows a turn, and return how many tokens the turn may sample."""
         try:
             async with asyncio.timeout(self._turn_s):
                 while True:
@@ -264,7 +268,7 @@ class TrajectoryRecorder:
             raise _engine_failed(message) from error
 
     async def _grow(self, record: SegmentRecord, ids: list[int], limit: int) -> TurnResult:
-        """Sample a turn after the token ids `ids` and append it to its record."""
+        """Sample a turn after the context `ids`, and append it to the record."""
         context_T = np.array(ids, np.int32)
         context_key = blake2b(context_T.tobytes(), digest_size=16).hexdigest()
         draws = self._draws.setdefault(context_key, set())

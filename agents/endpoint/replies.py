@@ -1,4 +1,4 @@
-"""Formats a turn as an OpenAI response, either complete or streamed."""
+"""Formats a turn as an OpenAI response, either as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keel.rl.turns import Message
 from keel.rl.types import FinishReason
 
 MODEL = "policy"
-"""The only model name that the endpoint lists. Requests may use any other name."""
+"""The model name that the endpoint lists. Requests may use any other name as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,10 @@ class Reply:
 
     reply_id: str
     request_key: str
-    """Key of the request. Requests with the same messages, tools and limits have the same key."""
+    """Key of the request. Requests have the same key if their messages, tools and limits are
+    equal."""
     message: Message
-    """The message for the client. Call arguments are still objects instead of JSON strings."""
+    """The message for the client. The arguments of calls are still objects, not JSON strings."""
     ended: FinishReason
     prompt_tokens: int
     completion_tokens: int
@@ -49,7 +50,7 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
-    """Yield the server-sent events of a stream. One event contains the whole message."""
+    """Yield the server-sent events of a stream. A single event contains the whole message."""
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None

@@ -20,7 +20,8 @@ from keel.rl.types import FinishReason
 _MAX_TOOL_CHARACTERS = 256 << 10
 _MAX_DEPTH = 120
 _MAX_VALUES = 1 << 20
-"""Maximum number of commas and opening brackets in a request, which block the event loop."""
+"""Maximum number of commas and opening brackets in a request. Parsing more of them would block the
+event loop for too long."""
 _DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"
 _STRUCTURED = (
     "structured output is not supported, since a grammar's masks are not recorded. Ask for the "
@@ -39,12 +40,12 @@ _SUPPORTED: dict[str, tuple[Sequence[Any], str]] = {
     "function_call": ([], "is not supported: use tool_choice"),
     "web_search_options": ([], "is not supported: give the policy a tool"),
 }
-"""Supported values for some fields, and the error message for any other value."""
+"""The supported values of some fields, with the error message for all other values."""
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
 class ApiError(Exception):
-    """An error that is sent to the client instead of a turn."""
+    """An error that is returned to the client instead of a turn."""
 
     def __init__(
         self,
@@ -55,7 +56,8 @@ class ApiError(Exception):
         code: str | None = None,
         limit: FinishReason | None = None,
     ) -> None:
-        """Create an error about the field `param`, or about the budget `limit` that was reached."""
+        """Create an error for the invalid field `param` or for the budget `limit` that was
+        reached."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
@@ -72,7 +74,7 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def budget_spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """Return the error for a spent budget, with a status at which clients do not retry."""
+    """Return the error for a spent budget. Its status tells clients not to retry."""
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
             400,
@@ -104,7 +106,8 @@ def _as_arguments(arguments: Any) -> Any:
 
 
 class _Model(BaseModel):
-    """A part of a request. Lists are `FailFast`, since a million errors would take seconds."""
+    """Base class for all parts of a request. Lists are `FailFast`, because collecting a million
+    errors would take seconds."""
 
     model_config = ConfigDict(strict=True)
 
@@ -155,7 +158,7 @@ class _StreamOptions(_Model):
 
 
 class ChatRequest(_Model):
-    """A request for one turn. Null counts as missing. Unknown fields are in `model_extra`."""
+    """A request for one turn. Null values count as missing. Unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -170,8 +173,8 @@ class ChatRequest(_Model):
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """The messages with texts as contents, objects as arguments, and results in the order of
-        calls."""
+        """The messages. Their contents are plain text, the arguments of calls are objects, and tool
+        results are in the same order as the calls."""
         return tuple(_convert_messages(self.sent))
 
     @cached_property
@@ -188,7 +191,7 @@ class ChatRequest(_Model):
 
     @property
     def may_call(self) -> bool:
-        """False if the client must not receive any calls (`tool_choice: none`)."""
+        """False if the reply must not contain tool calls (`tool_choice: none`)."""
         return self.tool_choice == "auto"
 
     @property
@@ -198,7 +201,8 @@ class ChatRequest(_Model):
 
     @property
     def characters(self) -> int:
-        """Length of the rendered request. Each message's markup counts as one token."""
+        """Length of the rendered request in characters. The markup of each message is counted as
+        one token."""
         users = [i for i, message in enumerate(self.messages) if message["role"] in USER_ROLES]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
@@ -211,8 +215,8 @@ class ChatRequest(_Model):
         )
 
     async def check_tools(self) -> None:
-        """Raise ApiError if a tool is invalid. This uses a thread, since large schemas take
-        seconds."""
+        """Raise ApiError if a tool is invalid. This runs in a thread, because checking large
+        schemas takes seconds."""
         if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > _MAX_TOOL_CHARACTERS:
             limit = f"must have at most {_MAX_TOOL_CHARACTERS:,} characters as JSON"
             raise invalid_field("tools", limit)
@@ -223,7 +227,8 @@ class ChatRequest(_Model):
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Parse a chat completion request. Raises ApiError with the name of an invalid field."""
+    """Parse a chat completion request. Raises ApiError, with the name of the field, if a field is
+    invalid."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
         if name.startswith(("guided_", "structured_outputs")):
@@ -252,10 +257,10 @@ def _warn_ignored(name: str, reason: str) -> None:
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
-    """Convert messages, each turn's results in the order of its calls."""
+    """Convert messages, and put the tool results of each turn in the same order as the calls."""
     converted: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    """Names of the tools whose calls have no result yet, by call id."""
+    """Names of the tools whose calls have no result yet, keyed by call id."""
     results: dict[str, dict[str, Any]] = {}
     for i, message in enumerate([*messages, None]):
         at = f"messages[{i}]"
@@ -294,11 +299,12 @@ def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
 
 
 class _TooManyValues(ValueError):
-    """Raised if a JSON text contains too many values to be parsed."""
+    pass
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse a program's JSON. Raises ValueError if it is invalid, too deep or too large."""
+    """Parse JSON from a program. Raises ValueError if it is invalid, too deeply nested or too
+    large."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if sum(map(raw.count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise _TooManyValues(f"more than {_MAX_VALUES:,} values do not fit the model's context")
@@ -306,7 +312,7 @@ def load_json(text: bytes | str) -> Any:
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """Parse the body of a request as a JSON object. Raises ApiError if it is not a JSON object."""
+    """Parse the body of a request. Raises ApiError if it is not a JSON object."""
     try:
         value = load_json(body)
         if not isinstance(value, dict):
@@ -320,7 +326,7 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Replace unpaired surrogates. JSON allows them, but tokenizers do not accept them."""
+    """Replace unpaired surrogates. They are valid in JSON, but tokenizers reject them."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):

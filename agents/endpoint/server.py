@@ -1,4 +1,4 @@
-"""The HTTP server for all trajectories in a process, each with its own URL and key."""
+"""The HTTP server for all trajectories in a process. Each trajectory has its own URL and key."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from keel.agents.endpoint.requests import ApiError, ChatRequest, load_object, re
 from keel.agents.env_runtime.processes import socket_folder
 
 _MAX_REQUEST_BYTES = 16 << 20
-"""Maximum size of a request. 131,072 tokens need at most 12 MiB."""
+"""Maximum size of a request in bytes. 131,072 tokens take at most 12 MiB."""
 _MAX_BODIES = 4
-"""Maximum number of requests of one trajectory that are received at once."""
+"""Maximum number of request bodies that are received at once for each trajectory."""
 _READ_S = 60.0
-"""Time limit in seconds for receiving the rest of a request, and for a client to read an answer."""
+"""Time limit in seconds for receiving the rest of a request, and for the client to read a reply."""
 _SHUTDOWN_S = 5.0
 _DISCONNECT_ROUNDS = 4
-"""How many event loop iterations pass before a closed connection cancels its request."""
+"""Number of event loop iterations after which a closed connection cancels its request."""
 _SOCKET = "keel.sock"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -41,9 +41,9 @@ class Address:
     base_url: str
     api_key: str
     socket: Path
-    """A unix socket for the same server, for sandboxes without network access."""
+    """A unix socket of the same server, for sandboxes without network access."""
     tools_url: str = ""
-    """URL of the environment's tools for MCP clients, or "" if there are no tools."""
+    """URL at which MCP clients find the environment's tools, or "" if there are no tools."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -68,17 +68,17 @@ class _Place:
 
 class Endpoint:
     """Serves all trajectories on the loopback interface and on a unix socket. Use it as an async
-    context manager, and call `add` and `finish` for each trajectory."""
+    context manager. Call `add` at the start of each trajectory and `finish` at its end."""
 
     def __init__(self, *, most: int = 1024) -> None:
-        """Prepare an endpoint with at most `most` connections. Each further one closes an existing
-        one."""
+        """Create an endpoint that keeps at most `most` connections open. Each new connection beyond
+        that closes an existing one."""
         self._most = most
         self._port = 0
         self._open: dict[str, _Place] = {}
         self._busy: dict[web.RequestHandler, TrajectoryRecorder] = {}
         self._accepting = 0
-        """Number of accepted connections that the server does not list yet."""
+        """Number of accepted connections that are not yet in the server's list."""
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
         self._folder = ""
@@ -130,7 +130,8 @@ class Endpoint:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Remove the unix socket's folder, from any thread and even if `__aexit__` hangs."""
+        """Remove the folder of the unix socket. This works from any thread and even if `__aexit__`
+        hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, recorder: TrajectoryRecorder, tools: McpTools | None = None) -> Address:
@@ -145,7 +146,7 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> TrajectoryRecorder:
-        """Close the endpoint for the trajectory `name` and return its recorder."""
+        """Close the endpoint of the trajectory `name` and return its recorder."""
         for place, trajectory in self._open.items():
             if name in (place, trajectory.recorder.name):
                 del self._open[place]
@@ -154,8 +155,8 @@ class Endpoint:
         raise KeyError(name)
 
     def _accept(self) -> web.RequestHandler:
-        """Return the handler for a new connection. Beyond the limit, the oldest idle connection is
-        closed, or else the newest one that has a request in flight."""
+        """Return the handler for a new connection. If there are too many connections, close the
+        oldest idle one. If none is idle, close the newest one."""
         assert self._runner is not None and self._runner.server is not None
         server = self._runner.server
         connections = [one for one in server.connections if one.transport is not None]
@@ -199,8 +200,8 @@ class Endpoint:
 
     @asynccontextmanager
     async def _body_of(self, request: web.Request, place: _Place) -> AsyncGenerator[bytes]:
-        """Receive a request's body. Other requests of the trajectory may wait until the context
-        exits."""
+        """Receive the body of a request. Other requests of the trajectory may have to wait until
+        the context exits."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
@@ -233,7 +234,8 @@ class Endpoint:
         return place
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
-        """Handle a JSON-RPC message. MCP clients send no API key, so the URL contains it."""
+        """Handle a JSON-RPC message. The URL contains the key, because MCP clients send no API
+        key."""
         if request.method != "POST":
             raise web.HTTPMethodNotAllowed(request.method, ["POST"])
         place = self._authenticate(request, request.match_info["key"])
@@ -319,6 +321,6 @@ def _is_anthropic(request: web.Request) -> bool:
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Return False for a log message about a client's malformed request."""
+    """Return False if a log message is about a client's malformed request."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)

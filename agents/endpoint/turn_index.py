@@ -1,6 +1,6 @@
 """Stores the recorded turns and messages, and finds the turn that a request continues. Clients may
-drop the thinking, reorder keys, reformat arguments, add names or strip white space, so messages are
-compared by keys that do not depend on such changes."""
+drop the thinking, reorder keys, reformat arguments, add names or strip white space. Messages are
+therefore compared by keys that do not depend on such changes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Turn:
 
     record: SegmentRecord
     end: int
-    """Number of token ids in `record` up to and including the last one that this turn sampled."""
+    """Number of token ids in `record` up to and including the last token of this turn."""
     tools_key: str
     message: Message
     in_thinking: bool = False
-    """True if the turn ended inside its thinking, so the next turn continues it."""
+    """True if the turn ended while thinking. The next turn then continues the thinking."""
     extended: bool = False
 
     @property
@@ -41,19 +41,20 @@ class _OpenDialogue:
     tools_key: str
     sampled: list[int] = field(default_factory=list[int])
     last_turn: str = ""
-    """The key for all messages up to the policy's last turn."""
+    """Key of all messages up to and including the policy's last turn."""
 
 
 class TurnIndex:
-    """All turns and messages of a trajectory, in the order of the turns and by conversation."""
+    """All turns and messages of a trajectory, both in the order of the turns and by
+    conversation."""
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
         self._turns: list[Turn] = []
         self._by_messages: dict[str, list[Turn]] = {}
-        """Turns, keyed by all messages up to and including the turn."""
+        """The turns, keyed by all messages up to and including the turn."""
         self.opening: tuple[Message, ...] = ()
-        """The messages of the first request for a turn."""
+        """The messages of the first request that led to a turn."""
         self._recorded: list[Message] = []
         self._keys: set[str] = set()
         self._dialogues: list[_OpenDialogue] = []
@@ -74,8 +75,9 @@ class TurnIndex:
         )
 
     def add(self, request: ChatRequest, keys: Sequence[str], turn: Turn, *, verbatim: bool) -> None:
-        """Add a request's new messages and the turn that answers it. `verbatim` is True if the
-        turn's message is all that was sampled, so that the policy can learn from it."""
+        """Add the new messages of a request and the turn that answers it. `verbatim` is True if the
+        turn's message contains everything that was sampled, so that the policy can be trained on
+        it."""
         messages = self._as_recorded(request.messages, keys)
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
@@ -112,9 +114,9 @@ class TurnIndex:
         tools_key: str,
         growing: Collection[SegmentRecord],
     ) -> tuple[Turn | None, list[int]]:
-        """Return the recorded turn that a request continues, if any, and the token ids of the
-        request's context, which begin with the turn's ids. A turn is being sampled in each of the
-        `growing` records."""
+        """Find the recorded turn that a request continues, if any, and return it with the token ids
+        of the request's context. These begin with the ids of the turn. `growing` contains the
+        records in which a turn is still being sampled."""
         messages = request.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         new = messages[turns[-1] + 1 :] if turns else ()
@@ -152,8 +154,8 @@ class TurnIndex:
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
     def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """Return the messages with the recorded turns in place of the client's, which may lack
-        thinking."""
+        """Replace the policy's messages, in which the client may have dropped the thinking, by the
+        recorded ones."""
         recorded: list[Message] = []
         for message, key in zip(messages, keys[1:], strict=True):
             turns = self._by_messages.get(key) if message["role"] == "assistant" else None
@@ -162,7 +164,7 @@ class TurnIndex:
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[str]:
-    """Return a key for each prefix of the messages. Entry i is the key for the first i messages."""
+    """Return a key for each prefix of the messages. Entry i is the key of the first i messages."""
     keys = [""]
     for message in messages:
         keys.append(_extend_key(keys[-1], message))
@@ -170,7 +172,7 @@ def prefix_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def _extend_key(key: str, message: Message) -> str:
-    """Return the key for a message list after appending `message`, given the key for the list."""
+    """Given the key of a list of messages, return its key after `message` is appended."""
     is_turn = message["role"] == "assistant"
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     identity = [
@@ -190,7 +192,7 @@ def key_of_tools(tools: Sequence[ToolSpec]) -> str:
 
 
 def _whole_floats(value: Any) -> Any:
-    """Convert whole floats such as 1.0 to integers, because many clients do this too."""
+    """Convert whole floats such as 1.0 to integers, because many clients do the same."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
