@@ -1,5 +1,6 @@
-"""Runs one episode, in which a policy acts in an environment until one of them or a limit ends it.
-If the environment is lost or cannot grade it, it is dropped with a reason."""
+"""Runs one episode, in which a policy acts in an environment until one of them ends it or a limit
+is reached. If the environment is lost or cannot grade the episode, the episode is dropped with a
+reason."""
 
 from __future__ import annotations
 
@@ -17,21 +18,21 @@ from keel.rl.turns import MALFORMED, Chat, Malformed, Message, ToolCall, TurnReq
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
-"""Samples a turn using one of the engines."""
+"""Samples a turn on one of the engines."""
 BROKE = "the conversation broke: "
-"""Prefix of the reason for dropping a trajectory whose conversation is invalid."""
+"""Prefix of the reason for which a trajectory with an invalid conversation is dropped."""
 _NOTHING_SAMPLED = "late: its time was up before it had sampled a token (rollout.timeout_s)"
 POLICY_PHASES = ("call", "reply")
 """The phases in which the policy's actions can crash an environment."""
 
 
 class _EngineRefused(RuntimeError):
-    """Raised if an engine rejects a request. Its cause, a ValueError, fails the run."""
+    """Raised if an engine rejects a request. Its cause, a ValueError, ends the run."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """One episode. It can be run only once."""
+    """One episode, which can be run only once."""
 
     environment: Environment
     task: Prompt
@@ -43,15 +44,17 @@ class Episode:
     sibling: int
     seed: int
     environment_seed: int
-    """Seed for the environment. All episodes in a group share it and so get the same task."""
+    """Seed for the environment. All episodes in a group share it, so they get the same task."""
     crash_is_failure: Collection[str] = ()
-    """Phases (call, reply, verdict) in which a lost environment counts as the policy's failure."""
+    """Phases (call, reply, verdict) in which losing the environment counts as a failure of the
+    policy."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
     _calls_run: int = 0
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """Run the episode and close its environment. Returns why it is dropped, if it is."""
+        """Run the episode and close its environment. If the episode is dropped, returns the
+        reason."""
         try:
             return await self._run()
         except _EngineRefused as refused:
@@ -151,8 +154,8 @@ class Episode:
         return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
-        """Rewrite the context if it fills its window. Returns the finish reason if the episode
-        ends."""
+        """Rewrite the context if its window is nearly full. If this ends the episode, returns the
+        finish reason."""
         rewrite = self.context.rewrite(
             conversation.opening,
             conversation.view,
@@ -176,8 +179,8 @@ class Episode:
     async def _speak(
         self, conversation: Conversation, max_tokens: int | None = None
     ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
-        """Sample a turn. Returns its calls and message, or the finish reason if the episode is
-        over."""
+        """Sample a turn. Returns its calls and message, or the finish reason if the episode has
+        ended."""
         nearest, room = self.budget.room(
             self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
         )
@@ -209,8 +212,8 @@ class Episode:
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]
     ) -> tuple[list[Message], FinishReason | None]:
-        """Run the calls in order. Returns their results, and the finish reason if the episode is
-        over."""
+        """Run the calls in order. Returns their results, and the finish reason if the episode has
+        ended."""
         answers: list[Message] = []
         for call in calls:
             name = MALFORMED if isinstance(call, Malformed) else call.name

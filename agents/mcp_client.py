@@ -1,4 +1,5 @@
-"""Uses Model Context Protocol servers as environments, one process or HTTP session per episode."""
+"""Uses Model Context Protocol servers as environments, with one process or HTTP session per
+episode."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ from keel.rl.types import Prompt, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """How to connect to a server, through either `command` or `url`."""
+    """Settings for connecting to a server. Either `command` or `url` is set."""
 
     command: Sequence[str] = ()
-    """The command that starts the server for an episode, with the seed in place of `{seed}`."""
+    """The command that starts the server of an episode. `{seed}` is replaced by the seed."""
     url: str = ""
-    """URL of a Streamable HTTP server that all episodes share."""
+    """URL of a Streamable HTTP server, which all episodes share."""
     folder: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     offered: Sequence[str] | None = None
-    """Names of the tools that the policy may use. None means all tools that the server lists."""
+    """Names of the tools that the policy may use. None means all tools of the server."""
     readable: Sequence[Path] = ()
-    """Paths that the server reads in a sandbox, besides `folder` and its interpreter."""
+    """Paths that the server may read in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: EnvSandbox | None = None
 
@@ -56,14 +57,15 @@ class McpServer:
 
 
 class McpEpisode:
-    """One episode with a server. The protocol has no user and no grading."""
+    """One episode with a server. The protocol provides neither user messages nor grading."""
 
     def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
         self._server = server
         self._starting = starting
         self._process: ChildProcess | None = None
         self._wire_fault: Fault | None = None
-        """`exit` if the process has closed its channel, `large` after too large a message."""
+        """`exit` if the process has closed its channel, or `large` if it sent a message that is too
+        large."""
         self._session: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._client: Any = None
@@ -95,7 +97,7 @@ class McpEpisode:
         return Opening(messages=task.messages, tools=tuple(tools))
 
     async def _connect(self, transport: Any) -> list[ToolSpec]:
-        """Start a session and list the server's tools."""
+        """Start a session and return the specs of the server's tools."""
         from mcp import Client  # noqa: PLC0415  (takes a second, and is rarely needed)
 
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -187,7 +189,7 @@ class McpEpisode:
 
     @asynccontextmanager
     async def _streams(self, process: ChildProcess) -> AsyncGenerator[Any]:
-        """Connect the lines that a process reads and writes to the client's message streams."""
+        """Connect the channel of a process to the message streams of the MCP client."""
         import anyio  # noqa: PLC0415  (a dependency of mcp)
         from mcp.shared.message import SessionMessage  # noqa: PLC0415
         from mcp_types import jsonrpc_message_adapter  # noqa: PLC0415

@@ -33,12 +33,13 @@ class Probe:
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     opening_tokens: int | None
-    """Number of tokens in the opening messages and tools, or None if there is no chat format."""
+    """Number of tokens in the first messages and the tools, or None if there is no chat format."""
     seconds: float
     fork_disabled_reason: str
-    """Why episodes are not forked even though `preload` is set."""
+    """The reason episodes are not forked although `preload` is set."""
     parts: tuple[str, ...] | None
-    """The `parts` of a verdict requested right after the opening, or None without a verdict."""
+    """Names of the `parts` in a verdict requested right after the opening, or None if there is no
+    verdict."""
 
 
 async def probe(
@@ -51,9 +52,9 @@ async def probe(
     thinking: bool,
     prompt: SystemPrompt = lambda _: "",
 ) -> Probe:
-    """Open an episode for `task`, ask for a verdict and close the episode. A failed verdict is only
-    logged, since it may need a turn first. Raises ValueError if the environment cannot be opened,
-    its tools are invalid, or its opening does not fit the window."""
+    """Open an episode for `task`, request a verdict and close the episode. A failed verdict is only
+    logged, because the environment may need a turn first. Raises ValueError if the environment
+    cannot be opened, its tools are invalid, or its opening does not fit the window."""
     fork_server, disabled_reason = None, ""
     if isinstance(program, Program):
         name, where = program.target, f"interpreter {program.python}, "

@@ -38,19 +38,20 @@ TurnSampler = Callable[[TurnRequest, Purpose], Future[TurnResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKind:
-    """How to run the episodes of one environment."""
+    """Settings for the episodes of one environment."""
 
     environment: Callable[[], Environment]
     chat: Chat
     budget: Budget
     context: ContextManager
     program: AgentProgram | None = None
-    """The agent program that drives the episodes. None means that Keel drives them."""
+    """The agent program that drives the episodes. If it is None, Keel drives them."""
     crash_is_failure: Collection[str] = ()
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
-    """Return the environment seed for a prompt, the same for all its episodes in a run."""
+    """Return the environment's seed for a prompt. It is the same for all episodes of that prompt in
+    a run."""
     return seed_of(seed, "environment", prompt.prompt_id)
 
 
@@ -66,9 +67,9 @@ class EpisodeRunner:
         most_open: int,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        """Start the runner's thread, and the endpoint if there are agent programs. `most_open`
-        limits the concurrent episodes for training, and as many for evaluation. `closing` releases
-        shared resources of the environments at the end."""
+        """Start the runner's thread and, if there are agent programs, the endpoint. At most
+        `most_open` episodes run concurrently for training, and as many for evaluation. `closing`
+        contains functions that release shared resources of the environments at the end."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         make_room(len(PURPOSES) * most_open, programs=has_programs)
         self._kinds, self._turns, self._seed = kinds, turns, seed
@@ -95,8 +96,9 @@ class EpisodeRunner:
                 raise
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
-        """Start `group_size` episodes for a prompt. Cancelling the future ends them. Episodes
-        without a trajectory are in `Group.dropped`, and an engine's error fails the future."""
+        """Start `group_size` episodes for a prompt. Cancelling the future ends them. The reasons
+        for dropped episodes are in `Group.dropped`. If an engine fails, the future raises its
+        error."""
         if prompt.environment not in self._kinds:
             raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
         with self._gate:
@@ -108,7 +110,7 @@ class EpisodeRunner:
         return asyncio.run_coroutine_threadsafe(group, self._loop)
 
     def updating(self, version: int) -> None:
-        """Set the weight version from which the sampling seeds of later groups are derived."""
+        """Set the weight version. The sampling seeds of all later groups are derived from it."""
         with self._gate:
             if version != self._version:
                 self._version = version
@@ -217,13 +219,14 @@ class EpisodeRunner:
 _FILES_PER_EPISODE = 3
 """File descriptors per open episode: its channel, its standard error and its pidfd."""
 _FILES_PER_DRIVEN_EPISODE = 8
-"""File descriptors per episode that a program drives, including its connections."""
+"""File descriptors per episode that is driven by a program, including its connections."""
 _SPARE_CONNECTIONS = 256
 _SPARE_FILES = 512
 
 
 def make_room(episodes: int, *, programs: bool = False) -> None:
-    """Raise the open-file limit for `episodes` concurrent episodes, some driven by `programs`."""
+    """Raise the limit on open files for `episodes` concurrent episodes. Set `programs` if agent
+    programs drive some of them. Raises ValueError if the hard limit is too low."""
     files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
     files += _connection_limit(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -238,5 +241,6 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
 
 
 def _connection_limit(episodes: int) -> int:
-    """Return how many connections may be open when agent programs drive `episodes` episodes."""
+    """Return the maximum number of open connections when agent programs drive `episodes`
+    episodes."""
     return (_FILES_PER_DRIVEN_EPISODE - _FILES_PER_EPISODE) * episodes + _SPARE_CONNECTIONS

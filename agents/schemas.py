@@ -16,14 +16,15 @@ import regex
 from keel.rl.turns import ToolCall, ToolSpec
 
 _MAX_CHARACTERS = 300
-"""Maximum length of an error message, which may quote the policy's text."""
+"""Maximum length of an error message, because it may quote the policy's text."""
 _MAX_COMPLAINTS = 3
 _MATCH_S = 0.1
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Arguments:
-    """Checks the arguments of calls to tools, whose schemas must not refer to other documents."""
+    """Checks the arguments of tool calls. The schemas of the tools must not refer to other
+    documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
         """Create a validator for each tool. Raises ValueError if a name or a schema is invalid."""
@@ -68,7 +69,8 @@ class Arguments:
 
 
 def arguments_of(tools: Sequence[ToolSpec]) -> Arguments:
-    """Return `Arguments(tools)`. Episodes with the same tools share one object."""
+    """Return `Arguments(tools)`. The object is cached, so that episodes with the same tools share
+    it."""
     return _arguments_of(json.dumps([[t.name, t.description, dict(t.parameters)] for t in tools]))
 
 
@@ -131,7 +133,7 @@ def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable key for a JSON value, equal for values such as 1 and 1.0."""
+    """Return a hashable key for a JSON value. Equal values such as 1 and 1.0 have the same key."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return frozenset((key, _hashable(item)) for key, item in pairs)
@@ -186,7 +188,8 @@ _KEYWORDS = {
     "patternProperties": _pattern_properties,
     "uniqueItems": _unique,
 }
-"""Replacements for keywords whose checks a policy could make so slow that they delay all others."""
+"""Replacements for keywords whose original checks could be made so slow by a policy that they delay
+all other episodes."""
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""The interface of an environment. It may be slow, crash or hang, so each call has a deadline."""
+"""The interface of an environment. An environment may be slow, crash or hang, so each call has a
+deadline."""
 
 from __future__ import annotations
 
@@ -23,39 +24,40 @@ class Opening:
 class ToolResult:
     text: str
     failed: bool = False
-    """True if the call was refused or raised an exception, which `text` explains."""
+    """True if the call was refused or raised an exception. `text` contains the reason."""
     done: bool = False
 
 
 Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
-"""Why an environment was lost: not started or imported, an exception outside a tool call, an exit,
-a signal, a missed deadline, an invalid or too large reply, too much memory, or used after its end.
-"""
+"""Why an environment was lost. In order: it could not be started or imported, raised an exception
+outside a tool call, exited, was killed by a signal, missed a deadline, sent an invalid reply, sent
+a reply that was too large, ran out of memory, or was used after its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Returned instead of a missing verdict. The trajectory is then dropped, unlike at a score of
-    0."""
+    """Returned if there is no verdict. The trajectory is then dropped, whereas one with a score of
+    0 is kept."""
 
     reason: str
     fault: Fault | None = None
-    """Why the environment was lost, if it was lost while grading."""
+    """Why the environment was lost, if it was lost during grading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """The messages of a trajectory and how it ended. The environment grades it."""
+    """The messages of a trajectory and its finish reason, for the environment to grade."""
 
     messages: Sequence[Message]
     finish_reason: str
 
 
 class EnvironmentLost(RuntimeError):
-    """Raised if the episode cannot continue. All processes of the environment are dead."""
+    """Raised if the episode cannot continue. All processes of the environment are dead by then."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
-        """Create an error in the method `during`, with the end of the standard error."""
+        """Create an error that occurred in the method `during`. `output` is the last part of the
+        standard error."""
         tail = f"; its last words: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault
@@ -65,13 +67,14 @@ class EnvironmentLost(RuntimeError):
 
 
 class Environment(Protocol):
-    """An environment for one episode. Its first three methods raise `EnvironmentLost` if it cannot
-    continue, `verdict` returns `Unscored` instead, and `close` never raises."""
+    """An environment for one episode. The first three methods raise `EnvironmentLost` if the
+    environment cannot continue. `verdict` returns `Unscored` instead, and `close` never raises."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Run a tool call. A call that violates the tool's schema fails without being run."""
+        """Run a tool call. A call that violates the tool's schema is not run and counts as
+        failed."""
         ...
 
     async def reply(self, turn: Message) -> Message | None:
@@ -81,12 +84,13 @@ class Environment(Protocol):
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored: ...
 
     async def close(self) -> None:
-        """Release all resources. It is safe to call this more than once and after any failure."""
+        """Release all resources. This can safely be called more than once and after any failure."""
         ...
 
 
 class NoEnvironment:
-    """Passes on the task and does nothing else, for agent programs with their own environment."""
+    """Opens a task with its own messages and has no tools. It is for agent programs that bring
+    their own environment."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         return Opening(messages=task.messages)
@@ -105,7 +109,7 @@ class NoEnvironment:
 
 
 SystemPrompt = Callable[[Sequence[str]], str]
-"""Returns the system prompt for the given tool names. "" means no system prompt."""
+"""Returns the system prompt for the given tool names, or "" for no system prompt."""
 
 
 class WithSystemPrompt:

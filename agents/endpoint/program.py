@@ -91,7 +91,7 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """How a program ended, and the verdict or answer that it returned."""
+    """The exit of a program, with the verdict or answer that it returned."""
 
     failed: str = ""
     """Reason for the program's failure, or "" if it exited with status 0."""

@@ -32,12 +32,12 @@ _TIMEOUT_KNOBS = {
     "verdict": "environment.verdict_s",
 }
 _MAX_S = 1e9
-"""The time limit to send in place of infinity, which JSON cannot represent."""
+"""The time limit that is sent instead of infinity, which JSON cannot represent."""
 
 
 class Hosted:
-    """One episode of a `Program`, forked by `fork_server` or in a new process. `starting` limits
-    how many processes start at once."""
+    """One episode of a `Program`, in a process that `fork_server` forks or in a new one. `starting`
+    limits how many processes start at the same time."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Hosted:
         self._lost: EnvironmentLost | None = None
         self._closed = False
         self.grades = True
-        """False if the environment has no verdict. This is set when the environment is opened."""
+        """False if the environment has no verdict. Set when the environment is opened."""
         self._scratch = ""
         self._requests = 0
         self._turn = asyncio.Lock()
@@ -169,8 +169,8 @@ class Hosted:
     async def _ask(
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
-        """Send a request and return its reply. If anything fails, the process is killed and
-        EnvironmentLost is raised. Raises ValueError if the request is no JSON."""
+        """Send a request and return the reply. On any failure, the process is killed and
+        EnvironmentLost is raised. Raises ValueError if the request cannot be encoded as JSON."""
         async with self._turn:
             process = self._process
             if self._lost is not None:
@@ -216,7 +216,7 @@ class Hosted:
 
 
 def task_fields(task: Prompt) -> dict[str, Any]:
-    """Return a task as JSON, without its reward."""
+    """Return the fields of a task as JSON, without the reward."""
     return {
         "prompt_id": task.prompt_id,
         "domain": task.domain,
@@ -260,6 +260,7 @@ def _parsed(model: type[_Model], reply: Any) -> _Model:
 
 
 def verdict_of(reply: Mapping[str, Any]) -> Verdict:
-    """Parse a verdict, an object with `parts` and `facts`, or raise ValueError."""
+    """Parse a verdict, which is an object with `parts` and `facts`. Raises ValueError if it is
+    invalid."""
     verdict = _parsed(_VerdictReply, reply)
     return Verdict(parts=verdict.parts, facts=verdict.facts)

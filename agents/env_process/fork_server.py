@@ -30,7 +30,8 @@ _REPLY_BYTES = 1 << 16
 
 
 def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
-    """Return the fault and error message in a reply from an environment's process, if any."""
+    """Return the fault and the error message in a reply from an environment's process, or None if
+    it contains no error."""
     if "memory" in reply:
         return "memory", f"out of memory (memory_mib = {memory_mib})"
     if "refused" in reply:
@@ -42,20 +43,22 @@ def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
-    """Create a fork server, which the caller must close, or None if `preload` is off."""
+    """Create a fork server, or return None if `preload` is off. The caller must close the
+    server."""
     return ForkServer(program) if program.preload else None
 
 
 class ForkServer:
-    """Forks all episodes of a program, on one event loop. Its process starts with the first fork
-    and restarts if it is lost. `deadlines.open_s` limits the import and each fork."""
+    """Forks all episodes of a program, on one event loop. Its process starts with the first fork,
+    and restarts if it is lost. `deadlines.open_s` limits the time for the import and for each fork.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._sandbox = program.wrap
         self._inner = program.wrap.inner if program.wrap else None
         self.disabled_reason = ""
-        """Why episodes are not forked, or "" if they are."""
+        """The reason episodes are not forked, or "" if they are."""
         if program.wrap and self._inner is None:
             self.disabled_reason = "this machine cannot sandbox a forked process"
         self._process: ChildProcess | None = None
@@ -64,8 +67,8 @@ class ForkServer:
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     async def fork(self, env: Mapping[str, str]) -> ChildProcess | None:
-        """Fork a process with `env` added to its variables, or return None if the caller must start
-        one. Raises EnvironmentLost if loading or forking fails."""
+        """Fork a process with `env` added to its environment variables. Returns None if the caller
+        must start a process itself. Raises EnvironmentLost if the import or the fork fails."""
         task = asyncio.create_task(self._fork_episode(env))
         try:
             return await asyncio.shield(task)
@@ -158,7 +161,7 @@ class ForkServer:
         return EnvironmentLost(lost.fault, "open", message, lost.output)
 
     async def close(self) -> None:
-        """Stop the server and every process that it has forked."""
+        """Stop the server and all processes that it has forked."""
         self.disabled_reason = self.disabled_reason or "closed"
         async with self._gate:
             process, self._process = self._process, None
@@ -169,7 +172,7 @@ class ForkServer:
     async def _fork(
         self, server: ChildProcess, env: Mapping[str, str], *, run: str | None = None
     ) -> ChildProcess:
-        """Fork a process, which executes `run` instead of an episode if it is set."""
+        """Fork a process. If `run` is set, the process executes that code instead of an episode."""
         request = {"do": "fork", "inner": self._inner, "env": dict(env), "run": run}
         try:
             with open_channel(socket.SOCK_STREAM) as (ours, theirs, stderr, write_end):
@@ -213,7 +216,8 @@ class ForkServer:
         *fds: int,
         timeout_s: float | None = None,
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request with `fds`, and return its reply with the received file descriptors."""
+        """Send a request together with the file descriptors `fds`, and return the reply with the
+        received descriptors."""
         async with self._asking:
             self._request_id += 1
             line = json.dumps({"id": self._request_id, **request}).encode()
@@ -244,7 +248,7 @@ class ForkServer:
 
 
 class _CannotFork(Exception):
-    """Raised if forking is impossible. The message contains the reason."""
+    """Raised if forking is impossible, with the reason as the message."""
 
 
 def _fork_failed(error: Exception) -> EnvironmentLost:

@@ -1,5 +1,5 @@
 """Child processes that exchange JSON lines with Keel and are killed together with their
-descendants. A single event loop manages hundreds of them, each with a few file descriptors and no
+descendants. One event loop manages hundreds of them. Each needs a few file descriptors and no
 thread."""
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Maximum size of a message. A process that sends a larger one is killed."""
 _EXIT_S = 30.0
 REAP_S = 60.0
-"""Time limit in seconds for a killed process to disappear."""
+"""Time limit in seconds for a killed process to exit."""
 _OUTPUT_BYTES = 4096
 _READ_S = 1.0
 _INHERITED_ENV = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
-"""The only variables that an environment inherits. It must not see keys or tokens."""
+"""The only variables that an environment inherits, so that it cannot see keys or tokens."""
 
 _LimitCheck = Callable[[], str]
-"""Stops monitoring a sandbox's memory. Returns the limit that ended the sandbox, or ""."""
+"""Stops monitoring a sandbox's memory. Returns the limit that the sandbox was killed for, or ""."""
 
 
 class LaunchedSandbox(Protocol):
-    """A command line that is ready to run. `env` overrides the inherited variables."""
+    """A command line that starts a sandbox. `env` overrides the inherited variables."""
 
     @property
     def command(self) -> Sequence[str]: ...
@@ -48,17 +48,18 @@ class LaunchedSandbox(Protocol):
     def env(self) -> Mapping[str, str]: ...
 
     def started(self, pid: int) -> _LimitCheck:
-        """Start monitoring the outer process of a sandbox."""
+        """Start monitoring the sandbox, given the PID of its outer process."""
         ...
 
 
 class EnvSandbox(Protocol):
-    """Puts processes into sandboxes that can read the system, the program and `readable`.
+    """Runs processes in sandboxes that can read only the system, the program and `readable`.
 
-    `parent` is for a process that forks children and isolates them from each other with `inner`,
-    the argument of `env_runtime.isolate`, or None if this machine does not allow that. `probe` is
-    Python code that tries to escape, and prints `isolated` if it fails. `hold` monitors the memory
-    of a forked child by its first process (`inside`), or of a sandbox by its outer process.
+    `parent` prepares a sandbox for a process that forks children and isolates them from each other.
+    `inner` is the argument that `env_runtime.isolate` needs for this, or None if this machine does
+    not allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails.
+    `hold` monitors the memory of a sandbox, given its outer process, or of a forked child, given
+    the first process inside (`inside`).
     """
 
     @property
@@ -79,12 +80,12 @@ class EnvSandbox(Protocol):
 
 
 class ChildProcess:
-    """A process of an episode, with its channel and the end of its standard error.
+    """A process of an episode, with its channel and the last part of its standard error.
 
-    It is used on one event loop, for one exchange at a time. `status` reaps it only after its
-    descendants are dead, so that its PID is not reused earlier. `sandbox` says if it is a sandbox's
-    `outer` process, which exits last, or the first process `inside` its PID namespace, with which
-    all others end.
+    It is used on one event loop, for one exchange at a time. `status` reaps the process. It is
+    called only after all descendants are dead, so that the PID is not reused earlier. `sandbox` is
+    `outer` for the outer process of a sandbox, which exits last, or `inside` for the first process
+    of a PID namespace, whose exit ends all others.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class ChildProcess:
         self._end: asyncio.Task[str] | None = None
         self._limit_hit = ""
         self._orphaned = False
-        """True if the fork server had already died when the process was to be reaped."""
+        """True if the fork server was already dead when the process was to be reaped."""
         # Kills it at interpreter exit if an abandoned event loop never closed it.
         self._finalizer = weakref.finalize(self, _kill_abandoned, pid, pidfd)
 
     async def connect(self) -> ChildProcess:
-        """Prepare the channel for `send` and `receive`, and return this process."""
+        """Open the channel for `send` and `receive`, and return this process."""
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(
                 sock=self.channel, limit=MAX_MESSAGE_BYTES
@@ -127,8 +128,8 @@ class ChildProcess:
         await self._writer.drain()
 
     async def receive(self) -> dict[str, Any] | str:
-        """Return the next message, or its text if it is not a JSON object. Raises ValueError if it
-        is too long, and EOFError at the end of the channel."""
+        """Return the next message as a dict, or as text if it is not a JSON object. Raises
+        ValueError if it is too long, and EOFError at the end of the channel."""
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -143,7 +144,7 @@ class ChildProcess:
         return self._output.text()
 
     async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        """Kill the process, and return an error with the cause and the last part of its output."""
+        """Kill the process and return an error with the cause and the last part of the output."""
         ending = await self.end(_EXIT_S if fault == "exit" else 0.0)
         if fault == "exit":
             fault = "crash" if ending.startswith("was ended") else "exit"
@@ -155,8 +156,8 @@ class ChildProcess:
         return EnvironmentLost(fault, during, message, self.output)
 
     async def end(self, within_s: float = 0.0) -> str:
-        """Kill the process and its descendants after up to `within_s` seconds, and return how it
-        ended."""
+        """Give the process up to `within_s` seconds to exit, then kill it and its descendants.
+        Returns a text that says how it ended."""
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -232,7 +233,7 @@ def _kill_abandoned(pid: int, pidfd: int) -> None:
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as a line of JSON, or raise ValueError."""
+    """Encode a message as a line of JSON. Raises ValueError if that is impossible."""
     try:
         return json.dumps(message, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -263,8 +264,9 @@ async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> 
 def open_channel(
     kind: socket.SocketKind,
 ) -> Generator[tuple[socket.socket, socket.socket, int, int]]:
-    """Yield the two ends of a socket pair and of a pipe. The second and the fourth are for another
-    process and are closed at the end, as are the other two after an error."""
+    """Yield the two ends of a socket pair, then the two ends of a pipe. The second and the fourth
+    are for another process and are closed when the context exits. After an error, the other two are
+    closed as well."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         undo.callback(ours.close)
@@ -289,7 +291,7 @@ def launch(
     readable: Sequence[Path] = (),
 ) -> ChildProcess:
     """Start a process whose channel is its standard input and output. Raises EnvironmentLost if the
-    program cannot be run, and OSError if this process has run out of file descriptors."""
+    program cannot be run, and OSError if this process has no file descriptors left."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
         try:
@@ -323,7 +325,7 @@ def launch(
 
 
 class _OutputTail:
-    """Reads a pipe in the background and keeps the last few KiB."""
+    """Reads a pipe in the background and keeps the last 4 KiB."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -347,11 +349,12 @@ class _OutputTail:
             os.close(self._fd)
 
     async def drain(self, within_s: float) -> None:
-        """Wait until the pipe reaches its end. A descendant that escaped may keep it open."""
+        """Wait for the end of the pipe, but at most `within_s` seconds: an escaped descendant may
+        keep the pipe open."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), within_s)
 
     def text(self) -> str:
-        """Return the last part of the output without control characters."""
+        """Return the text that was kept, without control characters."""
         text = self._tail.decode(errors="replace").strip()
         return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -1,4 +1,4 @@
-"""Describes how to run an environment: the program, its settings and its time limits."""
+"""The settings for running an environment: the program, its arguments and its time limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keel.agents.env_process.process import EnvSandbox, encode_line
 KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox has the folder
 START = KEEL / "agents" / "env_runtime" / "start.py"
 READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
-"""The parts of Keel that an environment reads. In a checkout, `keel/agents` is a link."""
+"""The parts of Keel that an environment needs to read. In a checkout, `keel/agents` is a link."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Time limits in seconds for an environment's methods. Each tool call has its own limit."""
+    """Time limits in seconds for the methods of an environment. Tool calls have their own limit."""
 
     open_s: float = 60.0
     reply_s: float = 30.0
@@ -37,27 +37,30 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """How to run an environment. These settings are the same for all episodes."""
+    """Settings for running an environment. They are the same for all episodes."""
 
     target: str
     """The class (`my_env:Shop`, `/path/to/file.py:Shop`), the module of functions (`my_tools`) or
     the address of an OpenEnv server (`http://…`)."""
     kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
-    """How to use the target. `auto` takes an address or an OpenEnv class as `openenv`, a class with
-    `reset` and `step` as `game`, any other class as `class`, and all else as `functions`."""
-    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Keyword arguments for the class, and for a game's adapter (`keel.agents.env_runtime.games`).
+    """The kind of target. `auto` means `openenv` for an address or an OpenEnv class, `game` for a
+    class with `reset` and `step`, `class` for any other class, and `functions` for everything else.
     """
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments for the class, and for the adapter of a game
+    (`keel.agents.env_runtime.games`)."""
     python: str = sys.executable
-    """Python interpreter (3.9 or later) for the environment. Keel need not be installed in it."""
+    """Python interpreter (3.9 or later) for the environment. It does not need to have Keel
+    installed."""
     folder: Path | None = None
-    """Working directory. Modules are looked up there first. None means the current directory."""
+    """Working directory, which is also the first folder that is searched for modules. None means
+    the current directory."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     preload: bool = True
-    """Import the module once and fork a process for each episode, if that is safe."""
+    """Import the module once and fork a process for each episode, if this is safe."""
     memory_mib: int | None = 4096
     readable: Sequence[Path] = ()
-    """Paths that the environment reads in a sandbox, besides `folder` and its interpreter."""
+    """Paths that the environment may read in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: EnvSandbox | None = None
 

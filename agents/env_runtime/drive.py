@@ -31,12 +31,12 @@ from keel.agents.env_runtime.processes import adopt_orphans, end_with_parent, li
 
 _MAX_BYTES = 1 << 20
 _MAX_ENV_BYTES = 100_000
-"""Maximum size of KEEL_TASK. Linux allows 131071 bytes per variable."""
+"""Maximum size of KEEL_TASK in bytes. Linux allows 131071 bytes per variable."""
 _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_URL")
 
 
 def _forward(path: str) -> int:
-    """Listen on a loopback port and forward each connection to the unix socket `path`."""
+    """Forward all connections to a loopback port to the unix socket `path`, and return the port."""
     import asyncio  # noqa: PLC0415  (only a sandbox without a network needs it)
 
     async def pump(source: Any, target: Any) -> None:
@@ -68,7 +68,7 @@ def _forward(path: str) -> int:
 
 
 def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
-    """Copy a pipe to standard error and keep its last non-empty line."""
+    """Copy a pipe to standard error. The last non-empty line is kept in `last_line`."""
     rest = b""
     while data := os.read(pipe, 1 << 16):
         with suppress(OSError):
@@ -81,7 +81,8 @@ def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
 
 
 def _exit_code(process: Any) -> int:
-    """Wait for the program's exit code, and reap orphans: a sandbox allows few processes."""
+    """Wait for the program to exit and return its exit code. Orphans are reaped meanwhile, because
+    a sandbox allows only a few processes."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == process.pid:

@@ -1,4 +1,4 @@
-"""Handles requests for the environment of one episode. start.py describes the protocol."""
+"""Handles the requests to the environment of one episode. start.py describes the protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Request = dict[str, Any]
 
 
 def redirect_prints() -> None:
-    """Redirect standard output to standard error, so that prints are not taken for replies."""
+    """Redirect standard output to standard error, so that printed text is not mistaken for
+    replies."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -31,7 +32,7 @@ def redirect_prints() -> None:
 
 
 def take_channel() -> tuple[Any, Any]:
-    """Return standard input and output as files, and redirect later prints to standard error."""
+    """Return standard input and output as files, and redirect later output to standard error."""
     requests, replies = open(os.dup(0), "rb"), open(os.dup(1), "wb")  # noqa: SIM115
     redirect_prints()
     return requests, replies
@@ -50,7 +51,7 @@ class _Episode:
         self._environment: Any = None
 
     def answer(self, request: Request) -> Request:
-        """Handle a request and return the reply. Errors from the environment are not caught."""
+        """Handle a request and return the reply. Exceptions from the environment are not caught."""
         action = request["do"]
         if action == "open":
             return self._open(request)
@@ -94,7 +95,8 @@ class _Episode:
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """Serve one episode. After `close`, wait to be killed, so that descendants are still found."""
+    """Serve one episode. After `close`, wait to be killed, so that descendants can still be
+    found."""
     episode = _Episode()
     for line in requests:
         request = json.loads(line)
@@ -111,9 +113,10 @@ def serve(requests: Any, replies: Any) -> None:
 
 def call_function(target: str) -> None:
     """Run an agent program that is a function, given as `module:function` or `file.py:function`. It
-    may declare the arguments `task`, `prompt` (the last user message) and `seed`, as in
-    `bind_arguments`. Its result goes to KEEL_VERDICT: a text is the answer, a number or a dict of
-    numbers the verdict, and either may come in a pair with facts."""
+    may declare the parameters `task`, `prompt` (the last user message) and `seed`; see
+    `bind_arguments`. The result is written to KEEL_VERDICT. A string is the answer, and a number or
+    a dict of numbers is the verdict. A verdict can be paired with facts, as in `(verdict, facts)`.
+    """
     sys.path.insert(0, os.getcwd())
     function = load(target)
     if not callable(function):

@@ -11,7 +11,7 @@ _STANDARD_LIBRARY = ("<frozen", os.path.dirname(os.__file__))
 
 
 class InvalidEnvironment(Exception):
-    """Raised if the target cannot be used as an environment, with how to fix it."""
+    """Raised if the target cannot be used as an environment. The message says how to fix it."""
 
 
 class EnvironmentGone(Exception):
@@ -19,7 +19,8 @@ class EnvironmentGone(Exception):
 
 
 def error_location(error: BaseException) -> str:
-    """Return where in the environment's code an error was raised, such as `my_env.py:12 in buy`."""
+    """Return the location in the environment's code where an error was raised, such as
+    `my_env.py:12 in buy`."""
     ours = (_OURS, "<frozen importlib")
     frames = [
         frame

@@ -79,7 +79,7 @@ class _Forker:
         return ""
 
     def fork(self, request: _Reply, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
-        """Fork a process. Returns None in the server, and the channel in the forked process."""
+        """Fork a process. Returns None in the server and the channel in the forked process."""
         number, inner = request["id"], request["inner"]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -109,7 +109,7 @@ class _Forker:
         return channel
 
     def _fork_isolated(self, number: int, inner: Inner, channel: int, stderr: int) -> None:
-        """Fork twice more into new namespaces. Only the last process returns."""
+        """Fork twice more, into new namespaces. Only the last process returns."""
         uid, gid = os.getuid(), os.getgid()
         status_read, status_write = os.pipe()
         try:
@@ -160,7 +160,8 @@ class _Forker:
         socket.send_fds(self._control, [json.dumps(reply).encode()], fds)
 
     def serve(self) -> Optional[tuple[int, Optional[str]]]:  # noqa: UP045
-        """Handle requests until Keel closes the socket. Returns the channel and `run` in a fork."""
+        """Handle requests until Keel closes the socket. In a forked process, returns its channel
+        and `run`."""
         while True:
             line, fds, _, _ = socket.recv_fds(self._control, _MAX_BYTES, 2)
             if not line:

@@ -12,16 +12,17 @@ from keel.agents.env_runtime.tool_objects import object_schema
 _COLORED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _MAX_DIGITS = 20
-"""Maximum number of digits in a move, since Python refuses to parse thousands of them."""
+"""Maximum number of digits in a move. Python refuses to parse numbers with thousands of digits."""
 _TEXT_SPACES = ("Text", "Word", "Char")
 _ROUNDING = 1e-9
-"""Tolerance for rounding errors. For example, ten rewards of 0.1 sum to slightly less than 1."""
+"""Tolerance for rounding errors. For example, the sum of ten rewards of 0.1 is slightly less than
+1."""
 
 
 class TextGame:
-    """A single-player text game, played with the tool `play` or, with play_by="text", by replies.
-    The score is the sum of the rewards, or with score="last" the last one (TextWorld), within the
-    range `scale`. `rules` comes before the first observation."""
+    """A single-player text game. The policy plays it with the tool `play` or, with play_by="text",
+    in its replies. The score is the sum of the rewards within the range `scale`. With score="last"
+    (TextWorld), it is the last reward. `rules` comes before the first observation."""
 
     grades = True
 
@@ -124,8 +125,8 @@ class TextGame:
 
 
 def scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """Map a sum of rewards from the range `scale` to a `score` from 0 to 1, which is `correct` at
-    1."""
+    """Map a sum of rewards from the range `scale` to a `score` from 0 to 1. `correct` is 1 if the
+    score is 1, and 0 otherwise."""
     low, high = map(float, scale)
     if not low < high:
         raise ValueError(f"scale = {scale!r}: the lowest score must be below the highest")

@@ -1,7 +1,7 @@
-"""Isolates a forked process in the same way as bubblewrap isolates a process that it starts. It
-keeps the mounts of the sandbox that it runs in. Two user namespaces are nested: in the outer one it
-is root, which mounting pseudo-terminals requires, and in the inner one the original user. See
-user_namespaces(7), pid_namespaces(7) and seccomp(2)."""
+"""Isolates a forked process in the same way as bubblewrap isolates a process that it starts. The
+process keeps the mounts of the sandbox in which it runs. Two user namespaces are nested: the
+process is root in the outer one, because mounting pseudo-terminals requires it, and the original
+user in the inner one. See user_namespaces(7), pid_namespaces(7) and seccomp(2)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import struct
 from typing import Any, Optional
 
 Inner = dict[str, Any]
-"""Settings: own_network, loopback, files_mib (of /tmp and of /dev/shm), processes, filter (base64).
-"""
+"""Settings: own_network, loopback, files_mib (the size of /tmp and of /dev/shm), processes and
+filter (base64)."""
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
@@ -36,7 +36,7 @@ class _Filter(ctypes.Structure):
 
 
 def unshare(inner: Inner) -> None:
-    """Create new namespaces, whose first process is the caller's next child."""
+    """Create new namespaces. The next child of this process becomes the first process in them."""
     uid, gid = os.getuid(), os.getgid()
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps are not writable
     flags = _NEW_USER | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS
@@ -47,7 +47,8 @@ def unshare(inner: Inner) -> None:
 
 
 def isolate(inner: Inner, uid: int, gid: int) -> None:
-    """Mount private folders and drop all privileges, in the namespaces' first process."""
+    """Mount private folders and drop all privileges. Call this in the first process of the
+    namespaces."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
     _mount_private_tmp(size)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
@@ -71,7 +72,8 @@ def isolate(inner: Inner, uid: int, gid: int) -> None:
 
 
 def _mount_private_tmp(options: bytes) -> None:
-    """Mount a private /tmp with the files that were created at import and the mounts below it."""
+    """Mount a private /tmp. It contains the files created at import and the mounts below the old
+    /tmp."""
     previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
     tops = {"/".join(path.split("/")[:3]) for path in mounted}

@@ -23,7 +23,7 @@ from keel.agents.env_runtime.openenv import (
 from keel.agents.env_runtime.tool_objects import Object, functions_of, methods_of
 
 _ADAPTER_OPTIONS = ("play_by", "scale", "rules")
-"""Arguments that are passed to the adapter instead of the game."""
+"""Arguments that go to the adapter instead of the environment."""
 _loaded: dict[str, Any] = {}
 
 
@@ -43,8 +43,8 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
 
 
 def load(target: str) -> Any:
-    """Return the object named by `module:name`, `module` or `file.py:name`, loaded once per
-    process."""
+    """Return the object named by `module:name`, `module` or `file.py:name`. Each object is loaded
+    only once per process."""
     if target in _loaded:
         return _loaded[target]
     name, _, attribute = target.partition(":")
@@ -80,7 +80,8 @@ def load(target: str) -> Any:
 
 
 def _module_name(path: str) -> str:
-    """Return the module name for a file, its stem unless that would shadow another module."""
+    """Return the module name for a file. It is the stem of the file name, unless that would shadow
+    another module."""
     name = os.path.basename(path)[:-3]
     try:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None

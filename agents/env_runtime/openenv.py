@@ -1,4 +1,5 @@
-"""Adapter for OpenEnv environments, in this process or on a server. Needs the package openenv."""
+"""Adapter for OpenEnv environments, which run in this process or on a server. Needs the package
+openenv."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ def is_openenv(value: Any) -> bool:
 
 
 class OpenEnv:
-    """An OpenEnv environment for one episode, used by the tool `step` or by its own tools (MCP).
-    The score is the sum of the rewards in the range `scale`. `rules` comes before the first
-    observation, and `reset` in a task's reward holds arguments."""
+    """An OpenEnv environment for one episode. The policy acts with the tool `step` or with the
+    environment's own tools (MCP). The score is the sum of the rewards within the range `scale`.
+    `rules` comes before the first observation. `reset` in the reward of a task contains the
+    arguments for `reset`."""
 
     grades = True
 
@@ -102,7 +104,8 @@ class OpenEnv:
 
 
 def _text_of(observation: _Data) -> str:
-    """Return the result of a tool, the value of the only field, or JSON."""
+    """Return an observation as text: the result of a tool call, the value of the only field, or
+    JSON."""
     fields = {k: v for k, v in observation.items() if k not in _HIDDEN_FIELDS and v is not None}
     value: Any = fields
     if "tool_name" in fields:
@@ -160,7 +163,7 @@ def _action_class(kind: Any) -> Any:
 
 
 class RemoteSession:
-    """A session with an environment server, using OpenEnv's client."""
+    """A session with an environment server, which uses OpenEnv's client."""
 
     def __init__(self, address: str, headers: dict[str, str] | None = None) -> None:
         import urllib.request  # noqa: PLC0415  (slow, and rarely needed)

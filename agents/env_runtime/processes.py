@@ -20,13 +20,14 @@ def end_with_parent() -> None:
 
 
 def protect_process() -> None:
-    """Make this process, which computes the verdict, end with its parent and hide its memory."""
+    """Protect this process, which computes the verdict: it ends with its parent, and other
+    processes cannot read its memory."""
     end_with_parent()
     _prctl(_DUMPABLE, 0)
 
 
 def adopt_orphans() -> None:
-    """From now on, make orphaned descendants children of this process."""
+    """Make this process the parent of all descendants that are orphaned from now on."""
     _prctl(_CHILD_SUBREAPER, 1)
 
 
@@ -44,7 +45,7 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return all descendants of `pid` whose parents are alive, whatever their process group."""
+    """Return all descendants of `pid` whose parents are alive, in any process group."""
     pids: list[int] = []
     pending = [pid]
     while pending:
@@ -59,7 +60,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def socket_folder(prefix: str, socket: str) -> str:
-    """Create a temporary folder for `socket`, in /tmp if its path would be too long in TMPDIR."""
+    """Create a temporary folder for `socket`. It is in /tmp if the path in TMPDIR would be too
+    long."""
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(os.fsencode(os.path.join(folder, socket))) <= _MAX_SOCKET_PATH:
         return folder

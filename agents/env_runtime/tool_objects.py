@@ -1,4 +1,4 @@
-"""Turns an object's public methods, or plain functions, into tools."""
+"""Turns the public methods of an object, or functions, into tools."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _RESERVED: dict[str, tuple[str, ...]] = {
     "verdict": ("messages", "finish_reason"),
     "close": (),
 }
-"""Methods that are not tools, and the parameters that they may declare. Reserved attributes are
-`done`, which ends the episode, `call_s`, the time limit of the next call, and `offered`, the names
-of the tools or, if they depend on the task, the tools themselves, which go to a method `call(name,
-arguments)`."""
+"""Methods that are not tools, with the parameters that they may declare. There are three reserved
+attributes. `done` ends the episode. `call_s` is the time limit of the next call. `offered` lists
+the names of the available tools or, if the tools depend on the task, their specs. In the second
+case, all calls go to a method `call(name, arguments)`."""
 
 
 class Tool:
-    """A function, and the description of it that the policy gets."""
+    """A function with the description that the policy sees."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._function = function
@@ -72,7 +72,8 @@ _loop: Any = None
 
 
 def resolve(value: Any) -> Any:
-    """Return a value, or the result of a coroutine on the episode's event loop."""
+    """Return the value. A coroutine is run on the episode's event loop, and its result is
+    returned."""
     global _loop
     if not inspect.isawaitable(value):
         return value
@@ -128,7 +129,8 @@ class Object:
 
     @property
     def done(self) -> bool:
-        """True once the episode is over. Raises EnvironmentGone if the attribute is not a bool."""
+        """True once the episode is over. Raises EnvironmentGone if the attribute `done` is not a
+        bool."""
         value: Any = getattr(self._target, "done", False)
         kind = cast(Any, type(value))
         if value is None or isinstance(value, bool) or callable(value):  # a callable is a tool
@@ -157,7 +159,8 @@ class Object:
         self._invoke("close")
 
     def _invoke(self, name: str, **values: Any) -> Any:
-        """Call a reserved method, if there is one, with the parameters that it declares."""
+        """Call a reserved method with the parameters that it declares. Returns None if there is no
+        such method."""
         method = getattr(self._target, name, None)
         if method is None:
             return None
@@ -173,7 +176,7 @@ def bind_arguments(
     name: str, parameters: list[inspect.Parameter], values: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Select the `values` that `parameters` ask for, as positional and keyword arguments. If no
-    name matches, `**` receives all values and a single parameter the first one."""
+    name matches, a single parameter gets the first value, and `**` gets all values."""
     plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     known = [one for one in plain if one.name in values]
     unknown = [one for one in plain if one.name not in values and one.default is one.empty]
@@ -195,7 +198,7 @@ def bind_arguments(
 
 
 def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return an object's public methods in source order, followed by the inherited ones."""
+    """Return the public methods of an object in source order, followed by the inherited ones."""
     kind = cast(Any, type(target))
     names = [name for name in dir(kind) if not name.startswith("_") and name not in _RESERVED]
     names = [name for name in names if inspect.isroutine(inspect.getattr_static(target, name))]
@@ -205,7 +208,8 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 
 def functions_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return the public functions of a module, the functions of a list, or a function, by name."""
+    """Return functions keyed by name: the public functions of a module, the functions in a list, or
+    a single function."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]
@@ -299,7 +303,7 @@ def _is_dataclass(kind: Any) -> bool:
 
 
 def _value_of(hint: Any, value: Any) -> Any:
-    """Convert a JSON value to the type `hint`. Raises ValueError if it has another type."""
+    """Convert a JSON value to the type `hint`. Raises ValueError if the types do not match."""
     kind, inner = _parts(hint)
     if kind is Any:
         return value
@@ -345,7 +349,8 @@ _ARGUMENT = re.compile(r"\s+(\w+)(?: ?\([^)]*\))?:\s*(.*)")
 
 
 def _docstring_parts(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its description and its parameters' (`Args:` or `:param x:`)."""
+    """Split a docstring into its description and the descriptions of the parameters (`Args:` or
+    `:param x:`)."""
     description: list[str] = []
     parameters: dict[str, str] = {}
     section, last, depth = "", "", 0
