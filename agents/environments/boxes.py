@@ -1,4 +1,5 @@
-"""A task that takes more steps than a small context window holds: find a prize in boxes."""
+"""A task that takes more steps than fit in a small context window: finding a prize in one of many
+boxes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 
 class Boxes:
-    """One of `boxes` boxes holds a prize. The policy looks for it, then says its number."""
+    """One of `boxes` boxes contains a prize. The policy looks into boxes until it finds it, and
+    answers with the number of that box."""
 
     def __init__(self, boxes: int = 12) -> None:
         self._boxes = boxes

@@ -1,4 +1,4 @@
-"""Creates scripted conversations for a cold start. Each task gets a careful and a hasty one."""
+"""Creates scripted conversations for a cold start, with a careful and a hasty one for each task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
 from keel.rl.turns import Message, ToolSpec
 
 _FAR = 1 << 20
-"""Offset from the seeds of a recipe's prompts."""
+"""Distance of the seeds used here from the seeds of a recipe's prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,14 @@ class Demonstration:
     worked: tuple[Message, ...]
     """A conversation that uses the tools and succeeds."""
     hasty: tuple[Message, ...]
-    """A well-formed conversation that ignores the tools and fails."""
+    """A well-formed conversation that makes no use of the tools and fails."""
 
 
 def trip_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Demonstrate the trip planner. The hasty conversations submit a wrong plan immediately."""
+    """Create demonstrations of the trip planner. In the hasty ones, the policy immediately submits
+    a wrong plan."""
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
     first = (_FAR + seed) * 1_000_000
@@ -55,7 +56,8 @@ def trip_demonstrations(
 def guess_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Demonstrate TextArena's GuessTheNumber in brief form. The hasty ones ignore the hints."""
+    """Create demonstrations of TextArena's GuessTheNumber with shortened texts. In the hasty ones,
+    the policy ignores the hints."""
     options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
     made: list[Demonstration] = []
@@ -86,7 +88,8 @@ class ScriptedConversation:
 def play(
     environment: Any, task: Mapping[str, Any], seed: int, calls: Calls
 ) -> ScriptedConversation:
-    """Run scripted calls in a local environment until it ends or `calls` returns a final answer."""
+    """Run scripted calls in a local environment until the environment ends or `calls` returns a
+    final answer."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
     said: list[Message] = list(opening["messages"])

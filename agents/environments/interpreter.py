@@ -23,21 +23,21 @@ CELL_S = 120.0
 """Time limit for a cell in seconds (DeepSeek-V3.2, 2025, Appendix B, Table 7)."""
 _START_S = 60.0
 ENDING_S = 10.0
-"""How many seconds an interrupted cell may take to stop before the kernel is restarted."""
+"""Time in seconds for an interrupted cell to stop before the kernel is restarted."""
 _MAX_OUTPUT = 20_000
-"""Maximum length of a cell's output. If it is longer, the middle is removed."""
+"""Maximum length of a cell's output. If the output is longer, its middle is removed."""
 _SLACK = 0.05
-"""Fraction of a call's time that is not given to the three limits of `split_call_time`."""
+"""Fraction of a call's time that `split_call_time` does not assign to any of its three limits."""
 _MAX_TRIES = 3
-"""Maximum number of times to run a cell if the kernel aborts it after an interrupt."""
+"""Maximum number of times that a cell is run if the kernel aborts it after an interrupt."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CURE = "python -m pip install jupyter_client ipykernel"
 
 
 class Interpreter:
-    """An environment with one tool and no verdict. A cell may run for `cell_s`, less if a call's
-    time (`agents.call_s`) is short, and may take `ending_s` to stop after an interrupt. The policy
-    can read all of the folder `files`."""
+    """An environment with one tool and no verdict. A cell may run for `cell_s` seconds, or less if
+    the time limit of a call (`agents.call_s`) is short. After an interrupt, it may take `ending_s`
+    seconds to stop. The policy can read all files in the folder `files`."""
 
     call_s = math.inf
 
@@ -115,7 +115,8 @@ class Interpreter:
         return f"{why}; it was started anew, and all variables are gone."
 
     def _run(self, code: str, cell_s: float, ending_s: float, start_s: float) -> str | None:
-        """Run a cell and return its output, or None if the kernel aborted it after an interrupt."""
+        """Run a cell and return its output, or None if the kernel aborted the cell after an
+        interrupt."""
         # With stop_on_error, a failing cell makes the kernel abort the following ones.
         number = self._client.execute(code, allow_stdin=False, stop_on_error=False)
         output = _Output()
@@ -154,7 +155,8 @@ class Interpreter:
 
 
 def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
-    """Split a call's time into limits for a cell, its interrupt, and a new kernel's start."""
+    """Split the time of a call into limits for the cell, for interrupting it, and for starting a
+    new kernel."""
     available_s = (1 - _SLACK) * call_s
     ending_s, start_s = min(ending_s, available_s / 4), min(_START_S, available_s / 4)
     remaining_s = available_s - ending_s - start_s
@@ -164,7 +166,8 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
 
 
 def _put_files(given: Any, folder: str, where: str) -> list[str]:
-    """Copy a task's files, named in `folder` or given as texts, to `where`, and describe them."""
+    """Copy the files of a task to `where` and return their descriptions. The files are either
+    named, in `folder`, or given as texts."""
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
     descriptions: list[str] = []
@@ -195,7 +198,8 @@ def _put_files(given: Any, folder: str, where: str) -> list[str]:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox. Returns them and the paths to read."""
+    """Check the arguments before a run, outside the sandbox. Returns the arguments and the paths
+    that the environment needs to read."""
     if not (folder := str(arguments.get("files") or "")):
         return dict(arguments), []
     path = Path(folder).expanduser().absolute()
@@ -205,7 +209,7 @@ def prepare(
 
 
 class _Output:
-    """Collects the output of a cell. If it is too long, the middle is dropped."""
+    """Collects the output of a cell. If the output is too long, its middle is removed."""
 
     def __init__(self) -> None:
         self._first, self._last, self._count = "", "", 0

@@ -1,4 +1,4 @@
-"""Adds an environment's instructions to a task's messages."""
+"""Adds the instructions of an environment to the messages of a task."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 def with_instructions(
     messages: Sequence[Mapping[str, Any]], *instructions: str
 ) -> list[dict[str, Any]]:
-    """Add instructions to the system message. The question does not change, because its language
-    decides the language of the answer."""
+    """Add instructions to the system message. The question is not changed, because its language
+    determines the language of the answer."""
     if not any(instructions):
         return [dict(message) for message in messages]
     first, *rest = messages = [dict(message) for message in messages]

@@ -1,5 +1,5 @@
-"""Single-player games from TextArena, selected as in `arguments={"game": "Sudoku-v0"}`. They use
-Python's global random state, so each process can run only one."""
+"""Single-player games from TextArena, selected by name as in `arguments={"game": "Sudoku-v0"}`.
+They use Python's global random state, so each process can run only one game."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 PRELOAD = ("textarena",)
 """Additional modules that the fork server imports."""
 _MAX_LOST = 0.99
-"""Maximum score for a game that was not won. TextArena's 2048 returns 1 for some losses."""
+"""Maximum score for a game that was not won. TextArena's 2048 returns 1 for some lost games."""
 _LOST = re.compile(r"turn limit|game over|no moves left", re.IGNORECASE)
 _INVALID = re.compile(
     r"You attempted an invalid move\. Reason: (.*?)\s*Please resubmit.*", re.DOTALL
@@ -18,9 +18,9 @@ _INVALID = re.compile(
 
 
 class Game:
-    """A single game with gymnasium's interface. The rewards sum to its result, or else to the
-    progress. `options` are arguments of its class, and `brief` shortens the texts of
-    GuessTheNumber."""
+    """A single game with gymnasium's interface. The rewards sum to the result of the game, or to
+    the progress if it does not end. `options` are the arguments of the game's class. `brief`
+    shortens the texts of GuessTheNumber."""
 
     def __init__(self, game: str, options: dict[str, Any] | None = None, brief: bool = False):
         try:

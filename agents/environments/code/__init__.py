@@ -1,1 +1,1 @@
-"""An environment in which the policy changes a repository. Hidden tests grade the change."""
+"""An environment in which the policy changes a repository and hidden tests grade the change."""

@@ -1,6 +1,6 @@
 """An environment in which the policy changes a repository. The hidden tests are decrypted only for
-the verdict, after the policy's processes are killed and the files outside the repository removed.
-It supports Python 3.9, needs no packages, and runs only in bubblewrap."""
+the verdict, after all processes of the policy have been killed and the files outside the repository
+removed. This code supports Python 3.9, needs no packages, and runs only in bubblewrap."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ _MAX_MIB = 64
 _CHECK_S = 60.0
 _MAX_COMMAND_S = 600
 _SLACK_S = 15.0
-"""Seconds of each call that are reserved for killing a command and reading its output."""
+"""Number of seconds of each call that are reserved for killing the command and reading its
+output."""
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 _COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
 _Packages = dict[str, list[str]]
-"""Paths of packages, keyed by the name that `normalize_name` returns."""
+"""Paths of packages, keyed by the normalized name (`normalize_name`)."""
 _PACKAGE_FOLDERS = (
     *("site-packages", "dist-packages", "node_modules", "extern", "third_party", "include"),
 )
-"""Names of folders that contain packages. Any name that contains `vendor` counts as well."""
+"""Names of folders that contain packages, in addition to all names that contain `vendor`."""
 _METADATA = (".whl", ".egg", ".dist-info", ".egg-info")
 _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
 def find_packages(folders: Iterable[str]) -> _Packages:
-    """Find the packages below `folders`, vendored and archived ones included, but no links into the
-    repository. A copy of the project would show the policy the finished change."""
+    """Find all packages below `folders`, including vendored and archived ones. Links into the
+    repository are skipped. The result is used to look for copies of the project, which would show
+    the finished change to the policy."""
     packages: _Packages = {}
 
     def add(name: str, place: str) -> None:
@@ -116,7 +118,8 @@ if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked 
 
 
 class Repository:
-    """A repository that the policy changes, from a folder `environment` of `keel synthesize`."""
+    """A repository for the policy to change. It is read from a folder `environment` made by `keel
+    synthesize`."""
 
     call_s = math.inf
 
@@ -128,8 +131,8 @@ class Repository:
         self._prefix = ""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
-        """Set up the repository. Raises RuntimeError if its tools do not work here or an answer
-        shows."""
+        """Set up the repository. Raises RuntimeError if the toolchain does not work here or if the
+        policy could read an answer."""
         reward = task["reward"]
         if not processes.in_sandbox():
             raise RuntimeError("the code environment needs isolation: bubblewrap, with /proc")
@@ -161,7 +164,8 @@ class Repository:
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
     def _refuse_copies(self) -> None:
-        """Raise RuntimeError if the policy could read a copy of the project, in any prefix."""
+        """Raise RuntimeError if the policy could read a copy of the project, in the packages of any
+        instance or of the system."""
         listed = sorted(Path(self._folder, "packages").iterdir())
         sources: list[_Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
         for packages in (*sources, _system_packages()):
@@ -224,8 +228,8 @@ class Repository:
         return processes.run(words, env=self._env, folder=REPO, within_s=within_s)
 
     def _file_tool(self, request: Mapping[str, Any]) -> str:
-        """Run a file tool with the permissions of the policy's commands, so that links cannot give
-        the policy access to this process's memory."""
+        """Run a file tool with the same permissions as the policy's commands. Otherwise, the policy
+        could use links to reach the memory of this process."""
         words = [sys.executable, "-I", "-S", files.__file__]
         stdin = json.dumps(request).encode()
         status, output = processes.run(words, env={}, folder=REPO, within_s=_CHECK_S, stdin=stdin)
@@ -237,7 +241,8 @@ class Repository:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox, and make the folder absolute."""
+    """Check the arguments before a run, outside the sandbox, and make the folder's path
+    absolute."""
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Runs the hidden tests in a clean state, without any of the policy's processes or extra files."""
+"""Runs the hidden tests in a clean state, after the policy's processes and extra files are
+removed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from keel.agents.environments.code.languages import LANGUAGES, REPO, is_grading
 from keel.agents.environments.code.tree import Tree, erase, overlay, write_tree
 
 WRITABLE = ("/tmp", "/dev/shm")
-"""All folders that an episode can write to."""
+"""All folders in which an episode can write."""
 _WORDS = (
     "all any args base both call case cast copy date deep each edge empty end equal error extra "
     "false few file first flat float global group head index inner input int items iter join key "
@@ -24,25 +25,26 @@ _WORDS = (
     "nested next none null odd old only order other outer output pair part path plain raw repr "
     "right same short simple single size some space start step strict text time true type upper"
 )
-"""Words that are combined into natural-looking test names."""
+"""Words that are combined into natural-looking names for tests."""
 _MAX_BYTES = 32 << 20
 _RANK = ("failed", "skipped", "passed")
-"""Order of precedence if a test has several results. The first one here counts."""
+"""Order of precedence if a test has several results: the one that comes first here is used."""
 
 
 class Results(NamedTuple):
     tests: dict[str, str]
     canary: str
-    """`as wanted` if all canaries have the right result, or `missing` or `faked`."""
+    """`as wanted` if all canaries have the right result, `missing` if a result is missing, or
+    `faked` otherwise."""
     said: str
     inside: bool = True
-    """False if a canary at the end of a hidden test file has a wrong result."""
+    """False if a canary at the end of a hidden test file has the wrong result."""
     seconds: float = 0.0
-    """How long the tests took, not counting the preparation."""
+    """Duration of the tests, without the preparation."""
 
 
 def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that every command gets."""
+    """Return the environment variables for all commands."""
     where = os.path.dirname(sys.executable)
     return {
         "PATH": f"{prefix}/bin:{where}:/usr/local/bin:/usr/bin:/bin",
@@ -59,7 +61,8 @@ def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree) -> Tree:
-    """Return the policy's sources with the instance's own files for grading and no new links."""
+    """Return the tree to grade: the policy's sources, but with the original files that are used for
+    grading and without links that the policy added."""
     language = LANGUAGES[instance["language"]]
     policys = {
         path: entry
@@ -76,9 +79,11 @@ def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written:
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
-    """Write the tree and run its tests, with all other processes killed before and after. Canaries
-    detect faked results: tests with random names, one to pass and one to fail, as separate files
-    and at the end of hidden test files."""
+    """Write the tree and run its tests. All other processes are killed before and after.
+
+    Canaries detect faked results. They are tests with random names, one that must pass and one that
+    must fail, both in separate files and at the end of hidden test files.
+    """
     language = LANGUAGES[instance["language"]]
     canaries = {_test_name(): good for good in (True, False)}
     inside = {_test_name(): good for good in (True, False)}
@@ -129,7 +134,8 @@ def _canary(text: str, nonce: str, good: bool) -> str:
 
 
 def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
-    """Return 1 if every required test passes, or 0, and facts."""
+    """Return the score and facts about it. The score is 1 if every required test passes, and 0
+    otherwise."""
     facts: dict[str, Any] = {"canary": results.canary}
     for name in ("f2p", "p2p"):
         required = instance[name]
@@ -177,7 +183,8 @@ def _read_junit(path: str) -> list[tuple[str, str]]:
 
 
 def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield each test's name and result. The root element's name depends on the runner."""
+    """Yield the name and the result of each test. The root element is not checked, because its name
+    depends on the test runner."""
     for child in element:
         if child.tag == "testsuite":
             yield from _cases(child, (*suites, child.get("name", "")))

@@ -1,4 +1,5 @@
-"""Defines, for each language, how projects are set up and tested and which files are tests."""
+"""Defines, for each language, how a project is set up and tested, and which of its files are
+tests."""
 
 from __future__ import annotations
 
@@ -7,32 +8,35 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 REPO = "/tmp/repo"
-"""Path of the repository, during setup and in episodes. Installed files may contain it."""
+"""Path of the repository, both during setup and in episodes, because installed files may contain
+it."""
 
 
 @dataclass(frozen=True)
 class ProjectLanguage:
-    """The commands and file patterns for a language. Commands run with bash in $REPO, and only
-    `setup` writes to $PREFIX and has network access. $JUNIT is a folder for results (.xml),
-    $VERSION the project's version. The pattern `name/` matches a folder and its contents,
-    `*_test.py` file names, and one with a slash inside a path from the root."""
+    """The commands and file patterns for a language. Commands run with bash in $REPO. Only `setup`
+    can write to $PREFIX and has network access. $JUNIT is a folder for test results (.xml), and
+    $VERSION is the version of the project. The pattern `name/` matches a folder and its contents.
+    Other patterns match file names (`*_test.py`), or whole paths from the root if they contain a
+    slash."""
 
     suffixes: tuple[str, ...]
     tests: tuple[str, ...]
     steers: tuple[str, ...]
-    """Patterns for other files that influence the tests. They are restored before grading."""
+    """Patterns for other files that influence the tests. These files are restored before
+    grading."""
     manifests: tuple[str, ...]
     setup: str
     test: str
     check: str
     """A command that succeeds if the toolchain works."""
     canary: tuple[str, str] = ("", "")
-    """The name and text of a file with one test, which passes if WORTH is true, to detect faked
-    results."""
+    """The name and the text of a file with one test, which passes if WORTH is true. It is used to
+    detect faked results."""
     canary_at_the_end: str = ""
-    """A canary to append to a hidden test file."""
+    """A canary that is appended to a hidden test file."""
     build_names_sources: bool = False
-    """True if one of the `steers` files must list every new source file."""
+    """True if each new source file must be listed in one of the `steers` files."""
 
 
 _PYTHON = ProjectLanguage(
@@ -237,7 +241,7 @@ LANGUAGES = {
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Return whether a path matches a pattern. `ProjectLanguage` explains the patterns."""
+    """Return whether a path matches a pattern. See `ProjectLanguage` for the patterns."""
     *folders, name = path.split("/")
     for pattern in patterns:
         if pattern.endswith("/"):
@@ -249,7 +253,8 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def is_grading(language: ProjectLanguage, path: str) -> bool:
-    """Return whether a file is used for grading. If so, the policy's version of it is ignored."""
+    """Return whether a file is used for grading. If it is, the policy's version of it is
+    ignored."""
     # Readers of these files may ignore case: Python finds plugins in X.DIST-INFO.
     steers = [pattern.lower() for pattern in language.steers]
     return matches(path, language.tests) or matches(path.lower(), steers)

@@ -1,4 +1,4 @@
-"""Runs commands with a deadline, and kills all processes of an episode."""
+"""Runs commands with a time limit, and kills all processes of an episode."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from contextlib import suppress
 from keel.agents.env_runtime import processes
 
 _MAX_CHARACTERS = 20_000
-"""Maximum length of a command's output. If it is longer, the middle is removed."""
+"""Maximum length of a command's output. If the output is longer, its middle is removed."""
 _KILL_S = 10.0
 _adopts = False
-"""True once this process adopts its orphaned descendants."""
+"""True once this process is the parent of its orphaned descendants."""
 
 
 def in_sandbox() -> bool:
-    """Return whether this process runs in Keel's sandbox, where emptying /tmp is safe."""
+    """Return whether this process runs in Keel's sandbox. Only there is it safe to empty /tmp."""
     read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
     return socket.gethostname() == "sandbox" and read_only and os.path.exists("/proc/self/task")
 
 
 def adopt_orphans() -> None:
-    """From now on, make orphaned descendants children of this process."""
+    """Make this process the parent of all descendants that are orphaned from now on."""
     global _adopts
     processes.adopt_orphans()
     _adopts = True
 
 
 def stop_all() -> None:
-    """Kill all descendants. Raises TimeoutError if some of them keep forking."""
+    """Kill all descendants. Raises TimeoutError if some of them cannot be killed, for example
+    because they keep forking."""
     deadline = time.monotonic() + _KILL_S
     while pids := processes.descendants(os.getpid()):
         for pid in pids:
@@ -55,7 +56,8 @@ def _reap_zombies() -> None:
 def run(
     command: list[str], *, env: Mapping[str, str], folder: str, within_s: float, stdin: bytes = b""
 ) -> tuple[int | None, str]:
-    """Run a command and return its exit status, None after its deadline, and its output."""
+    """Run a command and return its exit status and its output. The status is None if the command
+    exceeded its time limit."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
         source.write(stdin)
         source.seek(0)

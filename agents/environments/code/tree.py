@@ -1,4 +1,4 @@
-"""Reads source trees from untrusted folders, writes them, and encrypts files."""
+"""Reads source trees from untrusted folders, writes source trees, and encrypts files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 Entry = tuple[str, bytes]
-"""("f", contents) for a file, ("x", contents) for an executable one, or ("l", target) for a link.
-"""
+"""("f", contents) for a file, ("x", contents) for an executable file, or ("l", target) for a
+link."""
 Tree = dict[str, Entry]
-"""Maps each path from the root, written with slashes, to its entry."""
+"""Maps the path of each file to its entry. Paths are relative to the root and use slashes."""
 _MAX_FILES = 20_000
 _ERASE_S = 60.0
 _DIGEST_BYTES = 32
@@ -26,8 +26,9 @@ class UnreadableTree(ValueError):
 
 
 def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
-    """Read all regular files and links in a folder, to which no other process may write, but those
-    to `skip`. Raises UnreadableTree if it is too large."""
+    """Read all regular files and links in a folder, except those for which `skip` returns True. No
+    other process may write to the folder meanwhile. Raises UnreadableTree if the tree is too large.
+    """
     if not stat.S_ISDIR(os.lstat(root).st_mode):
         raise UnreadableTree(f"{root} is no folder")
     tree: Tree = {}
@@ -73,7 +74,7 @@ def write_tree(root: str, tree: Tree) -> None:
 
 
 def erase(folder: str) -> None:
-    """Delete everything in a folder except mounts, regardless of permissions and depth."""
+    """Delete the contents of a folder except mounts, regardless of permissions and depth."""
     subprocess.run(
         ["/bin/sh", "-c", _ERASE, "sh", folder],
         stdin=subprocess.DEVNULL,
@@ -90,7 +91,8 @@ find "$1" -xdev -mindepth 1 -depth -delete
 
 
 def overlay(under: Tree, over: Tree) -> Tree:
-    """Return `under` with the entries of `over`, which replace files and folders in their way."""
+    """Return `under` with the entries of `over` added. Files and folders of `under` that are in
+    their way are removed."""
     folders = {part for path in over for part in _parents(path)}
     visible = {
         path: entry
@@ -106,7 +108,7 @@ def _parents(path: str) -> list[str]:
 
 
 def is_safe(path: str) -> bool:
-    """Return whether a path stays inside the tree's root."""
+    """Return whether a path stays inside the root of the tree."""
     return bool(path) and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
@@ -120,13 +122,13 @@ def tree_from_json(value: dict[str, list[str]]) -> Tree:
 
 
 def seal(content: dict[str, Any], key: bytes) -> bytes:
-    """Encrypt content. Use each key for only one file."""
+    """Encrypt the content of a file. Use each key for only one file."""
     data = zlib.compress(json.dumps(content).encode(), 6)
     return _xor(hashlib.sha256(data).digest() + data, key)
 
 
 def unseal(data: bytes, key: bytes) -> dict[str, Any]:
-    """Decrypt content. Raises ValueError if the key is wrong or the file has been changed."""
+    """Decrypt a file. Raises ValueError if the key is wrong or the file has been changed."""
     plain = _xor(data, key)
     if hashlib.sha256(plain[_DIGEST_BYTES:]).digest() != plain[:_DIGEST_BYTES]:
         raise ValueError("the key is not this file's, or the file was changed")

@@ -1,4 +1,4 @@
-"""Sets up a repository in the sandbox and runs its tests, both with and without the change."""
+"""Sets up a repository in the sandbox and runs its tests, with and without the change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _LEFTOVERS = (
 
 
 class RepositoryWorkshop(Repository):
-    """A repository and its installed files, opened from a draft that includes the gold patch."""
+    """A repository with its installed files. It is opened from a draft that includes the gold
+    patch."""
 
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)
@@ -31,7 +32,8 @@ class RepositoryWorkshop(Repository):
         self._env = grading.environment(self._prefix, self._instance["env"])
 
     def tests(self, gold: bool) -> str:
-        """Run all tests, after the gold patch if `gold` is set, and return the results as JSON."""
+        """Run all tests and return the results as JSON. If `gold` is set, the gold patch is applied
+        first."""
         tree = self._base
         if gold:
             for path in self._instance["gold_gone"]:
@@ -42,8 +44,8 @@ class RepositoryWorkshop(Repository):
         return json.dumps(results._asdict())
 
     def set_up(self, script: str, within_s: float) -> str:
-        """Run a setup script in the unchanged repository. Returns JSON with its outcome and new
-        files."""
+        """Run a setup script in the unchanged repository. Returns its outcome and the new files as
+        JSON."""
         processes.stop_all()
         for folder in (*grading.WRITABLE, self._prefix):
             grading.erase(folder)
@@ -62,7 +64,8 @@ class RepositoryWorkshop(Repository):
         )
 
     def copies(self) -> str:
-        """Return JSON that says where the policy could read a copy of the project."""
+        """Return JSON with the place where the policy could read a copy of the project, or "" if
+        there is none."""
         where = ""
         try:
             self._refuse_copies()

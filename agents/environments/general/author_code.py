@@ -54,7 +54,7 @@ class Folder:
         return (self.path / name).read_text(encoding="utf-8")
 
     def tasks(self) -> list[dict[str, Any]]:
-        """Return the tasks in order. Raises ValueError if task.json is invalid."""
+        """Return the tasks in the order of task.json. Raises ValueError if the file is invalid."""
         try:
             tasks: list[dict[str, Any]] = json.loads(self.text("task.json"))["tasks"]
             for task in tasks:
@@ -64,7 +64,8 @@ class Folder:
         return tasks
 
     def database(self) -> Any:
-        """Return a fresh copy of the database, as a JSON value or an SQLite connection."""
+        """Return a fresh copy of the database, either as a JSON value or as an SQLite
+        connection."""
         file = self.path / "database.sqlite"
         if not file.exists():
             return json.loads(self.text("database.json"))
@@ -76,7 +77,8 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Find the environments. A name is the folder of one, a folder above several, or `shipped`."""
+    """Find environments by their names. A name is the folder of an environment, a folder that
+    contains several of them, or `shipped`."""
     environments: list[Folder] = []
     for name in names:
         path = SHIPPED if name == "shipped" else Path(name).expanduser()
@@ -100,7 +102,8 @@ MODULES = (
     *("json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "typing"),
     "unicodedata",
 )
-"""Modules that tools and verifiers may import. None gives access to files, clocks or processes."""
+"""Modules that tools and verifiers may import. None of them gives access to files, clocks or
+processes."""
 for _name in (*MODULES, "_strptime"):  # imported now, because their process can open no file
     importlib.import_module(_name)
 _PLAIN = (
@@ -117,18 +120,18 @@ _MORE = (
     *("property", "staticmethod", "classmethod", "super", "type"),
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
-"""Forbidden attributes, which give access to the interpreter or the clock."""
+"""Forbidden attributes, because they give access to the interpreter or the clock."""
 _CLOCK = re.compile(
     r"""CURRENT_(DATE|TIME|TIMESTAMP)\b | ["']now["'] | ^\s*now\s*$ | \brandom(blob)?\( |
     \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""SQLite functions that read the clock, which is their default, or return random values."""
+"""SQLite functions that return random values or read the clock, which some do by default."""
 
 
 def parsed(source: str, part: Part) -> ast.Module:
-    """Parse an author's code. Raises InvalidEnvironment if it is invalid or uses something
-    forbidden."""
+    """Parse an author's code. Raises InvalidEnvironment if it is invalid or uses a forbidden
+    feature."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
@@ -176,7 +179,7 @@ def _complaint(node: ast.AST, part: Part) -> str:
 
 
 def _namespace(part: Part) -> dict[str, Any]:
-    """Return the global variables for an author's code, with a few of Python's builtins."""
+    """Return the global variables for an author's code, with only some of Python's builtins."""
 
     def import_module(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
@@ -201,7 +204,7 @@ _Message = dict[str, Any]
 
 
 class ChildEnded(Exception):
-    """Raised if a child has exited, timed out or sent an invalid message."""
+    """Raised if a child process has exited, timed out or sent an invalid message."""
 
 
 class AuthorCodeFailed(Exception): ...
@@ -212,7 +215,7 @@ class AuthorChannel:
         self._end, self._received = end, b""
 
     def send(self, message: _Message) -> None:
-        """Send a message. Raises ChildEnded if the other end is closed."""
+        """Send a message. Raises ChildEnded if the other end of the channel is closed."""
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             self._end.sendall(line)
@@ -220,7 +223,8 @@ class AuthorChannel:
             raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> _Message:
-        """Receive a message. Raises ChildEnded if it is invalid or does not arrive in time."""
+        """Receive a message. Raises ChildEnded if the message is invalid or does not arrive in
+        time."""
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._received:
             remaining = None if until is None else max(0.0, until - time.monotonic())
@@ -253,8 +257,9 @@ class Child(AuthorChannel):
         super().__init__(ours)
 
     def ask(self, message: _Message, within_s: float | None = None) -> Any:
-        """Send a request and return its result, or raise ChildEnded, InvalidEnvironment (the code
-        is refused) or AuthorCodeFailed (it raises an error)."""
+        """Send a request and return its result. Raises ChildEnded if the child exits or times out,
+        InvalidEnvironment if it rejects the code, and AuthorCodeFailed if the code raises an
+        exception."""
         self.send(message)
         reply = self.receive(within_s)
         if "refused" in reply:
@@ -322,8 +327,8 @@ def _shut() -> None:
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
-    """Start a process that answers {"do": "describe"} with the tools' descriptions, and {"do":
-    "call", "name", "arguments"} with a text."""
+    """Start a process for the tools. It answers {"do": "describe"} with the descriptions of the
+    tools, and {"do": "call", "name", "arguments"} with the result as text."""
 
     def run(channel: AuthorChannel) -> None:
         source, database = folder.text("tools.py"), folder.database()
@@ -346,7 +351,8 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Run a tools.py and return its public functions, which need hints and docstrings, as tools."""
+    """Run the source of tools.py and return its public functions as tools. They must have type
+    hints and docstrings."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(_namespace("tools"), database=database)
@@ -382,7 +388,7 @@ SUBMIT: dict[str, Any] = {
 
 
 def answer_of(text: str) -> Any:
-    """Parse a submitted answer as JSON. If it is not valid JSON, return it as text."""
+    """Parse a submitted answer as JSON. Returns the text itself if it is not valid JSON."""
     try:
         answer = json.loads(text)
         # Fails for 1e999, NaN and half of a surrogate pair, which are not JSON.
@@ -393,7 +399,7 @@ def answer_of(text: str) -> Any:
 
 
 def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
-    """Run the verifier on an answer and the original database. Returns the requirements that are
+    """Run the verifier on an answer and the original database. Returns whether each requirement is
     met, or an error message if the verifier fails."""
 
     def run(channel: AuthorChannel) -> None:
@@ -417,8 +423,8 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
 
 
 def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
-    """Start a solution. For each tool call it sends {"call": name, "arguments"} and expects
-    {"text"} or {"failed"}, and at the end it sends {"is": the answer}."""
+    """Start a process that runs a solution. For each tool call, it sends {"call": name,
+    "arguments"} and expects {"text"} or {"failed"}. At the end, it sends {"is": the answer}."""
 
     def run(channel: AuthorChannel) -> None:
         def named(name: str) -> Callable[..., Any]:
@@ -440,8 +446,8 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
 
 
 def _function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
-    """Return the function `name`, which sees only the imports directly before it. Raises
-    InvalidEnvironment if the source contains anything but functions and imports."""
+    """Return the function `name`, which can use only the imports directly before it. Raises
+    InvalidEnvironment if the source contains anything except functions and imports."""
     pieces: dict[str, list[ast.stmt]] = {}
     imports: list[ast.stmt] = []
     for node in parsed(source, part).body:

@@ -1,4 +1,5 @@
-"""An environment with an author's tools and verifier, in which the policy submits an answer."""
+"""An environment with an author's tools and verifier. The policy uses the tools and submits an
+answer."""
 
 from __future__ import annotations
 
@@ -21,13 +22,16 @@ PRELOAD = ("keel.agents.environments.general.workshop",)
 
 
 class General:
-    """One of an author's tasks, numbered across all folders by the prompt's name, `name/n`, or its
-    `reward`, `{"general": {"task": 3}}`. The tools' process is forked before anything else is read
-    and cannot open files, so even a tool that the policy controls cannot read an answer."""
+    """A task written by an author. Its number counts the tasks of all folders. It comes from the
+    name of the prompt, `name/n`, or from its `reward`, `{"general": {"task": 3}}`.
+
+    The process for the tools is forked before anything else is read, and it cannot open files. Even
+    a tool that the policy controls can therefore not read an answer.
+    """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
-        """Find the environments. After `verify_s` seconds of a verifier, the answer counts as
-        wrong."""
+        """Find the environments in `folder`. If a verifier takes longer than `verify_s` seconds,
+        the answer counts as wrong."""
         self._folders = folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s
         self._tools: Child | None = None
@@ -80,7 +84,8 @@ class General:
             raise EnvironmentGone(f"the tools: {error}") from error
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Grade the answer: `share` of the requirements is met, and `correct` is 1 if all are."""
+        """Grade the answer. `share` is the fraction of requirements that are met. `correct` is 1 if
+        all are met, and 0 otherwise."""
         if self._submitted is None:
             return {"correct": 0.0, "share": 0.0}, {"submitted": False}
         answer = answer_of(self._submitted)

@@ -1,4 +1,5 @@
-"""Environments in which an author builds a database, and a pipeline runs the author's code."""
+"""Environments for the pipeline, in which an author builds a database and the author's code is
+run."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """Runs the tools and verifiers in the folder `environment` of the task's reward, with
-    `within_s` seconds for each request."""
+    """Runs the tools and verifiers in the folder `environment` of the task's reward. Each request
+    may take `within_s` seconds."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))
@@ -59,7 +60,7 @@ class AuthorWorkshop:
         return reply["is"]
 
     def results(self, calls: list[dict[str, Any]]) -> Any:
-        """Run calls in order. Returns {"is": text} or {"raised": text} for each call."""
+        """Run the calls in order. Returns {"is": text} or {"raised": text} for each call."""
         return self._told(
             [{"do": "call", "name": one["name"], "arguments": one["arguments"]} for one in calls]
         )
@@ -80,11 +81,12 @@ class AuthorWorkshop:
             child.end()
 
     def verdicts(self, number: int, answers: list[Any]) -> Any:
-        """Verify each answer in its own process, as `verified` does."""
+        """Verify each answer in its own process. Returns the result of `verified` for each."""
         return [verified(self._folder, number, answer, self._within_s) for answer in answers]
 
     def strings(self, most: int) -> list[str]:
-        """Return the texts in the database in order, without duplicates."""
+        """Return the strings in the database in order and without duplicates, at most `most` of
+        them."""
         database: Any = self._folder.database()
         texts = dict[str, None]()
         pending: list[Any] = [database] if type(database) in (dict, list) else []
@@ -103,7 +105,8 @@ class AuthorWorkshop:
         return list(texts)[:most]
 
     def shown(self, most: int) -> list[str]:
-        """Return examples of each kind of database entry, in at most `most` characters."""
+        """Return examples of each kind of entry in the database, with at most `most` characters in
+        total."""
         database: Any = self._folder.database()
         parts = list[str]()
         if type(database) not in (dict, list):
@@ -132,7 +135,7 @@ def _tables(database: Any) -> list[tuple[str, str]]:
 
 
 class DatabaseDesk:
-    """An environment for building one database. Only the submitted database is kept."""
+    """An environment for building a database. Only the submitted database is kept."""
 
     def __init__(self, most_kib: int, bash_s: float) -> None:
         self._most, self._bash_s = most_kib << 10, bash_s

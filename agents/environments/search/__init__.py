@@ -1,1 +1,2 @@
-"""An environment for searching a corpus. It has an index, and tools to search, open and find."""
+"""An environment for searching a corpus. It consists of an index and of tools to search, open and
+find."""

@@ -1,7 +1,5 @@
 """Reads the text, HTML and JSONL files in a folder as documents, and splits text in any language.
-
-Links are not followed. The text is untrusted, so all functions take time linear in its length.
-"""
+Links are not followed. The text is untrusted, so all functions run in time linear in its length."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from typing import Any, Protocol, cast
 
 _TEXT, _HTML, _LINES = (".txt", ".md", ".rst"), (".html", ".htm", ".xhtml"), (".jsonl",)
 _MAX_BYTES = 32 << 20
-"""Maximum size of a file that is a single document, and of a line of JSONL."""
+"""Maximum size of a file with a single document, and of a line of JSONL."""
 _MAX_CHARACTERS = 4_000_000
 _UNNAMED = str.maketrans({"[": "(", "]": ")", '"': "'", "\n": " "})
-"""Replacements for characters that would end a citation if a name contained them."""
+"""Replacements for characters that would end a citation if they occurred in a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +41,28 @@ class Hit:
 
 
 class Library(Protocol):
-    """A source of documents, such as an index or a user's adapter to a search API."""
+    """A source of documents, such as an index or the user's adapter for a search API."""
 
     def search(self, query: str, most: int) -> Sequence[Hit]:
-        """Return up to `most` hits, best first. If it raises an error, the call fails."""
+        """Return up to `most` hits, starting with the best. If this raises an exception, the tool
+        call fails."""
         ...
 
     def document(self, name: str) -> Document | None:
-        """Return the document called `name`, or None if it is missing."""
+        """Return the document with the name `name`, or None if there is none."""
         ...
 
 
 def made(name: str, title: str, text: str) -> Document:
-    """Create a document without invisible characters, with its name as the title if it has none."""
+    """Create a document without invisible characters. If it has no title, its name is used as the
+    title."""
     name = " ".join(cleaned(name).translate(_UNNAMED).split())
     title = " ".join(cleaned(title or "").split())
     return Document(name=name, title=title or name, text=cleaned(text or ""))
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files in a folder that can be read as documents, in order."""
+    """Return a sorted list of the files in a folder that can be read as documents."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
     paths: list[Path] = []
@@ -77,7 +77,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    """Return a hash of the files, which changes whenever one of them changes."""
+    """Return a hash of the files' names, sizes and times. It changes whenever one of the files
+    changes."""
     listed = [
         (os.fsencode(path.relative_to(folder)).hex(), about.st_size, about.st_mtime_ns)
         for path in files
@@ -87,7 +88,8 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
-    """Yield the documents in all files but blank ones. Errors name the file and the line."""
+    """Yield the documents in all files, except blank ones. Error messages contain the file and the
+    line."""
     seen: set[str] = set()
     for path in files:
         name = os.fsencode(path.relative_to(folder)).decode(errors="replace")
@@ -165,7 +167,7 @@ _HIDDEN = re.compile(
 
 
 class _VisibleText(HTMLParser):
-    """Collects the text that a browser would display. This excludes hidden instructions."""
+    """Collects the text that a browser would display, which excludes hidden instructions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,11 +220,11 @@ _RUN = re.compile(rf"[{_UNSPACED}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]")
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn"}
 _KEPT = {"\n", "\t", "\u200c", "\u200d"}
-"""Invisible joiners that are kept because they matter in Persian and in Indic scripts."""
+"""White space and invisible joiners to keep. The joiners matter in Persian and in Indic scripts."""
 
 
 def cleaned(text: str) -> str:
-    """Remove extra white space, and invisible characters that could be meant to trick a model."""
+    """Remove extra white space, and invisible characters that could be used to trick a model."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     unseen = {c for c in set(text) if c not in _KEPT and unicodedata.category(c) in _UNSEEN}
     text = text.translate(dict.fromkeys(map(ord, unseen)))
@@ -235,13 +237,15 @@ def cleaned(text: str) -> str:
 
 
 def _runs(text: str) -> list[str]:
-    """Return the words in `text`, or runs in scripts without spaces, ignoring case and accents."""
+    """Split a text into words, ignoring case and accents. In scripts without spaces, whole runs of
+    characters are returned."""
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return _TERMS.findall(unicodedata.normalize("NFC", plain))
 
 
 def terms(text: str) -> list[str]:
-    """Return the words of a text and, in scripts without spaces, its pairs of characters."""
+    """Return the words of a text. In scripts without spaces, each pair of adjacent characters is a
+    term."""
     result: list[str] = []
     for run in _runs(text):
         if len(run) > 1 and _RUN.fullmatch(run):
@@ -252,18 +256,19 @@ def terms(text: str) -> list[str]:
 
 
 def signs(text: str) -> list[str]:
-    """Return the characters in a text that belong to a script without spaces."""
+    """Return all characters of a text that belong to a script without spaces."""
     return [sign for run in _runs(text) if _RUN.fullmatch(run) for sign in run]
 
 
 def squeeze(text: str) -> str:
-    """Return only the letters and digits of a text. This form is used to compare quotes."""
+    """Return only the letters and digits of a text, without case and accents. Quotes are compared
+    in this form."""
     return "".join(_runs(text))
 
 
 def spans(text: str, most: int) -> list[tuple[int, int]]:
-    """Split `text` into (start, end) of at most `most` characters each, after a line, a sentence or
-    a word if one ends in the second half."""
+    """Split `text` into (start, end) ranges of at most `most` characters. A range ends after a
+    line, a sentence or a word if there is a suitable end in its second half."""
     boundaries: list[tuple[int, int]] = []
     start = 0
     while len(text) - start > most:
@@ -276,8 +281,8 @@ def spans(text: str, most: int) -> list[tuple[int, int]]:
 
 
 def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
-    """Return the part of `text`, about `most` characters, with the most different terms of
-    `wanted`."""
+    """Return the part of `text`, of about `most` characters, that contains the most different terms
+    of `wanted`."""
     wanted = set(wanted)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]

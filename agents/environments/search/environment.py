@@ -1,6 +1,6 @@
 """An environment for a search agent, with tools to search, open and find in a corpus or search API.
-Its verdict covers citations, and the prompt's own reward the answer, as in DeepSeek-V3.2 (2025),
-section 3.2.3."""
+Its verdict is about the citations, and the prompt's own reward about the answer, as in
+DeepSeek-V3.2 (2025), section 3.2.3."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _citations_in(text: str) -> list[tuple[str, str]]:
 
 
 def quote_fault(quote: str, document: Document) -> str:
-    """Return the fault of a quote, or "". White space, case and punctuation are ignored."""
+    """Return the reason a quote is invalid, or "" if it is valid. White space, case and punctuation
+    are ignored."""
     words = squeeze(quote)
     if len(words) < (_MIN_SIGNS if len(signs(quote)) > len(words) / 2 else _MIN_LETTERS):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
@@ -73,9 +74,10 @@ def _squeezed(text: str) -> str:
 
 
 class Search:
-    """An environment for questions from JSONL, with a folder `corpus` and its `index`. Instead,
-    `library` can name a function (`module:name`) that is called with `options` and returns a
-    `Library`, or `ready` can be one. `cite` asks for citations."""
+    """An environment for questions from JSONL, which searches the folder `corpus` with its `index`.
+    Instead of these, `library` can be the name of a function (`module:name`), which is called with
+    `options` and returns a `Library`. A `Library` can also be passed as `ready`. If `cite` is set,
+    the policy is asked for citations."""
 
     def __init__(
         self,
@@ -180,8 +182,9 @@ class Search:
         return made(document.name, document.title, document.text) if document is not None else None
 
     def verdict(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any]:
-        """Return the share of valid `citations`, 0 without any, and of the task's source documents
-        that were opened (`evidence`), 1 if it names none."""
+        """Return two shares. `citations` is the share of citations that are valid, or 0 if there
+        are none. `evidence` is the share of the task's source documents that were opened, or 1 if
+        the task names none."""
         turns = [message for message in messages if message.get("role") == "assistant"]
         text = str(turns[-1].get("content") or "") if turns else ""
         faults = [
@@ -201,8 +204,9 @@ class Search:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Index the corpus before a run, outside the sandbox. Returns the arguments and the paths to
-    read. The corpus must not contain a file from `without`."""
+    """Index the corpus before a run, outside the sandbox. Returns the arguments and the paths that
+    the environment needs to read. Raises ValueError if the corpus contains a file from `without`.
+    """
     arguments = dict(arguments)
     path = Path(str(arguments["index"])) if arguments.get("index") else None
     if corpus := arguments.pop("corpus", ""):
@@ -212,7 +216,8 @@ def prepare(
 
 
 def named_library(library: str, options: Mapping[str, Any]) -> Library:
-    """Call the function `library` (`module:name`) with `options`, and return its library."""
+    """Call the function `library` (`module:name`) with `options`, and return the library that it
+    creates."""
     module, _, name = library.partition(":")
     return cast(Library, getattr(import_module(module), name)(**options))
 

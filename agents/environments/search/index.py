@@ -1,4 +1,5 @@
-"""Full-text search over the documents in a folder, by SQLite's FTS5. Passages rank by BM25."""
+"""Full-text search over the documents in a folder, using SQLite's FTS5. Passages are ranked by
+BM25."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ where found match ? order by bm25(found) limit ?
 
 
 class SearchIndex:
-    """An open index that can be used as a `Library`."""
+    """An open index, which can be used as a `Library`."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -96,7 +97,7 @@ class SearchIndex:
             yield Document(name=row[0], title=row[1], text=row[2])
 
     def frequency(self, phrase: str) -> int:
-        """Count the documents that have a passage with the exact phrase `phrase`."""
+        """Count the documents with a passage that contains `phrase` exactly."""
         if not (words := terms(phrase)):
             return 0
         columns = "signs" if _alone(words[0]) and len(words) == 1 else "{title terms}"
@@ -115,8 +116,8 @@ class SearchIndex:
 
 
 def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
-    """Build the index for `folder` if it is missing or a file has changed. Raises ValueError if the
-    corpus is unreadable or contains a file from `without`."""
+    """Build the index for `folder` if it is missing or a file has changed, and return its path.
+    Raises ValueError if the corpus is unreadable or contains a file from `without`."""
     folder = folder.expanduser()
     files = files_of(folder)
     if path is None:
@@ -182,7 +183,8 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
 
 
 def _expression(query: str) -> str:
-    """Return an FTS5 expression for any of the query's terms, which contain no FTS5 syntax."""
+    """Return an FTS5 expression that matches any term of the query. Terms contain no FTS5
+    syntax."""
     words = list(dict.fromkeys(terms(query)))[:_MAX_TERMS]
     return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 

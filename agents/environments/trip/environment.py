@@ -1,5 +1,5 @@
-"""The environment for planning a trip, with fifteen tools and a verdict. DeepSeek-V3.2 (2025),
-section 3.2.3, has the same task and tools."""
+"""The environment for planning a trip, with fifteen tools and a verdict. The task and the tools are
+the same as in DeepSeek-V3.2 (2025), section 3.2.3."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _GUESSES = 40
 
 
 class Trip:
-    """An environment in which the policy plans one trip. The prompt's `reward` selects the task, as
-    in `{"trip": {"level": 0, "seed": 17}}`, or else `level` and the episode's seed."""
+    """An environment in which the policy plans one trip. The `reward` of the prompt selects the
+    task, as in `{"trip": {"level": 0, "seed": 17}}`. Otherwise, `level` and the episode's seed
+    select it."""
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask] | None = None) -> None:
         if not 0 <= level < len(LEVELS):
@@ -150,8 +151,8 @@ class Trip:
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Return the share of the required steps: to submit, and to request each list that is
-        needed."""
+        """Return the share of the required steps that were done. The steps are requesting each
+        necessary list and submitting a plan, which counts in proportion to `share`."""
         task, kinds = self._task, self._task.kinds
         if task.cities is None:
             looked, needed = {kind for kind, _ in self._seen} & set(kinds), len(kinds)
@@ -190,7 +191,8 @@ def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
 
 
 def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Draw a task from a seed. It can be solved with its tools, and most random plans fail."""
+    """Draw a task from a seed. The task can be solved with its tools, and most random plans
+    fail."""
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
         trip = Trip(ready=(world, task))
@@ -221,7 +223,7 @@ def _anything_goes(world: World, task: TripTask) -> bool:
 
 
 def _a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:
-    """Draw a random plan that uses places in the right cities."""
+    """Draw a random plan whose places are all in the right cities."""
     others = [city for city in world.cities if city != task.start]
     cities = task.cities or draw.sample(others, len(task.dates))
     plan: list[dict[str, str]] = []
@@ -243,7 +245,8 @@ _Day = Mapping[str, str]
 
 
 def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
-    """Return each requirement and whether `answer` meets it, or only `form` if it is malformed."""
+    """Return, for each requirement, whether `answer` meets it. If the answer is malformed, only
+    `form` is returned."""
     plan = parse(task, answer)
     if plan is None:
         return {"form": False}
@@ -251,7 +254,7 @@ def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
 
 
 def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
-    """Return the days of a plan, or None if the answer is malformed or has other keys."""
+    """Return the days of a plan, or None if the answer is malformed or contains other keys."""
     if len(answer) > _MAX_CHARACTERS:
         return None
     keys = task.level.keys
@@ -323,7 +326,6 @@ def _rule(world: World, bands: Sequence[Band], day: _Day) -> bool:
 
 
 def _band_of(bands: Sequence[Band], price: int) -> Band | None:
-    """Return the price band that contains a hotel's price."""
     for band in bands:
         if band.low <= price and (band.high is None or price < band.high):
             return band
@@ -331,7 +333,8 @@ def _band_of(bands: Sequence[Band], price: int) -> Band | None:
 
 
 def _band_holds(band: Band, meals: Sequence[Mapping[str, Any]], ticket: int) -> bool:
-    """Return whether a day's restaurants and ticket meet a price band."""
+    """Return whether the restaurants and the ticket of a day meet the requirements of a price
+    band."""
     ratings = [meal["rating"] for meal in meals]
     return (
         (band.meals_below is None or sum(meal["price"] for meal in meals) < band.meals_below)
@@ -351,7 +354,7 @@ _ABOUT = {
 
 
 def solve(task: TripTask) -> Calls:
-    """Search for a plan that solves the task, and submit it. Returns True if there is one."""
+    """Search for a plan that solves the task, and submit it. Returns True if a plan was found."""
     known: dict[tuple[str, str], list[dict[str, Any]]] = {}
     if task.cities is not None:
         routes = [task.cities]
@@ -389,7 +392,8 @@ def solve(task: TripTask) -> Calls:
 def _day(
     task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
-    """Return a plan for a day in a city that meets all requirements for that day, if any."""
+    """Return a plan for one day in a city that meets all requirements for that day, or None if
+    there is none."""
     lists: dict[str, list[dict[str, Any]]] = {}
     for kind in task.kinds:
         if (kind, city) not in known:

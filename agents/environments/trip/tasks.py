@@ -1,5 +1,5 @@
-"""Trip tasks in fictional countries, drawn from a seed. A task asks for a plan for several days,
-with no place visited twice and a rule about hotel prices."""
+"""Trip tasks in fictional countries, drawn from a seed. A task asks for a plan for several days. No
+place may be visited twice, and there is a rule about hotel prices."""
 
 from __future__ import annotations
 
@@ -19,55 +19,57 @@ _FIRST_DAY = datetime.date(2025, 10, 1)
 KINDS = ("hotel", "restaurant", "attraction")
 MEALS = ("afternoon_restaurant", "evening_restaurant")
 KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
-"""The keys of a day in a plan."""
+"""The keys of each day in a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
     """Requirements for a day whose hotel costs at least `low` and less than `high` CNY. None means
-    no requirement."""
+    that there is no requirement."""
 
     low: int
     high: int | None = None
     meals_below: int | None = None
-    """The two restaurants together must cost less than this, in CNY."""
+    """The two restaurants must cost less than this together, in CNY."""
     both_rated: float | None = None
     one_rated: float | None = None
-    """Minimum rating that at least one restaurant must have."""
+    """Minimum rating that at least one of the restaurants must have."""
     ticket_below: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A level of difficulty: the size of its worlds, and the demands of its tasks."""
+    """A level of difficulty: the size of the worlds and the requirements of the tasks."""
 
     cities: int
     hotels: int
-    """Number of hotels per city. The numbers of restaurants and attractions are also per city."""
+    """Number of hotels per city. The next two fields are the numbers of restaurants and attractions
+    per city."""
     restaurants: int
     attractions: int
     long_names: bool = True
-    """False for the 70 names of two letters, which a small model copies more easily."""
+    """If False, use only the 70 names with two letters, which a small model can copy more
+    easily."""
     price_step: int = 10
-    """Difference between hotel prices, which start at 200 CNY."""
+    """Difference between possible hotel prices, which start at 200 CNY."""
     routes: float = 1.0
-    """Fraction of city pairs that are connected by a route."""
+    """Fraction of all city pairs that are connected by a route."""
     days: int = 1
     keys: tuple[str, ...] = KEYS
     """The keys that a plan must contain for each day."""
     plain: bool = False
-    """True if a list has a line with name and price per place, and the answer a line of names per
-    day."""
+    """If True, a list has one line per place, with its name and price, and an answer has one line
+    per day, with names only."""
     bands: tuple[Band, ...] = ()
-    """Price bands near which each task draws its bounds, or none to bound only the hotel's price.
-    """
+    """Price bands from which the bounds of each task are drawn. If there are none, only the hotel's
+    price is bounded."""
     fixed: bool = False
     """True if the task names the city for each day."""
     connected: bool = False
     dry: bool = False
     """True if outdoor attractions are forbidden on rainy days."""
     listing: bool = True
-    """True if lists contain prices and ratings as well as names."""
+    """True if lists contain prices and ratings in addition to names."""
     tools: tuple[str, ...] | None = None
 
 
@@ -76,7 +78,7 @@ REPORT = (
     Band(low=500, high=800, one_rated=4.0, ticket_below=180),
     Band(low=200, high=500, one_rated=3.2),
 )
-"""The price bands in the example of DeepSeek-V3.2 (2025), section 3.2.3."""
+"""The price bands of the example in DeepSeek-V3.2 (2025), section 3.2.3."""
 _HOTELS = ("get_all_hotels_by_city", "submit_result")
 _LISTS = ("get_all_restaurants_by_city", "get_all_attractions_by_city")
 _FIRST = Level(
@@ -135,17 +137,18 @@ LEVELS = (
         listing=False,
     ),
 )
-"""All levels. The first asks only for a hotel's name. The last exceeds the report's example."""
+"""All levels. The first asks only for the name of a hotel. The last is harder than the example in
+the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     cities: tuple[str, ...]
     places: dict[str, dict[str, dict[str, Any]]]
-    """The facts of each place by its kind (hotel, restaurant or attraction) and name. Prices and
-    tickets are in CNY, for a night or a person."""
+    """The facts about each place, by kind (hotel, restaurant or attraction) and name. Prices and
+    tickets are in CNY, per night or per person."""
     routes: dict[tuple[str, str], dict[str, Any]]
-    """Routes in both directions, keyed by (from, to)."""
+    """The routes in both directions, keyed by (from, to)."""
     transport: dict[str, tuple[str, ...]]
     weather: dict[tuple[str, str], str]
 
@@ -225,14 +228,14 @@ def _names(draw: random.Random, long: bool) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTask:
-    """A plan for the policy to make. The prompt describes the task in full."""
+    """A task for the policy. The prompt describes it in full."""
 
     level: Level
     dates: tuple[str, ...]
     start: str
-    """City before the first day, or "" if the task names the cities."""
+    """The city where the trip starts, or "" if the task names the cities."""
     cities: tuple[str, ...] | None
-    """The city for each day, if the task fixes them."""
+    """The city for each day, or None if the policy chooses the cities."""
     rule_day: int
     """Index of the day to which `bands` apply."""
     bands: tuple[Band, ...]
@@ -240,7 +243,7 @@ class TripTask:
 
     @property
     def place_keys(self) -> list[str]:
-        """The keys of a day that name a place."""
+        """The keys of a day whose values are places."""
         return [key for key in self.level.keys if key not in ("time", "city")]
 
     @property
@@ -299,7 +302,7 @@ class TripTask:
 
 
 def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Draw a world and a task. The task may have no solution."""
+    """Draw a world and a task, which may have no solution."""
     draw = random.Random(f"task {seed}")
     first = _FIRST_DAY + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
