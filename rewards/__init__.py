@@ -1,1 +1,2 @@
-"""Computes rewards with verifiers, judges and functions, and combines them into a score."""
+"""Computes reward components with verifiers, judges and functions, and combines them into a
+score."""

@@ -20,17 +20,17 @@ from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 _REFERENCES = 16
-"""The maximum number of reference solutions to run for each source."""
+"""Maximum number of reference solutions that are run for each source."""
 _REFERENCES_S = 20.0
-"""Time limit per source in seconds. When it is over, no further reference solution is started."""
+"""Time limit per source in seconds. After this time, no more reference solutions are started."""
 FAILED = "failed on a sample completion"
-"""The message about a function that failed starts with this text."""
+"""The message about a failed function starts with this text."""
 _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")
-"""Errors that show a bug in the function itself and occur for every completion."""
+"""Errors that indicate a bug in the function itself, so they occur for every completion."""
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Check a reward spec without running anything. Raises ValueError if it is not valid."""
+    """Check a reward spec without running anything. Raises ValueError if it is invalid."""
     kind = spec.get("kind")
     if kind in (ENVIRONMENT, FUNCTIONS):
         return
@@ -52,14 +52,14 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 def try_functions(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, timeout_s: float
 ) -> dict[str, str]:
-    """Try each of the user's reward functions on made-up completions of the first prompt.
+    """Call each of the user's reward functions on made-up completions of the first prompt.
 
     A worker calls each function twice: the first call may load a model, and the second must finish
     within `timeout_s`. A function that scores a whole group gets two completions.
 
-    Returns one message for each function. A failure is only reported in its message, because the
-    sample may not suit the function. Raises ValueError for errors that every completion would
-    cause, such as a NameError.
+    Returns a message for each function. A failure is only reported in the message, because the
+    function may not support made-up completions. Raises ValueError for errors that would occur for
+    every completion, such as a NameError.
     """
     names = [name for name in weights if is_function(name)]
     if not names or not prompts:
@@ -112,10 +112,10 @@ def _sample(prompt: Prompt, text: str) -> TextTrajectory:
 def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
-    """Check that a source's prompts fit its reward weights, and run reference solutions.
+    """Check that the prompts of a source fit its reward weights, and run reference solutions.
 
-    Returns a summary of the reference runs, or "" if the source has no programming tasks. Raises
-    ValueError with the name of the first bad prompt, or if this machine cannot isolate programs.
+    Returns a summary of the runs, or "" if the source has no programming tasks. Raises ValueError
+    with the name of the first invalid prompt, or if this machine cannot isolate programs.
     """
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
     for kind, first in kinds.items():

@@ -1,4 +1,4 @@
-"""Combines the components of a reward (its "parts") into one number."""
+"""Combines the components of a reward (its "parts") into a single number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from keel.rewards.custom import is_function, load_function
 from keel.rl.types import FUNCTIONS
 
 LANGUAGE_PARTS = {"language": "both", "language_answer": "answer", "language_thinking": "thinking"}
-"""Maps each language component, which is computed if it has a weight, to the text it measures."""
+"""Maps each language component to the text that it measures. A component is computed only if it has
+a weight."""
 _RUBRIC = ("rubric", "disagreement")
 _PROOF = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
 _VERIFICATION = ("verification_score", "verification_meta", "verification_format", "disagreement")
@@ -20,7 +21,7 @@ JUDGED_PARTS = {
     "refusal": _RUBRIC,
     "verification": _VERIFICATION,
 }
-"""Maps each kind of spec for the judge to its reward components. All kinds also have the component
+"""Maps each kind of judged spec to its reward components. All kinds also have the component
 `correct`, which is the total score."""
 REFUSAL = "refusal"
 """The component that is 1 if the judge finds that the completion declines the task."""
@@ -32,11 +33,11 @@ PARTS = (
     *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )
 """Built-in reward components that a recipe can list in `data.sources[].rewards`. A recipe can also
-list functions there, whose names contain a dot."""
+list functions there. Their names contain a dot."""
 ERROR = "error"
-"""The component, never with a weight, that is 1 if a verifier crashed or timed out."""
+"""The component that is 1 if a verifier crashed or timed out. It never has a weight."""
 _ROUNDING = 1e-12
-"""A reward smaller than this fraction of its largest term is treated as a rounding error."""
+"""A reward below this fraction of its largest term is treated as a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Score:
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Check that the reward components of each domain exist and that functions can be loaded.
+    """Check that the reward components of each domain exist and that all functions can be loaded.
 
     `environments` contains the domains whose environments define their own components. Raises
     ValueError if a component is unknown or a function cannot be loaded.
@@ -74,8 +75,8 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Return an error message about the first weighted component that is not among those that an
-    environment returned (`known`), or ""."""
+    """Return an error message if a weighted component is not among the components that an
+    environment returned (`known`). Returns "" if there is no such component."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -109,20 +110,21 @@ def _function_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 def mean_of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Return the weighted mean of all user functions with a positive weight. It is the score of
-    prompts that are graded only by functions."""
+    prompts that only functions grade."""
     positive = _function_weights(weights)
     return sum(weight * parts[name] for name, weight in positive.items()) / sum(positive.values())
 
 
 def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the reward of a truncated completion. It counts as wrong and earns at most 0."""
+    """Compute the reward of a truncated completion, which counts as wrong. The reward is at most
+    0."""
     score = compose({**parts, "correct": 0.0}, weights)
     return replace(score, value=min(0.0, score.value))
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the reward as the weighted sum of its components. If the terms cancel except for
-    rounding errors, it is exactly 0, because an error could become an advantage."""
+    """Compute the reward as the weighted sum of its components. If only a rounding error remains,
+    the reward is exactly 0, because otherwise the error could become an advantage."""
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)
     if abs(value) <= _ROUNDING * max(map(abs, terms), default=0.0):

@@ -40,23 +40,24 @@ from keel.rewards.failure_budget import error_location, format_location
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 PREFIX = "python."
-"""The prefix in recipes for the names of functions given to `keel.train`."""
+"""Prefix that marks functions given to `keel.train` in a recipe."""
 FOLDER = "KEEL_PASSED_FUNCTIONS"
-"""The environment variable that holds the path of the folder with the pickled functions."""
+"""Environment variable with the path of the folder that contains the pickled functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTrajectory:
-    """The text of a trajectory. Without token arrays, workers do not have to import numpy."""
+    """The text of a trajectory. It contains no arrays, so that workers do not need to import
+    numpy."""
 
     messages: Sequence[Mapping[str, Any]]
     """The conversation, in the same form as `keel.rl.types.Trajectory.messages`."""
     finish_reason: str
     """`length` if the completion was truncated at a limit, and `stop` otherwise."""
     sampled_tokens: int
-    """The number of tokens that the policy sampled in all turns."""
+    """Number of tokens that the policy sampled in all turns."""
     opening: int = 0
-    """The number of `messages` before the policy's first turn."""
+    """Number of `messages` before the policy's first turn."""
 
     @property
     def answer(self) -> str:
@@ -70,17 +71,18 @@ class TextTrajectory:
 
     @property
     def all_said(self) -> str:
-        """The policy's text from all turns, without thinking and tool calls."""
+        """The policy's text in all turns, without thinking and tool calls."""
         return every_turn(final_text, self.messages[self.opening :])
 
     @property
     def all_thinking(self) -> str:
-        """The policy's thinking from all turns."""
+        """The policy's thinking in all turns."""
         return every_turn(thinking_text, self.messages[self.opening :])
 
     @property
     def raw(self) -> str:
-        """The policy's last message, exactly as sampled, with thinking marked by `<think>`."""
+        """The policy's last message exactly as it was sampled, with the thinking marked by
+        `<think>`."""
         return raw_text(self.messages)
 
     def dumps(self) -> str:
@@ -97,8 +99,8 @@ class TextTrajectory:
 
 
 def named(function: Callable[..., Any]) -> str:
-    """Return the name that recipes use for a function. Raises ValueError if the function has no
-    name, like a lambda or a partial."""
+    """Return the name of a function in recipes. Raises ValueError if the function has no name of
+    its own, like a lambda or a partial."""
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ValueError(f"reward {name}: the function has no name; define it with def")
@@ -107,8 +109,8 @@ def named(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Make `functions` available to worker processes that start inside the `with` block. Raises
-    ValueError if two functions have the same name or if a function cannot be pickled."""
+    """Make `functions` available to worker processes that are started inside the `with` block.
+    Raises ValueError if two functions have the same name or a function cannot be pickled."""
     with TemporaryDirectory() as folder:
         for function in functions:
             name = named(function)
@@ -131,7 +133,8 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
 
 @functools.cache
 def _unpickled(path: Path) -> Any:
-    """Load a pickled function once per process, so that its globals persist between calls."""
+    """Load a pickled function. Each process loads it only once, so that its globals persist between
+    calls."""
     return pickle.loads(path.read_bytes())  # written by `passing` in our own process
 
 
@@ -161,13 +164,15 @@ _FOREIGN = frozenset(
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward component is a user's function. Only functions have dotted names."""
+    """Return whether a reward component is a user's function. Only functions have a dot in their
+    names."""
     return "." in part
 
 
 def load_function(name: str) -> Callable[[Any, Any], Any]:
     """Import a user's function by its dotted name. The working directory is searched as well.
-    Raises ValueError if the function cannot be imported or called as `name(prompt, trajectory)`."""
+    Raises ValueError if the function cannot be imported or cannot be called with `(prompt,
+    trajectory)`."""
     function = _passed(name) if name.startswith(PREFIX) else _imported(name)
     try:
         names = _parameters(function)
@@ -222,14 +227,16 @@ def _location(function: Callable[..., Any]) -> str:
 
 
 def sees_group(name: str) -> bool:
-    """Return whether a function, which must be loadable, scores a whole group at once."""
+    """Return whether a function scores a whole group at once. Raises ValueError if the function
+    cannot be loaded."""
     return _parameters(load_function(name))[1:2] == ["trajectories"]
 
 
 # --- Calling ---
 
 _ROUNDING = 1e-6
-"""How far rounding may push a reward below 0 or above 1. For example, 0.1 * 3 / 0.3 is above 1."""
+"""Tolerance for rounding errors in rewards below 0 or above 1. For example, 0.1 * 3 / 0.3 is above
+1."""
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
@@ -246,7 +253,8 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 class BadReward(ValueError):
-    """Raised if the function at the location `at` returns something that is not a reward."""
+    """Raised if a function returns something that is not a reward. `at` is the location of the
+    function."""
 
     def __init__(self, message: str, at: str) -> None:
         super().__init__(message)
@@ -257,8 +265,8 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
     """Build a verifier that calls the function `spec["name"]` on the output of
     `TextTrajectory.dumps()`.
 
-    If `spec["group"]` is true, the verifier takes a JSON list of trajectories instead. It then
-    returns `{"correct": mean, "0": …, "1": …}` with the score of each trajectory.
+    If `spec["group"]` is true, the verifier takes a JSON list of trajectories instead. It returns
+    `{"correct": mean, "0": …, "1": …}`, with the score of each trajectory.
     """
     # Imports numpy, which workers of runs without user functions do not need.
     from keel.rl.types import Prompt  # noqa: PLC0415
@@ -309,13 +317,14 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """Return this process's event loop. It is never closed, so that async clients stored in globals
-    keep working."""
+    """Return the event loop runner of this process. It is never closed, so that async clients in
+    globals keep working."""
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
 
 _LOOP_LOCK = threading.Lock()
-"""Lets one thread at a time use the loop, which several scorers without workers share."""
+"""Allows only one thread at a time to use the event loop, because several scorers without workers
+share it."""
 
 
 def _awaited(value: Awaitable[Any]) -> Any:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WINDOW = 200
-"""The number of most recent completions over which the failure rate is measured."""
+"""Number of most recent completions over which the failure rate is measured."""
 _MIN_WINDOW = 20
-"""The failure rate is computed as if there had been at least this many completions."""
+"""The failure rate is computed as if there were at least this many completions."""
 _MAX_REPORTS = 5
-"""The maximum number of different errors to report for each function or kind of verifier."""
+"""Maximum number of different errors that are reported for each function or kind of verifier."""
 
 _PACKAGE = str(Path(__file__).absolute().parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -32,7 +32,7 @@ class FailureRate:
     """Tracks the failure rate over the last `WINDOW` completions. It is not thread-safe."""
 
     def __init__(self, max_fraction: float) -> None:
-        """Set the tolerated fraction of failures, where 0 tolerates none and 1 tolerates all."""
+        """Set the tolerated fraction of failures. 0 tolerates none, and 1 tolerates all."""
         self._max_fraction = max_fraction
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
@@ -50,8 +50,8 @@ class FailureBudget:
     """Counts and reports the reward errors of a run. It is thread-safe."""
 
     def __init__(self, max_fraction: float, report: Callable[[str], None]) -> None:
-        """Set the fraction of completions on which a function may fail, and the function that
-        prints each line of a report."""
+        """Set the fraction of completions on which a function may fail. `report` is called with
+        each line of a report."""
         self._max_fraction = max_fraction
         self.report = report
         self._rates: dict[str, FailureRate] = {}
@@ -61,7 +61,8 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record the error ("" for none) and its location for each completion of a prompt.
+        """Record the error and its location for each completion of a prompt. The error is "" if
+        there was none.
 
         Raises RewardStopped if `counted` is set and the function has failed too often. Verifiers
         are not counted, because they usually fail on completions that cannot be parsed.
@@ -99,18 +100,20 @@ def to_standard_error(text: str) -> None:
 
 
 def error_location(error: BaseException) -> str:
-    """Return the innermost frame of user code in a traceback, as `my_rewards.py:12 in brief`."""
+    """Return the innermost frame of user code in a traceback, such as `my_rewards.py:12 in
+    brief`."""
     frames = traceback.extract_tb(error.__traceback__)
     return _innermost([(f.filename, f.lineno or 0, f.name) for f in reversed(frames)])
 
 
 def dump_location(dump: str) -> str:
-    """Return the innermost frame of user code in a `faulthandler` dump, or "" if it is missing."""
+    """Return the innermost frame of user code in a `faulthandler` dump, or "" if there is none."""
     return _innermost([(f, int(line), name) for f, line, name in _DUMP_FRAME.findall(dump)])
 
 
 def _innermost(frames: list[tuple[str, int, str]]) -> str:
-    """Format the first frame outside Keel's rewards and libraries, or the first of all."""
+    """Format the first frame outside Keel's rewards and the libraries. If there is none, format the
+    first frame."""
     libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
     own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
     return format_location(*own[0]) if own else ""

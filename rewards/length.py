@@ -37,12 +37,13 @@ Floats = NDArray[np.float64]
 _KEPT_LEAD = 0.5
 """The fraction of its lead over wrong completions that a right completion always keeps."""
 _LENGTH, _LENGTH_COST = "length", "length_cost"
-"""Reward components: the adjustment of the reward, and the cost that it is computed from."""
+"""Names of reward components: the adjustment of the reward, and the cost from which it is
+computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRule:
-    """The length rule of a domain. `keel.configs.schema.LengthConfig` explains the fields."""
+    """The length rule of a domain. See `keel.configs.schema.LengthConfig` for the fields."""
 
     linear: float = 0.0
     overlong: float = 0.0
@@ -65,7 +66,8 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`, with `limit` as its default limit."""
+        """Create the rule from the fields of `LengthConfig`. `limit` is used if they do not set a
+        limit."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -89,8 +91,8 @@ class LengthRule:
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
-        """Return the amounts to add to the rewards, [G]. `correct_G` contains the component
-        `correct` of each reward, from 0 to 1."""
+        """Return the amounts to add to the rewards, [G]. `correct_G` is the component `correct` of
+        each completion, from 0 to 1."""
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
         if self.may_outweigh:
@@ -114,7 +116,8 @@ class LengthRule:
 def with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """Apply a length rule to a group's scores, as the components `length` and `length_cost`."""
+    """Apply a length rule to the scores of a group. This adds the components `length` and
+    `length_cost`."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
     tokens[crashed] = tokens.max(initial=0)  # a crash must not gain by being short

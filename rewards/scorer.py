@@ -46,15 +46,16 @@ class _Draft:
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
     notes: dict[str, str] = field(default_factory=dict[str, str])
-    """The score and reason of each judged criterion, and the error of each failed component."""
+    """The score and the reason for each judged criterion, and the error of each failed
+    component."""
     dropped: str = ""
-    """Why the trajectory is dropped from its group, or "" if it is kept."""
+    """The reason the trajectory is dropped from its group, or "" if it is kept."""
 
 
 _Drafts = Sequence[_Draft]
 _Source = tuple[Sequence[Future[Any]], Callable[[_Drafts], None]]
 """A source of reward components: its futures, and a function that adds their results to the drafts
-once all are done. The function raises ValueError if the input is invalid."""
+once all futures are done. The function raises ValueError if the input is invalid."""
 
 
 class Scorer:
@@ -77,11 +78,11 @@ class Scorer:
     ) -> None:
         """Check the weights and start the worker processes.
 
-        `weights` maps each domain to its reward components and their weights, and `lengths` to its
-        length rule. `environments` contains the domains whose environments define their own
-        components. `workers`, `timeout_s`, `code` and `log` go to `WorkerPool`. The caller
-        must close `judge`. `say` is called with each line of an error report. Raises ValueError if
-        a component is unknown.
+        `weights` maps each domain to its reward components and their weights. `lengths` maps each
+        domain to its length rule. `environments` contains the domains whose environments define
+        their own components. `workers`, `timeout_s`, `code` and `log` are passed to `WorkerPool`.
+        The caller must close `judge`. `say` is called with each line of an error report. Raises
+        ValueError if a component is unknown.
         """
         compose.check_weights(weights, environments)
         self._weights = weights
@@ -102,10 +103,10 @@ class Scorer:
         """Start scoring all trajectories of a group.
 
         If a verifier fails on a completion, its component is 0 and the component `error` is 1. A
-        completion that the judge could not score is dropped, and in training a truncated one if the
-        length rule says so. The future raises ValueError if the domain has no weights or the reward
-        spec is malformed, and JudgeStopped or RewardStopped if too many completions could not be
-        scored.
+        completion that the judge could not score is dropped. In training, a truncated completion is
+        dropped as well if the length rule says so. The future raises ValueError if the domain has
+        no weights or the reward spec is malformed. It raises JudgeStopped or RewardStopped if too
+        many completions could not be scored.
         """
         try:
             sources = self._sources(group)
@@ -304,7 +305,8 @@ def _add_verdicts(drafts: _Drafts, *, graded: bool) -> None:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a draft has every weighted component, or fill in the worst after a crash."""
+    """Raise ValueError if a draft lacks a weighted component. After a crash, fill in the worst
+    value of each component."""
     if draft.trajectory.finish_reason == "crash":
         parts = {name: float(weight < 0) for name, weight in weights.items()}
         draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""
@@ -330,7 +332,8 @@ def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any],
 
 
 def _text(trajectory: Trajectory, *, sampled: bool = False) -> str:
-    """Serialize a trajectory for a worker, without an agent program's own messages if `sampled`."""
+    """Serialize a trajectory for a worker. If `sampled` is set, leave out messages that the agent
+    program wrote itself."""
     messages = trajectory.messages
     if sampled:
         ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]

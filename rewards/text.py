@@ -1,8 +1,6 @@
-"""Finds the answer in a completion. Text inside `<think>` never counts.
-
-Rollouts mark the thinking of every model family with `<think>`. All functions accept untrusted text
-and run in linear time.
-"""
+"""Finds the answer in a completion. Text inside `<think>` is never part of it. In rollouts, the
+thinking of all model families is marked with `<think>`. All functions accept untrusted text and run
+in linear time."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def _last_turn(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message without its thinking, or "" if that never ended."""
+    """Return the policy's last message without its thinking, or "" if the thinking never ended."""
     message = _last_turn(messages)
     raw = message.get("raw")
     text = str(message.get("content") or "")
@@ -38,17 +36,19 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def outside_think(text: str) -> str:
-    """Return the stripped text after the last `</think>` and before any later `<think>`."""
+    """Return the text after the last `</think>` and before any later `<think>`, stripped of white
+    space."""
     return text.rpartition(THINK.close)[2].partition(THINK.open)[0].strip()
 
 
 def blank(text: str) -> bool:
-    """Return whether a text has only white space, control characters or fillers."""
+    """Return whether a text consists only of white space, control characters and fillers."""
     return all(unicodedata.category(c)[0] in "ZC" or c in _INVISIBLE for c in text)
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message exactly as sampled, with thinking in `<think>` tags."""
+    """Return the policy's last message exactly as it was sampled, with thinking in `<think>`
+    tags."""
     message = _last_turn(messages)
     if isinstance(message.get("raw"), str):
         return message["raw"]
@@ -58,7 +58,7 @@ def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the thinking in the policy's last message, or "" if it is missing."""
+    """Return the thinking in the policy's last message, or "" if there is none."""
     message = _last_turn(messages)
     thinking = message.get("reasoning_content")
     if thinking is not None:
@@ -76,8 +76,8 @@ def every_turn(
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`, or else of the last `<answer>`. Returns None if
-    nothing is marked or the last box is not closed."""
+    r"""Return the content of the last `\boxed{…}` or, if there is none, of the last `<answer>`.
+    Returns None if nothing is marked or the last box is not closed."""
     start = text.rfind(BOXED)
     if start >= 0:
         return _braced(text, start + len(BOXED))
@@ -87,7 +87,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[str]:
-    r"""Return the contents of all outermost `\boxed{…}`, or else of all `<answer>` tags."""
+    r"""Return the contents of all outermost `\boxed{…}` or, if there are none, of all `<answer>`
+    tags."""
     boxes: list[str] = []
     starts: list[int] = []  # of the open braces' contents
     box_depth = -1  # of the outermost open box
@@ -115,7 +116,8 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def answer_in(text: str) -> str:
-    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or else the whole text."""
+    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or the whole text if nothing is
+    marked."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 

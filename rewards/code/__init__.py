@@ -1,1 +1,1 @@
-"""Rewards programs for passing hidden tests."""
+"""Rewards for programs that pass hidden tests."""

@@ -28,12 +28,13 @@ from operator import *
 from string import *
 from typing import *
 """
-"""Names that LeetCode solutions use without importing them. Built-in functions take precedence, so
-`pow` is the built-in and not `math.pow`."""
+"""Names that LeetCode solutions use without importing them. Built-in functions take precedence: for
+example, `pow` is the built-in function and not `math.pow`."""
 
 
 def from_jsonable(value: object) -> object:
-    """Decode a value that `keel.data.procedural` encoded as JSON. Verifiers use this too."""
+    """Decode a value that `keel.data.procedural` has encoded as JSON. Verifiers use this as
+    well."""
     if isinstance(value, list):
         return [from_jsonable(item) for item in value]
     if isinstance(value, dict):

@@ -1,8 +1,6 @@
-"""Compares a program's output with the expected output.
-
-The output is untrusted. Both sides are therefore plain data without a custom `__eq__`. The expected
-value also limits how long a comparison can take.
-"""
+"""Compares the output of a program with the expected output. The output is untrusted, so both sides
+are plain data without a custom `__eq__`, and the duration of a comparison is limited by the size of
+the expected value."""
 
 from __future__ import annotations
 
@@ -13,19 +11,19 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard, cast
 
 _REL_TOLERANCE = 1e-9
-"""The default tolerance for comparing floating-point numbers."""
+"""Default relative tolerance for comparing floating-point numbers."""
 _MAX_COMPARISONS = 500_000
-"""The most comparisons of unordered items. They take a few tenths of a second."""
+"""Maximum number of comparisons between unordered items. They take a few tenths of a second."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
     """Return whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
 
-    A list equals a tuple, sets and dicts have no order, and a number never equals a boolean. Two
-    integers must be exactly equal. Other numbers may differ by `tolerance`, absolutely or, unless
-    the expected number is an integer, relative to it. Values that need more than `_MAX_COMPARISONS`
-    comparisons count as different.
+    A list equals a tuple with the same items. The order of sets and dicts does not matter. A number
+    never equals a boolean. Two integers must be exactly equal. Other numbers may differ by
+    `tolerance`, which is absolute or, unless the expected number is an integer, relative. Values
+    that would need more than `_MAX_COMPARISONS` comparisons count as different.
     """
     return _Comparison(tolerance).same(expected, value)
 
@@ -51,7 +49,8 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Match items by sorting, and those that rounding has moved one by one."""
+        """Match the items after sorting both sides. Items that rounding has moved are matched one
+        by one."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
@@ -72,8 +71,8 @@ class _Comparison:
 
 
 def same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
-    """Return whether two outputs are equal. White space at the end of a line or of the text is
-    ignored. If `tolerance` is set, the outputs are compared word by word, and numbers as in
+    """Return whether two outputs are equal, ignoring white space at the end of lines and of the
+    text. If `tolerance` is set, the outputs are compared word by word, and numbers may differ as in
     `same_value`."""
     if tolerance is None:
         return _lines(expected) == _lines(output)
@@ -84,7 +83,7 @@ def same_text(expected: str, output: str, tolerance: float | None = None) -> boo
 
 
 def min_output(expected: str, tolerance: float | None = None) -> int:
-    """Return the size in bytes of the smallest output that `same_text` would accept."""
+    """Return the size in bytes of the shortest output that `same_text` would accept."""
     if tolerance is None:
         return len("\n".join(_lines(expected)).encode(errors="replace"))
     return max(0, 2 * len(expected.split()) - 1)  # a number may be written in fewer digits
@@ -136,7 +135,8 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:
-    """Return the kind ("" for no collection, "?" for a malformed one) and the items of a value."""
+    """Return the kind of a collection and its items. The kind is "" if the value is not a
+    collection, and "?" if it is malformed."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):
@@ -158,7 +158,8 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 
 def _sort_key(item: Any) -> tuple[int, Any]:
-    """Return a sort key for an item. Numbers sort by value, so 9.999999 comes next to 10.0."""
+    """Return a sort key for an item. Numbers are sorted by value, so that 9.999999 is next to
+    10.0."""
     if _is_number(item):
         return 0, math.inf if math.isnan(item) else item
     kind, inside = _items_of(item)

@@ -1,7 +1,5 @@
-"""Parses the reward spec of a programming task, and extracts the program from a completion.
-
-The module `keel.rewards.code.verifier` describes the spec.
-"""
+"""Parses the reward spec of a programming task, and extracts the program from a completion. See
+`keel.rewards.code.verifier` for a description of the spec."""
 
 from __future__ import annotations
 
@@ -19,17 +17,18 @@ from keel.rl.strict_json import allow_long_integers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """How to compile and run programs in one language, as commands for `Sandbox.run`."""
+    """The commands to compile and run programs in a language. They are run with `Sandbox.run`."""
 
     source: str
-    """The name of the source file in `{box}`."""
+    """Name of the source file in `{box}`."""
     run: tuple[str, ...]
     compile: tuple[str, ...] = ()
-    """The command that compiles the source to the file `program`, later in `{box}`."""
+    """Command that compiles the source to the file `program`, which is then put in `{box}`."""
     extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Other files to put in `{box}`."""
+    """Other files that are put in `{box}`, with their contents."""
     calls: tuple[str, ...] = ()
-    """The command that calls functions (`keel.rewards.code.call_driver`), if supported."""
+    """Command that calls functions (`keel.rewards.code.call_driver`). Empty if this is not
+    supported."""
 
 
 _LAUNCH = b"""
@@ -75,7 +74,7 @@ class CodeTest:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     returns: Any = None
     sample: bool = False
-    """Set if the task shows this test to the policy as an example."""
+    """True if the task shows this test to the policy as an example."""
     subtask: str = ""
 
 
@@ -86,9 +85,10 @@ class CodeTask:
     language: Language
     tests: tuple[CodeTest, ...]
     partial: bool
-    """If set, the score is the fraction of tests that pass. Otherwise all tests must pass."""
+    """If True, the score is the fraction of tests that pass. Otherwise, all tests must pass."""
     subtasks: Mapping[str, float]
-    """The share of the score for passing all tests of each subtask. The shares sum to 1."""
+    """The share of the score for each subtask, which is earned by passing all of its tests. The
+    shares sum to 1."""
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]
@@ -98,13 +98,13 @@ class CodeTask:
 
 
 def code_block(text: str) -> str | None:
-    """Return the last fenced code block. Returns None if it is missing or if it is cut off."""
+    """Return the last fenced code block, or None if there is none or it is cut off."""
     blocks = code_blocks(text)
     return blocks[-1] if blocks else None
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return all fenced code blocks. The list is empty if the last block is cut off."""
+    """Return all fenced code blocks, or an empty list if the last one is cut off."""
     blocks: list[str] = []
     fence: re.Match[str] | None = None
     inside: list[str] = []
@@ -133,7 +133,8 @@ _OF_ANY = ("sample", "subtask")
 
 
 def read_task(spec: Mapping[str, Any]) -> CodeTask:
-    """Parse a reward spec into a task. Raises ValueError with the key or test that is wrong."""
+    """Parse a reward spec into a task. Raises ValueError with the name of the invalid key or
+    test."""
     _check_keys(spec, _KEYS, "code reward")
     name, tests = spec.get("language", "python"), spec.get("tests")
     if not isinstance(name, str) or name not in _LANGUAGES:

@@ -34,25 +34,27 @@ from keel.rewards.sandbox.sandbox import Limits, Sandbox, SandboxOutcome, open_s
 from keel.rewards.text import outside_think
 
 _SAMPLES, _SUBTASK = "samples", "subtask/"
-"""Names of reward components: one for all example tests, and the prefix for subtasks."""
+"""Names of reward components: the one for all example tests, and the prefix of those for
+subtasks."""
 _MAX_CHARACTERS = 1 << 18
-"""The maximum length of a program in characters. Longer programs count as wrong."""
+"""Maximum length of a program in characters. Longer programs count as wrong."""
 _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(
     time_s=20.0, memory_mib=2048, processes=16, files_mib=256, output_kib=64 << 10
 )
-"""Limits for compilers. The compilers are trusted, but the source code is not."""
+"""Resource limits for compilers. Compilers are trusted, but the source code is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSettings:
-    """The settings in the recipe's `rewards.code`."""
+    """The settings under `rewards.code` in the recipe."""
 
     isolation: str = "bubblewrap"
     completion_s: float = 10.0
-    """Time limit for all tests of one completion. Tests that do not finish in time fail."""
+    """Time limit for all tests of a completion. Tests that do not finish in time count as
+    failed."""
     limits: Limits = field(default_factory=Limits)
-    """Limits for one run of a program. A prompt may set its own limits."""
+    """Resource limits for one run of a program. A prompt may set its own."""
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any]) -> CodeSettings:
@@ -68,18 +70,19 @@ class CodeVerdict(NamedTuple):
 
     score: float
     failures: tuple[str, ...]
-    """Why each test failed, in the order of the spec, or "" if it passed. It may quote output."""
+    """The reason each test failed, or "" if it passed, in the order of the spec. A reason may quote
+    the program's output."""
     parts: Mapping[str, float]
-    """Additional reward components. `samples` is 1 if the program passed every test that the task
+    """Additional reward components. `samples` is 1 if the program passed all tests that the task
     shows. `subtask/NAME` is the share of the score that the program earned for a subtask."""
 
 
 def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
 ) -> CodeVerdict:
-    """Run the last code block of an answer, outside its thinking, on the hidden tests. Raises
-    ValueError if the spec is malformed or this machine cannot isolate programs, and RuntimeError if
-    the sandbox itself fails."""
+    """Run the last code block of an answer on the hidden tests. Code in the thinking is ignored.
+    Raises ValueError if the spec is malformed or this machine cannot isolate programs, and
+    RuntimeError if the sandbox itself fails."""
     settings = settings or CodeSettings()
     task = read_task(spec)
     sandbox = open_sandbox(settings.isolation)
@@ -121,7 +124,7 @@ def _failed_subtasks(task: CodeTask, failures: Sequence[str]) -> set[str]:
 
 
 def _verdict(task: CodeTask, failures: list[str], skipped: str = "not run") -> CodeVerdict:
-    """Compute the verdict. Tests without a result failed for the reason `skipped`."""
+    """Compute the verdict. Tests without a result count as failed for the reason `skipped`."""
     failures += [skipped] * (len(task.tests) - len(failures))
     failed = _failed_subtasks(task, failures)
     if task.subtasks:
@@ -136,8 +139,6 @@ def _verdict(task: CodeTask, failures: list[str], skipped: str = "not run") -> C
 
 
 class _Attempt:
-    """Compiles a program and runs it on its tests."""
-
     def __init__(self, task: CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings) -> None:
         self._task, self._sandbox = task, sandbox
         self._limits = task.within(settings.limits)
@@ -183,7 +184,8 @@ class _Attempt:
         return "" if same else "wrong output"
 
     def _call(self, start: int) -> list[str]:
-        """Run the tests from `start` on that call functions, up to the end of the process."""
+        """Run consecutive tests that call functions, beginning with test `start`, in one process.
+        Returns the failures up to the end of the process."""
         tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
         calls = json.dumps([[test.call, test.args, test.kwargs] for test in tests]).encode()
         outcome = self._run(self._task.language.calls, stdin=calls, lines=len(tests))

@@ -1,5 +1,5 @@
-"""Sends requests to the judge's endpoint, caches the replies, and limits the number, duration and
-size of requests."""
+"""Sends requests to the judge's endpoint and caches the replies. The number, duration and size of
+requests are limited."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_PAUSE_S = 30.0
-"""The longest pause between two attempts, even if the endpoint asks for a longer one."""
+"""Maximum pause between two attempts, even if the endpoint asks for a longer one."""
 _MAX_DOUBLINGS = 10
-"""The pause between attempts doubles at most this often, so that its value cannot overflow."""
+"""Maximum number of times that the pause between attempts is doubled, to prevent an overflow."""
 _RETRIED = frozenset({408, 409, 425})
-"""HTTP statuses to retry besides 429 and 5xx."""
+"""HTTP statuses that are retried, in addition to 429 and 5xx."""
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
 _TOO_LONG = re.compile(
     r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
     re.IGNORECASE,
 )
 _MAX_TOKENS = 1 << 32
-"""Larger token counts in a reply are assumed to be wrong and are ignored."""
+"""Token counts above this are assumed to be wrong and are ignored."""
 _MAX_REPLY_BYTES = 16 << 20
 _CACHE_FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
-"""How long to wait if another process is writing to the cache."""
+"""Time to wait while another process is writing to the cache."""
 _MAX_REPLIES = 250_000
-"""The maximum number of replies to keep in memory. Typical replies take about 256 MiB in total."""
+"""Maximum number of replies kept in memory. Typical replies take about 256 MiB in total."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class _ReplyCache:
-    """Keeps replies in a SQLite file, which several runs can share, or in memory. Read and write
-    errors are logged and count as cache misses."""
+    """Keeps replies in memory or in a SQLite file, which several runs can share. Read and write
+    errors are logged and treated as cache misses."""
 
     def __init__(self, folder: str) -> None:
-        """Open the file in `folder`, which must be on a local disk, or use memory if it is empty.
-        Raises ValueError if the folder cannot be used."""
+        """Open the file in `folder`, or use memory if `folder` is empty. The folder must be on a
+        local disk. Raises ValueError if it cannot be used."""
         self._in_memory = not folder
         try:
             path = Path(folder).expanduser()
@@ -105,31 +105,31 @@ class _ReplyCache:
 
 @dataclass(slots=True, eq=False)
 class _Backend:
-    """The endpoint, or one of the run's own servers."""
+    """A server of the judge: either the endpoint or one of the run's own servers."""
 
     key: str
     server: ServedJudge | None = None
     url: str = ""
     client: AsyncOpenAI | None = None
     calls: int = 0
-    """The number of calls in flight, including those that pause before a retry."""
+    """Number of calls in flight, including those that pause before a retry."""
     locating: asyncio.Task[None] | None = None
-    """Looks up the server's URL. The server gets no calls until this ends."""
+    """The task that looks up the server's URL. The server gets no calls until it ends."""
 
 
 class JudgeEndpoint:
     """Sends questions to an OpenAI-compatible endpoint, or to several servers with the same model,
-    from one event loop. Caches the replies."""
+    and caches the replies. It is used on one event loop."""
 
     def __init__(
         self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
         """Open the cache and the HTTP client.
 
-        If `servers` are given, their URLs replace `settings.base_url`. A server's URL is looked up
-        before its first call, and again after each call that gets no answer. `backoff_s` is the
-        pause before the first retry; it doubles with each further one. Raises ValueError if the
-        endpoint, its key or a file cannot be used.
+        If `servers` are given, their URLs are used instead of `settings.base_url`. A server's URL
+        is looked up before its first call, and again after each call without an answer. `backoff_s`
+        is the pause before the first retry. It is doubled for each further retry. Raises ValueError
+        if the endpoint, its key or a file cannot be used.
         """
         if not (settings.base_url or servers) or not settings.model:
             raise ValueError(
@@ -150,7 +150,7 @@ class JudgeEndpoint:
             self._backends = [_Backend(key, url=settings.base_url)]
             self._connect(self._backends[0])
         self._changed = asyncio.Condition()
-        """Notified if a slot becomes free or a server is back."""
+        """Notified when a slot becomes free or a server is available again."""
         self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
         if settings.chats:
@@ -168,7 +168,7 @@ class JudgeEndpoint:
         self.counts = Counts()
 
     def stop(self, reason: str) -> JudgeStopped:
-        """Refuse all further calls. Returns the error that they will raise."""
+        """Refuse all further calls. Returns the error that these calls will raise."""
         self._stopped = self._stopped or reason
         return JudgeStopped(self._stopped)
 
@@ -205,8 +205,8 @@ class JudgeEndpoint:
             self._chats.close()
 
     async def locate_all(self) -> int:
-        """Wait until all servers are ready, and return their number. Raises JudgeStopped if one
-        does not start."""
+        """Wait until all servers are ready, and return how many there are. Raises JudgeStopped if a
+        server does not start."""
         await asyncio.gather(*(self._locate(backend) for backend in self._backends))
         if self._stopped:
             raise JudgeStopped(self._stopped)
@@ -225,7 +225,7 @@ class JudgeEndpoint:
         )
 
     def _locate(self, backend: _Backend) -> asyncio.Task[None]:
-        """Start to look up a server's URL. The server is restarted if it has died."""
+        """Start looking up the URL of a server. If the server has died, this restarts it."""
         if backend.locating is None:
             backend.locating = asyncio.create_task(self._located(backend))
         return backend.locating
@@ -247,7 +247,8 @@ class JudgeEndpoint:
             self._changed.notify_all()
 
     def _choose(self, avoided: _Backend | None) -> _Backend | None:
-        """Return the server with the fewest calls in flight, or None if all are full or down."""
+        """Return the server with the fewest calls in flight, or None if all servers are full or
+        down."""
         ready: list[_Backend] = []
         for backend in self._backends:
             if not backend.url:
@@ -258,7 +259,8 @@ class JudgeEndpoint:
 
     @asynccontextmanager
     async def _slot(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
-        """Wait for a server that can take a call. `avoided` is taken only if no other can."""
+        """Wait for a server that can take a call. `avoided` is chosen only if no other server
+        can."""
         started, backend = time.monotonic(), None
         async with self._changed:
             while not self._stopped and (backend := self._choose(avoided)) is None:
@@ -295,7 +297,7 @@ class JudgeEndpoint:
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
-        """Append a request and its reply as a chat for `keel sft`. Several runs can share the
+        """Append a request and its reply to the chats for `keel sft`. Several runs can share the
         file, because each line is written in a single call."""
         if self._chats is None:
             return
@@ -439,10 +441,10 @@ async def _bound(response: Any) -> None:
 
 
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
-    """Return an HTTP client that limits the size of replies, for `AsyncOpenAI(http_client=…)`.
+    """Return an HTTP client with a limit on the size of replies, for `AsyncOpenAI(http_client=…)`.
 
-    It does not follow redirects, which could reach addresses that the recipe does not name. If
-    `trust_env` is set, it uses the proxies from the environment.
+    It does not follow redirects, because they could lead to addresses that are not in the recipe.
+    If `trust_env` is set, it uses the proxies from the environment.
     """
     return DefaultAsyncHttpxClient(
         trust_env=trust_env,

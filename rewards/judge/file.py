@@ -32,12 +32,12 @@ from keel.rl.types import Prompt
 
 _KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")
 _MAX_ROWS = 50
-"""The maximum number of rows in the printed table. The results file contains all rows."""
+"""Maximum number of rows in the printed table. The results file contains all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer from the input file, with its prompt."""
+    """An answer from the input file, together with its prompt."""
 
     prompt: Prompt
     answer: str
@@ -46,7 +46,7 @@ class _Answer:
 
 def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
     """Read the answers from a JSONL file. Lines without criteria use the rubric in the file
-    `rubric`. Raises ValueError with the file and line number if a line cannot be judged."""
+    `rubric`. Raises ValueError, with the file and the line number, if a line cannot be judged."""
     common: Mapping[str, Any] | None = None
     if rubric is not None:
         try:
@@ -126,11 +126,12 @@ def judge_answers(
     servers: Sequence[ServedJudge] = (),
     show: Callable[..., AbstractContextManager[Any]] = _show_nothing,
 ) -> int:
-    """Judge all answers, write the results to `out` as JSON lines, and print a table.
+    """Judge all answers, write the results to `out` as JSON lines, and print a summary table.
 
-    `show(what, total=…)` opens a progress display, whose attribute `done` is updated. Returns the
-    number of answers that could not be judged. Raises ValueError if the judge cannot be used, and
-    JudgeStopped if it stops early, in which case `out` contains the results so far.
+    `show(what, total=…)` opens a progress display, whose attribute `done` is set to the number of
+    finished answers. Returns the number of answers that could not be judged. Raises ValueError if
+    the judge cannot be used. Raises JudgeStopped if the judge stops early; `out` then contains the
+    results so far.
     """
     with JudgeService(settings, servers=servers) as judge:
         with show("starting the judge" if servers else "connecting to the judge"):

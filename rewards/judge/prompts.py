@@ -22,7 +22,8 @@ from jsonschema import Draft202012Validator
 from keel.rewards.judge.untrusted import as_json, fenced
 
 _TEMPLATE_VERSION = 1
-"""Part of the cache key. Increase it whenever you change a template."""
+"""Version of the templates, which is part of the cache key. Increase it whenever you change a
+template."""
 
 T = TypeVar("T")
 
@@ -64,26 +65,27 @@ def _read(schema: Mapping[str, Any], content: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A question for the judge, which takes one call."""
+    """A question for the judge. It is answered in a single call."""
 
     instructions: str
     """The trusted text: the instructions, the task and the criteria."""
     material: Mapping[str, str]
-    """The untrusted texts to judge, by name."""
+    """The untrusted texts to judge, keyed by name."""
     schema: Mapping[str, Any]
     """The JSON schema for the reply."""
     read: Callable[[str], T]
     """Parses the text of the reply. Raises BadReply if it does not match the schema."""
 
     def messages(self, fence: str) -> list[dict[str, str]]:
-        """Return a system and a user message. Every chat template supports these two roles."""
+        """Return a system message and a user message. Every chat template supports these two
+        roles."""
         return [
             {"role": "system", "content": f"{self.instructions}\n\n{_GUARD.format(fence=fence)}"},
             {"role": "user", "content": fenced(as_json(dict(self.material)), fence)},
         ]
 
     def key(self, *settings: Any) -> str:
-        """Return the cache key: a hash of everything that the reply depends on, except for the
+        """Return the cache key. It is a hash of everything that affects the reply, except for the
         random fence."""
         content = [_TEMPLATE_VERSION, self.messages("fence"), self.schema, settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -167,7 +169,7 @@ by the author of the first."""
 
 
 class Verification(NamedTuple):
-    """A verifier's evaluation of a proof, with its score: 0, 0.5 or 1."""
+    """A verifier's evaluation of a proof, with a score of 0, 0.5 or 1."""
 
     evaluation: str
     flaws: tuple[str, ...]
@@ -175,7 +177,7 @@ class Verification(NamedTuple):
 
 
 class MetaCheck(NamedTuple):
-    """A check of whether the flaws that an evaluation claims are real, with its score: 0, 0.5 or
+    """A check of whether the flaws claimed in an evaluation are real, with a score of 0, 0.5 or
     1."""
 
     analysis: str
@@ -188,9 +190,9 @@ def rubric_question(
     reference: str,
     material: Mapping[str, str],
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """Return a question that asks which criteria (ID: text) an answer meets. The reply is parsed
-    into a score and a reason for each ID. If `material` contains thinking, the criteria apply to
-    it."""
+    """Build a question about which criteria (ID: text) an answer meets. The reply is parsed into a
+    score and a reason for each ID. If `material` contains thinking, the criteria apply to the
+    thinking."""
     instructions = _RUBRIC.format(
         task=_task(task),
         reference=_reference(reference),
@@ -210,7 +212,7 @@ def rubric_question(
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
-    """Return a question that asks the judge to find the flaws in a proof and to score it
+    """Build a question that asks the judge to find the flaws in a proof and to score the proof
     (DeepSeekMath-V2, section 2.1)."""
     flaws = {"type": "array", "items": _TEXT}
     schema = _object({"evaluation": _TEXT, "flaws": flaws, "score": _choice(SCORES)})
@@ -229,8 +231,8 @@ def verify_question(
 def meta_question(
     task: Sequence[Mapping[str, Any]], solution: str, evaluation: str
 ) -> Question[MetaCheck]:
-    """Return a question that asks whether the flaws claimed in an evaluation are real
-    (DeepSeekMath-V2, section 2.1)."""
+    """Build a question about whether the flaws claimed in an evaluation are real (DeepSeekMath-V2,
+    section 2.1)."""
     schema = _object({"analysis": _TEXT, "score": _choice(SCORES)})
 
     def read(content: str) -> MetaCheck:

@@ -1,4 +1,4 @@
-"""Data types for the judge's results and counters, and the interface to the judge's server."""
+"""Data types for the results and counters of the judge, and the interface to a judge server."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from keel.rl.metrics import Mean, Metric, Sum
 
 FailureKind = Literal["timeout", "unreachable", "busy", "server", "too_long", "refused", "invalid"]
 """Why a call failed. In order: no reply in time, no connection, status 429, status 5xx, a request
-longer than the judge's context, another HTTP error, and a reply that does not match its schema."""
+that exceeds the judge's context, another HTTP error, or a reply that does not match its schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class CriterionVerdict:
-    """How well an answer meets one criterion, averaged over all samples."""
+    """How well an answer meets a criterion, averaged over all samples."""
 
     name: str
     score: float
     """The mean score, from 0 to 1."""
     reason: str
-    """The judge's reason in the first sample."""
+    """The reason that the judge gave in the first sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +32,23 @@ class Judged:
     value: float
     """The total score, from 0 to 1."""
     parts: Mapping[str, float]
-    """The reward components, each from 0 to 1. All prompts of one kind have the same components.
+    """The reward components, each from 0 to 1. They are the same for all prompts of one kind.
     `disagreement` measures how much the samples differ."""
     verdicts: tuple[CriterionVerdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Says why a completion could not be judged. The completion is dropped from its group."""
+    """Returned if a completion could not be judged. The completion is dropped from its group."""
 
     kind: FailureKind
     reason: str
 
 
 class Unjudged(Exception):
-    """Raised if a call to the judge gave no usable result. `after_s` is how long the endpoint asks
-    to wait, and `thinking` the number of characters of thinking in the request."""
+    """Raised if a call to the judge gave no usable result. `after_s` is the time that the endpoint
+    asks to wait before the next attempt. `thinking` is the number of characters of thinking in the
+    request."""
 
     def __init__(
         self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0, thinking: int = 0
@@ -58,37 +59,40 @@ class Unjudged(Exception):
 
 
 class JudgeStopped(RuntimeError):
-    """Raised if the call limit is reached, too many calls have failed, or the judge's server is
-    gone."""
+    """Raised if the call limit is reached, too many calls have failed, or a judge server could not
+    be started."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts what the judge has done since it started. The integers are metrics `judge/NAME`."""
+    """Counts the work of the judge since it started. Each integer is reported as a metric
+    `judge/NAME`."""
 
     completions: int = 0
-    """The number of answers judged, including cached ones and those that needed no call."""
+    """Number of answers judged, including cached ones and those that needed no call."""
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
-    """The number of answers that could not be judged, by kind of failure."""
+    """Number of answers that could not be judged, by kind of failure."""
     skipped: int = 0
-    """The number of answers that scored 0 unjudged. They were blank, too long or malformed."""
+    """Number of answers that scored 0 without a judgement, because they were blank, too long or
+    malformed."""
     calls: int = 0
-    """The number of requests sent, including retries."""
+    """Number of requests sent, including retries."""
     cache_hits: int = 0
-    """The number of questions answered from the cache or by an identical request in progress."""
+    """Number of questions answered from the cache or by an identical request that was in
+    progress."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
     retried: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
-    """The number of retries, by kind of failure."""
+    """Number of retries, by kind of failure."""
     restarts: int = 0
-    """The number of times that one of the run's own servers was restarted."""
+    """Number of times that one of the run's own servers was restarted."""
     call_s: Mean = Mean(0.0, 0)  # noqa: RUF009
-    """The total duration of all requests, including failed ones."""
+    """Total and mean duration of all requests, including failed ones."""
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
-    """The total time that calls waited for one of a server's `max_concurrent` slots."""
+    """Total and mean time that calls waited for one of a server's `max_concurrent` slots."""
 
     def since(self, previous: Counts) -> dict[str, Metric]:
-        """Return metrics for the time since `previous` was recorded."""
+        """Return metrics for the time since the counts in `previous` were recorded."""
         metrics: dict[str, Metric] = {
             f"judge/{name}": Sum(count - getattr(previous, name))
             for name in self.__slots__
@@ -114,6 +118,6 @@ class ServedJudge(Protocol):
         ...
 
     def url(self) -> str:
-        """Return the server's URL. Starts or restarts the server if necessary, and blocks until it
-        is ready. Raises RuntimeError if it does not start."""
+        """Return the URL of the server. If necessary, this starts or restarts the server and blocks
+        until it is ready. Raises RuntimeError if the server does not start."""
         ...

@@ -22,9 +22,9 @@ from keel.rl.types import Prompt, Trajectory
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1
-"""A fraction of `max_characters`. If a request exceeds the judge's context, a completion longer
-than this scores 0. If the completion is shorter, the task itself is too long, and the completion
-counts as not judged."""
+"""A fraction of `max_characters`. If a request exceeds the judge's context and the completion is
+longer than this, the completion scores 0. If it is shorter, the task itself is too long, and the
+completion counts as not judged."""
 
 
 class JudgeService:
@@ -34,7 +34,7 @@ class JudgeService:
         self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
         """Open the judge's endpoint (`keel.rewards.judge.client.JudgeEndpoint`) and start the
-        thread. Raises ValueError with the name of a setting that cannot be used."""
+        thread. Raises ValueError with the name of the setting that cannot be used."""
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
@@ -48,7 +48,7 @@ class JudgeService:
         self._thread.start()
 
     def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        """Start judging a trajectory's final answer. See `submit_text`."""
+        """Start judging the final answer of a trajectory. See `submit_text`."""
         messages = trajectory.messages
         return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
 
@@ -57,9 +57,9 @@ class JudgeService:
     ) -> Future[Judged | Failed]:
         """Start judging an answer by the spec in `prompt.reward`.
 
-        Only criteria that apply to the thinking see `thinking`. Thinking inside `answer` is
-        removed. The future raises ValueError if the spec is malformed, and JudgeStopped if the call
-        limit is reached or too many completions could not be judged.
+        `thinking` is used only for criteria that apply to the thinking. Any thinking inside
+        `answer` is removed. The future raises ValueError if the spec is malformed, and JudgeStopped
+        if the call limit is reached or too many completions could not be judged.
         """
         if self._closed:
             raise RuntimeError("the judge is closed")
@@ -67,7 +67,7 @@ class JudgeService:
         return asyncio.run_coroutine_threadsafe(judgement, self._loop)
 
     def check_reachable(self) -> None:
-        """Test each server of the judge with one small request. Raises ValueError if a request
+        """Send a small test request to each server of the judge. Raises ValueError if a request
         fails, and JudgeStopped if one of this run's own servers does not start."""
         task = [{"role": "user", "content": "Name a colour."}]
         criteria, material = {"c1": "The answer names a colour."}, {"answer": "Blue."}
@@ -151,7 +151,8 @@ class JudgeService:
         return self._count(result)
 
     async def _samples(self, judge_sample: Callable[[int], Awaitable[Any]]) -> list[Any]:
-        """Judge an answer several times. More than half of the samples must succeed."""
+        """Sample several judgements of an answer. Raises Unjudged unless more than half of them
+        succeed."""
         count = self._settings.samples
         results = await asyncio.gather(*map(judge_sample, range(count)), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]

@@ -71,11 +71,11 @@ class Spec(BaseModel):
             ) from error
 
     def read(self, answer: str) -> Any:
-        """Parse an answer for `sample`. Returns the reason as text if it is malformed."""
+        """Parse an answer for `sample`. If the answer is malformed, returns the reason as text."""
         raise NotImplementedError
 
     async def sample(self, ask: _Ask, task: _Task, answer: Any, thinking: str, number: int) -> Any:
-        """Judge a parsed answer once. Raises Unjudged if `ask` does."""
+        """Judge a parsed answer once. Raises Unjudged if the judge gives no usable reply."""
         raise NotImplementedError
 
     def judged(self, answer: Any, samples: Sequence[Any]) -> Judged:
@@ -83,7 +83,7 @@ class Spec(BaseModel):
         raise NotImplementedError
 
     def missed(self, reason: str) -> Judged:
-        """Return the result of an answer that scores 0 without being judged."""
+        """Return the result for an answer that scores 0 without being judged."""
         raise NotImplementedError
 
 
@@ -91,30 +91,30 @@ class Spec(BaseModel):
 
 
 class Criterion(BaseModel):
-    """A single requirement that the judge checks in an answer."""
+    """A single requirement that the judge checks."""
 
     model_config = _STRICT
     name: str = Field(pattern=r"\S")
     text: str = Field(pattern=r"\S")
     weight: float = Field(gt=0, allow_inf_nan=False)
-    """The criterion's share of the reward. All weights in a rubric sum to 1."""
+    """The criterion's share of the reward. The weights in a rubric sum to 1."""
     thinking: bool = False
-    """If set, the criterion applies to the thinking instead of the answer."""
+    """If True, the criterion applies to the thinking instead of the answer."""
 
 
 _SUM_TOLERANCE = 1e-3
-"""How far the sum of the weights may be from 1. It allows three weights of 0.333."""
+"""How far the sum of the weights may differ from 1. This allows three weights of 0.333."""
 _Verdicts = Mapping[str, tuple[float, str]]
 """Maps each criterion to a score and a reason."""
 
 
 class Rubric(Spec):
-    """Criteria for an answer. The answer can meet each one fully (1), partly (0.5) or not at all
-    (0)."""
+    """Criteria for an answer. The answer can meet each of them fully (1), partly (0.5) or not at
+    all (0)."""
 
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
     reference: str | None = None
-    """An optional reference answer that is shown to the judge."""
+    """An optional reference answer, which is shown to the judge."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -132,8 +132,9 @@ class Rubric(Spec):
     async def sample(
         self, ask: _Ask, task: _Task, answer: Mapping[str, str], thinking: str, number: int
     ) -> _Verdicts:
-        """Ask one question about the answer and one about the thinking, as far as there are
-        criteria. Their order is rotated from sample to sample, because it influences the judge."""
+        """Ask one question with the criteria for the answer and one with those for the thinking, if
+        there are any. The order of the criteria is rotated from sample to sample, because it
+        influences the judge."""
         ids = {f"c{place}": criterion for place, criterion in enumerate(self.criteria, 1)}
         questions: list[Question[_Verdicts]] = []
         for about_thinking in (False, True):
@@ -184,7 +185,7 @@ _HELPS = Criterion(
     "does not matter.",
 )
 REFUSAL = {"kind": "refusal", "refuse": True}
-"""The reward spec behind the reward component `refusal`. It works for any prompt."""
+"""The reward spec of the reward component `refusal`. It works for any prompt."""
 
 
 class _Refusal(Spec):
@@ -214,18 +215,18 @@ _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
 
 
 class Proof(NamedTuple):
-    """A solution of a proof problem and the policy's evaluation of it."""
+    """A solution to a proof problem, with the policy's own evaluation of it."""
 
     solution: str
     evaluation: str
     score: float
-    """s', the score that the policy gives the solution: 0, 0.5 or 1."""
+    """s', the score that the policy gives to the solution: 0, 0.5 or 1."""
 
 
 def read_proof(answer: str) -> Proof | str:
     """Split an answer into its solution, its self-evaluation and its score. The solution must come
-    first, and each of the two titles must occur exactly once. Returns the reason instead if the
-    answer is malformed (R_format = 0)."""
+    first, and each of the two titles must occur exactly once. If the answer is malformed (R_format
+    = 0), returns the reason instead."""
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
     if len(solutions) != 1 or len(evaluations) != 1:
@@ -252,8 +253,8 @@ class ProofSample(NamedTuple):
 
     verification: Verification
     verifier_check: MetaCheck | None
-    """The meta-check of the verifier's evaluation. It is None if the verifier found no flaw or
-    is not checked."""
+    """The meta-check of the verifier's evaluation. It is None if the verifier found no flaw or its
+    evaluation is not checked."""
     self_check: MetaCheck
     """The meta-check of the policy's evaluation of its own proof."""
 
@@ -268,12 +269,13 @@ class ProofSpec(Spec):
     """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`."""
 
     reference: str | None = None
-    """An optional solution or marking scheme for the verifier."""
+    """An optional solution or marking scheme, which is shown to the verifier."""
     alpha: float = Field(0.76, ge=0, le=1)
-    """α, the weight of the proof itself. The rest is for an honest self-evaluation."""
+    """α, the weight of the proof itself. The remaining weight is for an honest self-evaluation."""
     check_verifier: bool = True
-    """Count only criticism that a meta-check confirms. False: R_Y is the verifier's score, as the
-    paper prints it, for a verifier that was trained against a meta-verifier."""
+    """If True, only flaws that a meta-check confirms reduce the reward. If False, R_Y is the
+    verifier's score, as in the paper. Use this for a verifier that was trained against a
+    meta-verifier."""
 
     def read(self, answer: str) -> Proof | str:
         return read_proof(answer)
@@ -324,17 +326,17 @@ class Evaluation(NamedTuple):
 
     text: str
     score: float
-    """s', the score that the policy gives the proof: 0, 0.5 or 1."""
+    """s', the score that the policy gives to the proof: 0, 0.5 or 1."""
 
 
 def read_evaluation(answer: str) -> Evaluation | str:
-    """Parse an evaluation. Returns the reason instead if it is malformed (R_format = 0)."""
+    """Parse an evaluation. If it is malformed (R_format = 0), returns the reason instead."""
     score = _boxed_score(answer)
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
 
 
 class VerificationSpec(Spec):
-    """The reward spec for evaluating a known proof.
+    """The reward spec for evaluating a proof with a known score.
 
     `{"kind": "verification", "problem": "…", "proof": "…", "score": 0.5}`.
     """
@@ -344,8 +346,9 @@ class VerificationSpec(Spec):
     score: float = Field(ge=0, le=1)
     """s, the known score of the proof."""
     meta: bool = True
-    """Multiply by R_meta. False: the reward is closeness to the score alone, which trains a first
-    verifier, or a meta-verifier if the score is that of an evaluation."""
+    """If True, multiply by R_meta. If False, the reward depends only on how close the two scores
+    are. Use this to train a first verifier, or a meta-verifier if `score` is the score of an
+    evaluation."""
 
     def read(self, answer: str) -> Evaluation | str:
         return read_evaluation(answer)
@@ -386,7 +389,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Spec]] = {
 
 
 def is_judged(spec: Mapping[str, Any]) -> bool:
-    """Return whether a prompt's reward spec needs a judge."""
+    """Return whether the reward spec of a prompt needs a judge."""
     return spec.get("kind") in KINDS
 
 

@@ -1,7 +1,5 @@
-"""Encodes the policy's text for a judge, so that the judge cannot mistake it for instructions.
-
-The encoding is lossless. Its result is a single line without control tokens.
-"""
+"""Encodes the policy's text so that a judge cannot mistake it for instructions. The encoding is
+lossless. The result is a single line without control tokens."""
 
 from __future__ import annotations
 
@@ -28,24 +26,24 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """Encode a value as one line of JSON with only visible characters and no chat-template
+    """Encode a value as one line of JSON that contains only visible characters and no chat-template
     tokens."""
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
 def inert(text: str) -> str:
-    """Escape plain text like `as_json`, but keep its line breaks. Use it for a tool's result, for
-    example."""
+    """Escape text in the same way as `as_json`, but keep its line breaks. This is useful for the
+    result of a tool, for example."""
     return _ESCAPED.sub(_escape, text)
 
 
 def size(text: str) -> int:
-    """Return the length of a text after encoding it as JSON, without the quotes."""
+    """Return the length of a text when it is encoded as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
 def tail(text: str, max_size: int) -> str:
-    """Return the end of a text, at most `max_size` characters when encoded as JSON."""
+    """Return the end of a text, with at most `max_size` characters when it is encoded as JSON."""
     text = text[-max_size:]
     while size(text) > max_size:
         text = text[len(text) // 4 + 1 :]
@@ -59,10 +57,10 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def new_fence() -> str:
-    """Return a random word that the policy cannot have known."""
+    """Return a random word that the policy cannot know."""
     return secrets.token_hex(16)
 
 
 def fenced(text: str, fence: str) -> str:
-    """Put a single line of text between two lines that contain the fence."""
+    """Enclose a single line of text in two lines that contain the fence."""
     return f"<<<DATA {fence}\n{text}\nDATA {fence}>>>"

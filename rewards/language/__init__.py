@@ -1,1 +1,1 @@
-"""Rewards a completion for answering in the language of its prompt."""
+"""Rewards completions for answering in the language of their prompts."""

@@ -1,4 +1,4 @@
-"""Function words in many languages. They tell running text from code and formulas."""
+"""Function words in many languages. They distinguish running text from code and formulas."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ ada adalah akan atau bahwa dalam dan dari dengan di ini itu juga ke kita maka ol
 tidak untuk yang
 """
 KEYWORDS = frozenset(_KEYWORDS.split())
-"""Keywords of programming languages. Many are also English words, so they do not indicate text."""
+"""Keywords of programming languages. Many of them are also English words, so they are no evidence
+of running text."""
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
 """Function words in English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish,
 Turkish and Indonesian."""
 COMMANDS = frozenset({"because", "chi", "det", "hat", "le", "ne", "nu", "sin", "to"})
-"""Function words that are also LaTeX commands."""
+"""Function words that are also names of LaTeX commands."""

@@ -37,22 +37,22 @@ _SCRIPT_LETTERS = {
     name: regex.compile(rf"(?=[\p{{L}}\p{{M}}]){signs}") for name, signs in _SCRIPTS.items()
 }
 _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
-"""The number of alphabetic letters that one character in these scripts counts as. It makes word
+"""The number of alphabetic letters for which one character in these scripts counts. This makes word
 lengths comparable."""
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
-"""Maps a script to other scripts that are used together with it."""
+"""Maps a script to the scripts that are used together with it."""
 
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
 _MIN_PROMPT_LETTERS, _MIN_SENTENCE_LETTERS = 8.0, 20.0
-"""The minimum number of letters in a prompt and in a sentence for detecting its language."""
+"""Minimum number of letters that a prompt and a sentence need for language detection."""
 _CODE_WEIGHT = 0.25
-"""The weight of letters in code comments and strings, which are often in English."""
+"""Weight of letters in code comments and strings, which are often in English."""
 _MAX_DETECTED = 400
-"""The maximum number of characters of a sentence to pass to the language detector."""
+"""Maximum number of characters of a sentence that are passed to the language detector."""
 _MIN_LIKELIHOOD = 0.1
-"""A sentence counts as foreign if the prompt's language and its relatives together have a lower
-probability than this."""
+"""A sentence counts as foreign if the total probability of the prompt's language and its relatives
+is below this."""
 _KIN = (
     {"no", "nb", "nn", "da"},
     {"hr", "bs", "sr", "sl"},
@@ -63,15 +63,16 @@ _KIN = (
     {"pt", "gl"},
     {"ru", "bg"},
 )
-"""Groups of related languages that cannot be distinguished by a short sentence."""
+"""Groups of related languages, which cannot be distinguished by a short sentence."""
 _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "vo", "wa"})
 """Languages that are never detected, because short sentences in other languages are mistaken for
 them."""
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build a verifier that measures how much of a trajectory, over all turns, is in the language
-    of `spec["prompt"]`. `spec["of"]` selects "answer", "thinking", or "both" for their mean."""
+    """Build a verifier that measures how much of a trajectory is in the language of
+    `spec["prompt"]`, over all turns. `spec["of"]` selects "answer", "thinking", or "both" for their
+    mean."""
     prompt, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the deadline of the first completion starts
 
@@ -108,7 +109,8 @@ def language_share(prompt: str, text: str) -> float:
 
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
-    """Return the scripts and the language to answer in, both empty if the prompt is too short."""
+    """Return the scripts and the language in which to answer. Both are empty if the prompt is too
+    short."""
     words = words_of(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())
@@ -138,7 +140,7 @@ def _script(character: str) -> str:
 
 
 def detected(text: str) -> tuple[str, Mapping[str, float]]:
-    """Return the most likely language of a text and the probabilities of all languages."""
+    """Return the most likely language of a text, and the probabilities of all languages."""
     probabilities = dict(_detector()(text[:_MAX_DETECTED]))
     return max(probabilities, key=lambda name: probabilities[name]), probabilities
 
@@ -173,12 +175,12 @@ _LATIN = regex.compile(r"\p{Script=Latin}")
 _GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
 
 _ASIDE_RUN = 3
-"""The number of identifiers in a row from which they are checked for being ordinary text."""
+"""Number of consecutive identifiers from which on they are checked for being running text."""
 _MIN_WORDS, _MIN_FUNCTION_WORDS = 3, 2
 _FUNCTION_WORDS_SHARE = 0.15
-"""The minimum fraction of function words in running text."""
+"""Minimum fraction of function words in running text."""
 _MIN_LETTERS = 6
-"""The minimum number of letters in running text that is not in Latin script."""
+"""Minimum number of letters in running text that is not in Latin script."""
 
 
 def words_of(text: str) -> str:
@@ -189,7 +191,8 @@ def words_of(text: str) -> str:
 def _prose_and_code(text: str) -> tuple[str, str]:
     """Split a text into the words outside code blocks and the running text inside them.
 
-    A formula must end in the paragraph where it starts. A code block may also end with the text.
+    A formula must end in the paragraph in which it starts. A code block may also end at the end of
+    the text.
     """
     prose: list[str] = []
     code: list[str] = []
@@ -232,7 +235,8 @@ def _prose_and_code(text: str) -> tuple[str, str]:
 
 
 def _without_identifiers(text: str) -> str:
-    """Remove identifiers, links and tags, but not those that form text, as `DAS IST ES`."""
+    """Remove identifiers, links and tags. Sequences of them that form running text, such as `DAS
+    IST ES`, are kept."""
 
     def words_in(row: re.Match[str]) -> str:
         words: list[str] = []

@@ -1,4 +1,4 @@
-"""Finds the choice that a completion selects in a multiple-choice question."""
+"""Finds out which choice a completion selects in a multiple-choice question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import WRAPPED, marked_answers, normalise
 
 _MAX_CHARACTERS = 32_768
-"""The maximum length of a text in characters. Longer texts count as wrong."""
+"""Maximum length of a text in characters. Longer texts count as wrong."""
 
 # "The correct answer is (B)", "**Answer:** B. Paris": up to the end of the sentence, but not to a
 # decimal point. "B is the answer because Rome is older" states nothing after "is".
@@ -59,14 +59,16 @@ def _exclusions(choice: str) -> re.Pattern[str]:
 
 
 def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Build a verifier that checks whether a completion selects the choice `spec["answer"]`, a
-    letter or a text.
+    r"""Build a verifier that checks whether a completion selects the choice `spec["answer"]`, which
+    is a letter or a text.
 
     `choices` is a list of texts, which get the letters A, B and so on, or an object that maps
-    letters to texts. Without `choices`, only letters are recognized. The verifier reads the marked
-    text (`\boxed{}`, `<answer>`), else the text after "answer is" or "answer:", else the last line,
-    else the whole text. A completion that names two choices is wrong. Raises ValueError if the
-    choices are malformed or the answer is not among them.
+    letters to texts. Without `choices`, only letters are recognized.
+
+    The verifier reads the marked text (`\boxed{}`, `<answer>`). If there is none, it reads the text
+    after "answer is" or "answer:", then the last line, then the whole text. A completion that names
+    two choices is wrong. Raises ValueError if the choices are malformed or the answer is not among
+    them.
     """
     texts = _texts(spec.get("choices"))
     letters = set(texts) if texts else set(string.ascii_uppercase)
@@ -150,8 +152,8 @@ def _texts(choices: Any) -> dict[str, str]:
 
 
 def _standing_alone(text: str) -> str:
-    """Build a pattern that matches a text only if it is not part of a longer word or number. It
-    does not find the choice 5 in 2.5, -5, 5 %, 5!, <5 or a fraction."""
+    """Build a pattern that matches a text only if it is not part of a longer word or number. For
+    example, the choice 5 is not found in 2.5, -5, 5 %, 5!, <5 or a fraction."""
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
     before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"

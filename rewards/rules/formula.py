@@ -22,9 +22,9 @@ _DIGITS = 100
 _context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _context.dps = _DIGITS
 _MOST_DIGITS = 1_500
-"""The precision for sums whose terms differ greatly in size."""
+"""Precision in digits for sums whose terms differ greatly in size."""
 _LARGEST = 10**15
-"""The largest allowed exponent, and the largest allowed argument of a function."""
+"""Maximum exponent, and maximum argument of a function."""
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
     r"|(?P<word>[a-z]{4,})|(?P<name>[A-Z]{2,}(?![a-z_'])|[A-Za-z])|(?P<other>\S))"
@@ -40,12 +40,13 @@ vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline
 r"""Commands such as `\vec` whose argument becomes part of a symbol's name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPENS_FUNCTION = frozenset("fghEFGP")
-"""Letters that denote a function before a bracket. Others are factors, as in `x(x+1)`."""
+"""Letters that denote a function if a bracket follows. Other letters are factors, as in
+`x(x+1)`."""
 
 Value = Any
 """A number from mpmath."""
 Node = Callable[[int], Value]
-"""Takes the number of a sample point and returns the value of a formula there."""
+"""Takes the number of a sample point and returns the value of a formula at that point."""
 
 
 class Unreadable(ValueError):
@@ -58,8 +59,8 @@ class LostTerm(Exception):
 
 @dataclass(frozen=True)
 class Formula:
-    """A parsed formula. `work` contains the operations on constants, such as `binom`, `!` or `sin`,
-    because computing them may be what the question asks for."""
+    """A parsed formula. `work` contains its operations on constants, such as `binom`, `!` or `sin`,
+    because computing them may be the actual task."""
 
     node: Node
     text: str = ""
@@ -68,7 +69,7 @@ class Formula:
     imaginary: bool = False
 
     def at(self, point: int) -> Value | None:
-        """Return the value at a sample point, or None if it is undefined or too large."""
+        """Return the value at a sample point, or None if the value is undefined or too large."""
         try:
             value = self.node(point)
             if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
@@ -92,14 +93,14 @@ def number(value: Any) -> Value:
 
 
 def close(left: Value, right: Value) -> bool:
-    """Return whether two values are equal, ignoring the last 20 digits of the larger one."""
+    """Return whether two values are equal, except for the last 20 digits of the larger one."""
     bound = max(abs(left), abs(right)) * _digit(20 - _context.dps)
     return bool(left == right or abs(left - right) <= bound < _context.inf)
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
-    """Return whether two formulas have the same values at all sample points. If `ratio` is set,
-    they may differ by a constant factor."""
+    """Return whether two formulas have the same values at all sample points. If `ratio` is set, the
+    values may differ by a constant factor."""
     symbols = bool(one.names or other.names)
     for digits in (_DIGITS, _MOST_DIGITS):
         with _context.workdps(digits):
@@ -126,7 +127,7 @@ def _agree(one: Formula, other: Formula, points: range, *, ratio: bool) -> bool:
 
 
 def read(text: str) -> Formula:
-    """Parse a text as a formula. Raises Unreadable unless the grammar covers all of it."""
+    """Parse a text as a formula. Raises Unreadable if the grammar does not cover all of it."""
     reader = _Reader(text)
     try:
         node = reader.expression()
@@ -138,7 +139,7 @@ def read(text: str) -> Formula:
 
 
 class _Reader:
-    """A recursive-descent parser. Each method returns a node for the text that it has read."""
+    """A recursive-descent parser. Each method returns a node for the text that it has parsed."""
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
@@ -325,15 +326,16 @@ class _Reader:
                 return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
     def worked(self, name: str, symbols: int, node: Node) -> Node:
-        """Record an operation, but only if its operands contain no symbols. Returns the node."""
+        """Record an operation whose operands contain no symbols, and return its node. Other
+        operations are not recorded."""
         if self.symbols == symbols:
             self.work.add(name)
         return node
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """Return a symbol's value at a sample point, drawn from its name, positive at points 0 and
-    3."""
+    """Return the value of a symbol at a sample point. It is derived from the symbol's name, and
+    positive at points 0 and 3."""
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

@@ -24,10 +24,10 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
 _MAX_CHARACTERS = 2_048
-"""The maximum length of an answer, unless the right answer is about as long."""
+"""Maximum length of an answer, unless the right answer is about as long."""
 _MOST_ITEMS = 64
 _PLACES = 6
-"""The number of decimal places to compare. Numbers below 1e-5 are compared to as many digits."""
+"""Number of decimal places that are compared. Numbers below 1e-5 are compared to as many digits."""
 
 
 def mathematical(
@@ -110,7 +110,7 @@ def _worked_out(text: str) -> Answer:
 
 
 class Number(NamedTuple):
-    """A rational number, and how it was written: its `form` is integer, decimal, fraction, ratio or
+    """A rational number. `form` says how it was written: integer, decimal, fraction, ratio or
     scientific. `lowest` is set if a fraction is in lowest terms. `unit` contains the words after
     the number, in the singular."""
 
@@ -136,12 +136,13 @@ class Several(NamedTuple):
 
 
 _Cut = tuple[float, bool, Formula]
-"""One end of an interval: its position, whether the cut lies just after it, and its formula."""
+"""An end of an interval: its position, whether the interval is cut just after this position, and
+its formula."""
 
 
 class _Region(NamedTuple):
-    """A set of real numbers, from the first cut to the second, the third to the fourth, and so
-    on."""
+    """A set of real numbers. It extends from the first cut to the second, from the third to the
+    fourth, and so on."""
 
     cuts: tuple[_Cut, ...]
 
@@ -160,7 +161,8 @@ class _Relation(NamedTuple):
 
 
 Answer = Number | Formula | Several | _Region | _Relation | str
-"""A parsed answer. It stays a string, and is compared as text, if the grammar does not cover it."""
+"""A parsed answer. If the grammar does not cover an answer, it remains a string and is compared as
+text."""
 
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}"
@@ -196,7 +198,8 @@ def _number(match: re.Match[str]) -> Number | str:
 
 
 def _ungrouped(text: str) -> list[Answer]:
-    """Parse `100,200`, which `parse` reads as one number, as a list. Returns [] without a comma."""
+    """Parse a text such as `100,200`, which `parse` reads as one number, as a list. Returns [] if
+    there is no such comma."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
     return [] if spaced == text else [parse(spaced)]
 
@@ -207,7 +210,7 @@ _BEGIN = re.compile(
 
 
 def parse(text: str, depth: int = 0) -> Answer:
-    """Parse an answer that `plain` has normalized, or return it unchanged."""
+    """Parse an answer that `plain` has normalized. If it cannot be parsed, returns it unchanged."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)
@@ -234,7 +237,8 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """Split a text at the given marks outside brackets. Returns the parts and the marks."""
+    """Split a text at all given marks outside brackets. Returns the parts and the marks between
+    them."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -352,12 +356,7 @@ _DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
 
 
 def _inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
-    r"""Parse an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `
-
-    2x - 1
-
-     < 3`.
-    """
+    r"""Parse an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `|2x - 1| < 3`."""
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
     if signs not in ("≠", "<", "≤", "<<", "<≤", "≤<", "≤≤"):
@@ -409,8 +408,9 @@ def _outside(region: _Region) -> _Region:
 
 
 def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[_Region]) -> _Region | None:
-    """Combine several regions into one. `rule` decides by one bool per region whether a number is
-    in the result. Returns None if an end contains a symbol, or if there are too many ends."""
+    """Combine several regions into one. Given a bool for each region, `rule` decides whether a
+    number is in the result. Returns None if an end contains a symbol, or if there are too many
+    ends."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
@@ -561,7 +561,7 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
     """Return whether an answer equals the number `gold` and is itself written as a number.
-    Scientific notation is accepted only for a scientific or decimal `gold`."""
+    Scientific notation is accepted only if `gold` is a decimal or in scientific notation."""
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()
@@ -641,7 +641,8 @@ def _same_several(gold: Several, given: Answer) -> bool:
 
 
 def _same_item(one: Answer, other: Answer) -> bool:
-    """Return whether two list items are equal. Their units must agree, as in 3 red and 4 blue."""
+    """Return whether two list items are equal. If both have units, as in 3 red and 4 blue, the
+    units must be equal too."""
     if isinstance(one, Number) and isinstance(other, Number) and one.unit and other.unit:
         return one.unit == other.unit and _same(one, other)
     return _same(one, other)
@@ -652,7 +653,8 @@ def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
 
 
 def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool) -> bool:
-    """Return whether two lists have the same items, each `once` as in a set if that is set."""
+    """Return whether two lists have the same items in any order. If `once` is set, repeated items
+    are ignored, as in a set."""
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
@@ -664,8 +666,8 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
 
 
 def _same_names(gold: Several, given: Several) -> bool:
-    """Return whether variables have the same values, or values the same order if one has no
-    names."""
+    """Return whether variables have the same values. If one side has no names, the values must be
+    in the same order."""
     sides = gold.items, given.items
     named = [{item.name: item.value for item in side if _names(item)} for side in sides]
     if [*map(len, named)] == [*map(len, sides)]:
@@ -707,7 +709,7 @@ def _as_formula(answer: Answer) -> Formula | None:
 
 def _region(answer: Answer, *, point: bool = False) -> _Region | None:
     """Convert an interval in brackets to a region. If `point` is set, a number or a set of numbers
-    is accepted too. Returns None for other answers."""
+    is accepted as well. Returns None for all other answers."""
     if isinstance(answer, _Region):
         return answer
     if point and (end := _as_formula(answer)):

@@ -25,13 +25,13 @@ from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.text import WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
-"""The maximum length of an answer, unless the right answer is about as long."""
+"""Maximum length of an answer, unless the right answer is about as long."""
 _MOST_PARTIAL = 0.9
-"""The maximum partial credit for an answer.
+"""Maximum partial credit for an answer.
 
-Some verifiers score the fraction of letters in the right place. They give 1 − 1e-16, or even more
-than 1, to the right answer with words after it. This maximum keeps such answers a tenth below an
-exact one, so that they do not count as correct.
+Some verifiers return the fraction of letters in the right place. If words follow the right answer,
+they return 1 − 1e-16 or even more than 1. With this maximum, such answers score a tenth less than
+an exact answer, so they do not count as correct.
 """
 _EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose verifier evaluates the answer as a Python literal."""
@@ -45,7 +45,7 @@ _NAN_TASKS = frozenset({"complex_arithmetic"})
 """Tasks whose verifier accepts the answer "nan", because `min(1.0, nan)` is 1.0."""
 
 _SAME_WORDS_TASKS = frozenset({"knights_knaves", "letter_jumble", "word_sorting"})
-"""Tasks that have only one right answer, but whose verifier ignores some words or trailing text."""
+"""Tasks with only one right answer whose verifier ignores some words or trailing text."""
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"
@@ -75,14 +75,15 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Patterns that the whole `_bare` answer must match, for verifiers that ignore extra text."""
+"""Patterns that the whole `_bare` answer must match, for tasks whose verifiers ignore extra
+text."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
-"""Tasks whose verifiers ignore parts that are not numbers, such as `*7` in `*7 8 9*`."""
+"""Tasks whose verifiers ignore items that are not numbers, such as `*7` in `*7 8 9*`."""
 
 _WORD = re.compile(r"\w+")
 _FILLERS = "a an and but hence is so the then therefore thus while"
 _OPTIONAL_WORDS = {"knights_knaves": frozenset(_FILLERS.split())}
-"""Words that may be missing from an answer or occur repeatedly."""
+"""Words that may be missing from an answer or occur several times."""
 
 _BEFORE = re.compile(_LEAD, re.IGNORECASE)
 _AROUND = re.compile(
@@ -91,7 +92,7 @@ _AROUND = re.compile(
     re.DOTALL,
 )
 _MAX_NESTING = 8
-"""The maximum number of layers of quotes, Markdown and phrases to strip around an answer."""
+"""Maximum number of layers of quotes, Markdown and phrases that are stripped from an answer."""
 
 _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
@@ -111,8 +112,8 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Build the verifier for an `entry` of a `task` whose generator has the options `params`. An
-    answer gets full marks if its score is exactly 1 and it contains no extra text, and at most
-    `_MOST_PARTIAL` otherwise."""
+    answer gets full marks if its score is exactly 1 and it contains no extra text. Otherwise, it
+    gets at most `_MOST_PARTIAL`."""
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
     entry = cast(dict[str, Any], entry_data if isinstance(entry_data, dict) else {})
@@ -140,7 +141,8 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """Return the `score_answer` method of a task. Some tasks load a dictionary."""
+    """Return the `score_answer` method of a task. Creating some tasks loads a dictionary, so the
+    method is cached."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -157,8 +159,9 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
 def _may_be_verified(task: str, answer: str, right: str) -> bool:
     """Return whether it is safe to pass an answer to the verifier of a task.
 
-    The whole right answer is always safe, but its parts may not be: an integral that sympy could
-    not solve contains `Integral`, and a policy could repeat the question in that form.
+    An answer that equals the right answer is always safe. Parts of the right answer may not be: an
+    integral that sympy could not solve contains `Integral`, and a policy could repeat the question
+    in that form.
     """
     if right and normalise(answer) == normalise(right):
         return True

@@ -207,7 +207,7 @@ def undressed(text: str) -> str:
 
 
 def spelled(text: str) -> str:
-    """Normalize an answer, so that answers that look the same when typeset are equal."""
+    """Normalize the spelling of an answer. Answers that look the same when typeset become equal."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text))
     if "\\" not in text and re.search(r"[^\W\d_]{2}", text):  # \Delta is not \delta, nor R r
@@ -263,8 +263,8 @@ _OPERATOR = re.compile(
 
 
 def boxes(text: str, marked: str) -> list[str]:
-    """Return the last marked answer and all earlier ones that no later word corrects, or an empty
-    list if the words around the last one deny it."""
+    """Return the last marked answer and all earlier ones that are not corrected by later words.
+    Returns an empty list if the words around the last one deny it."""
     start = text.rfind(BOXED)
     if start < 0:
         return [marked]
@@ -290,8 +290,8 @@ def _claim(text: str) -> tuple[str, bool]:
 
 
 def statements(text: str, *, exclaims: bool) -> list[str]:
-    """Return the possible answers in a text without marks, or an empty list if it expresses doubt.
-    Set `exclaims` if a final "!" may be a factorial."""
+    """Return the possible answers in a text without marks, or an empty list if the text expresses
+    doubt. Set `exclaims` if a final "!" may be a factorial."""
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     text = _SIGNED_WORD.sub("-", text)
@@ -319,14 +319,15 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 
 
 def words_of(right: str) -> str:
-    """Return the words of an answer that consists only of words. Returns "" for other answers."""
+    """Return the words of an answer that consists only of words, or "" for other answers."""
     spelling = spelled(right)
     is_words = _WORDS.fullmatch(spelling) and not re.search(r"\\(?!text|math)", right)
     return spelling if is_words and not right.isupper() else ""
 
 
 def asserts(text: str, words: str) -> bool:
-    """Return whether the sentence with the answer ends with `words` and expresses no doubt."""
+    """Return whether the sentence that contains the answer ends with `words` and expresses no
+    doubt."""
     sentence, doubt = _claim(text.rstrip("! "))
     sentence = undressed(re.sub(r"\$|\\[()\[\]]", "", sentence))
     spelling = spelled(sentence)

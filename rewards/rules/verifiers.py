@@ -26,14 +26,14 @@ from keel.rewards.text import (
 from keel.rl.turns import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]
-"""Scores the final text of a completion (without thinking) from 0 to 1.
+"""Scores the final text of a completion, without thinking, from 0 to 1.
 
-It may return several reward components instead, which include `correct`. It may raise, hang or
-crash on hostile text, which is why `keel.rewards.workers.pool` runs it in a separate process.
+It may return several reward components instead, one of which is `correct`. On hostile text, it may
+raise, hang or crash. `keel.rewards.workers.pool` therefore runs it in a separate process.
 """
 
 _MAX_CHARACTERS = 32_768
-"""The maximum length of a text, unless the right answer is about as long."""
+"""Maximum length of a text, unless the right answer is about as long."""
 _MATCH_TIMEOUT_S = 0.5
 
 
@@ -66,7 +66,7 @@ KINDS = ("reasoning_gym", "answer", "code")
 a judge.
 
 The kinds `function` and `language` are not listed. They score the output of
-`TextTrajectory.dumps()`, and prompts cannot use them, because data must not be able to name code.
+`TextTrajectory.dumps()`. Prompts cannot use them, because data must not be able to name code.
 """
 
 
@@ -109,7 +109,8 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Build a verifier that matches the whole answer. A timeout counts as wrong."""
+    """Build a verifier that matches a regular expression against the whole answer. A timeout counts
+    as wrong."""
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
 
@@ -136,12 +137,11 @@ _ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re
 
 
 def _schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Build a verifier that checks whether an answer is valid under the JSON schema in
-    `spec["answer"]`.
+    r"""Build a verifier that checks an answer against the JSON schema in `spec["answer"]`.
 
-    The whole answer is checked if it is JSON, else the marked text (`\boxed{}`, `<answer>`,
-    `<json>`) or the last fenced code block that is. Formats are checked too, except for IRIs.
-    Nothing is downloaded. Raises ValueError if the schema is invalid.
+    If the whole answer is JSON, all of it is checked. Otherwise, the marked text (`\boxed{}`,
+    `<answer>`, `<json>`) or the last fenced code block that is JSON is checked. Formats are checked
+    too, except for IRIs. Nothing is downloaded. Raises ValueError if the schema is invalid.
     """
     # Imported late: this takes a fifth of a second.
     from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415
@@ -236,8 +236,9 @@ _MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
-    """Return whether a completion is finished, is not blank, marks at most one answer, and has
-    exactly one closed think block before the answer, or none without thinking.
+    """Return whether a completion is well-formed. It must be finished, not blank, and mark at most
+    one answer. With thinking, there must be exactly one closed think block before the answer.
+    Without thinking, there must be none.
 
     `raw` is the sampled text. It may lack the opening `<think>`, because many chat templates put it
     at the end of the prompt.

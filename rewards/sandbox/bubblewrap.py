@@ -1,4 +1,4 @@
-"""Builds the bubblewrap arguments that are common to all sandboxes."""
+"""Builds the bubblewrap arguments that all sandboxes share."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ SYSTEM_FILES = [
     for word in ("--ro-bind-try", name, name)
 ]
 PROGRAMS = ("bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share/zoneinfo")
-"""The folders in /usr that programs and compilers need. Others may contain answers."""
+"""The folders in /usr that programs and compilers need. Other folders may contain answers."""
 DEVICES = ("null", "full", "random", "urandom")
 
 
 class IsolationError(ValueError):
-    """Raised if this machine cannot isolate programs. The message names the setting and a fix."""
+    """Raised if this machine cannot isolate programs. The message names the setting and a
+    solution."""
 
 
 def namespaces(root: bool, *, network: bool = False) -> list[str]:
     """Return the arguments that run a program in new namespaces without capabilities.
 
-    If `root` is set, bubblewrap itself runs as root and keeps the capabilities to switch to another
-    user (see `unprivileged`). If `network` is set, the program can use the machine's network.
+    If `root` is set, bubblewrap itself runs as root. It then keeps the capabilities that it needs
+    to switch to another user (see `unprivileged`). If `network` is set, the program can use the
+    machine's network.
     """
     words = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
@@ -44,7 +46,8 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
 
 
 def system(folders: Sequence[str] = ()) -> list[str]:
-    """Return the arguments that mount these folders in /usr, or all of /usr, read-only."""
+    """Return the arguments that mount the given folders in /usr read-only, or all of /usr if none
+    are given."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]
@@ -60,7 +63,8 @@ def system(folders: Sequence[str] = ()) -> list[str]:
 
 
 def make_folders(folders: Iterable[str]) -> list[str]:
-    """Return the arguments that create mount points. Only root could access implicit ones."""
+    """Return the arguments that create mount points explicitly. Implicit ones would be accessible
+    only to root."""
     words: list[str] = []
     created: set[str] = set()
     for folder in folders:
@@ -80,7 +84,7 @@ def private_folder(folder: str, mib: int) -> list[str]:
 
 
 def unprivileged(root: bool) -> list[str]:
-    """Return a command prefix that drops root's privileges inside the sandbox."""
+    """Return a command prefix that drops the privileges of root inside the sandbox."""
     if not root:
         return []
     # A random unused user ID, so that per-user limits apply to a single run.
@@ -99,7 +103,7 @@ def tool(name: str) -> str:
 
 
 def memory_file(stack: ExitStack, data: bytes) -> int:
-    """Return a read-only file descriptor for a sealed memory file that contains `data`."""
+    """Return a read-only file descriptor of a sealed memory file that contains `data`."""
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("keel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", buffering=0) as file:
@@ -165,6 +169,6 @@ os._exit(0)
 
 
 def probe(*, network: str, processes: int, strict: bool) -> str:
-    """Return Python code that tries to break out of the sandbox, and prints `isolated` if it
-    cannot. Set `strict` for sandboxes of programs, which have no /proc and no sockets."""
+    """Return Python code that tries to break out of the sandbox, and prints `isolated` if it fails.
+    Set `strict` for sandboxes of programs, which have no /proc and no sockets."""
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"

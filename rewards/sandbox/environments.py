@@ -40,7 +40,7 @@ Network = Literal["none", "loopback", "host"]
 _OPEN_FILES = 1024
 _PROBE_TIMEOUT_S = 30.0
 _LANGUAGE_FILES = ("/etc/maven", "/etc/php", *map(str, Path("/etc").glob("java-*")))
-"""Debian's configuration for Java, Maven and PHP, which do not work without it."""
+"""Debian's configuration files for Java, Maven and PHP, which do not work without them."""
 _NETWORK_FILES = ("hosts", "nsswitch.conf", "resolv.conf", "ssl", "pki", "ca-certificates")
 _RESERVED = tuple(map(Path, ("/", "/dev", "/proc", TMP)))
 _INSTALL = "Install bubblewrap (`apt-get install bubblewrap`)"
@@ -52,7 +52,7 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
-    """The command line that starts a sandbox. Implements `LaunchedSandbox` of agents."""
+    """The command line that starts a sandbox. It implements `LaunchedSandbox` in agents."""
 
     command: Sequence[str]
     pass_fds: Sequence[int]
@@ -68,19 +68,20 @@ class EnvironmentSandbox:
     """Prepares sandboxes for environments. Create it with `environment_wrap`."""
 
     network: Network = "none"
-    """With `host`, environments can also reach this machine's local services."""
+    """With `host`, environments can also reach the local services of this machine."""
     memory_mib: int | None = 4096
-    """Limits an episode's resident memory, and each process's address space, or nothing."""
+    """Limit on the resident memory of an episode and on the address space of each process. None
+    means no limit."""
     processes: int = 128
-    """The maximum number of processes and threads."""
+    """Maximum number of processes and threads."""
     files_mib: int = 256
-    """The size of the private /tmp and of /dev/shm. Both are kept in memory."""
+    """Size of the private /tmp and of /dev/shm. Both are kept in memory."""
     writable: Sequence[Path] = ()
-    """Folders on this machine that every episode can modify."""
+    """Folders on this machine that all episodes can modify."""
     hidden: Sequence[Path] = ()
-    """Files and folders inside readable folders that are hidden from environments."""
+    """Files and folders inside readable folders that environments cannot see."""
     mounts: bool = True
-    """If set, mount a private /proc and pseudo-terminals. Some containers do not allow this."""
+    """If True, mount a private /proc and pseudo-terminals. Some containers do not allow this."""
 
     def __post_init__(self) -> None:
         for folder in self.writable:
@@ -102,13 +103,14 @@ class EnvironmentSandbox:
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Prepare a sandbox for a process that forks children and isolates them with `inner`."""
+        """Prepare a sandbox for a process that forks children and isolates them with the settings
+        in `inner`."""
         return self._launch(command, readable, forking=True)
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Settings that isolate a forked process like a sandbox, or None if mounts are
-        forbidden."""
+        """Settings that isolate a forked process as well as a sandbox would, or None if mounting is
+        not allowed."""
         if not self.mounts:
             return None
         return {
@@ -121,8 +123,7 @@ class EnvironmentSandbox:
 
     @property
     def probe(self) -> str:
-        """Python code that tries to break out of the sandbox, and prints `isolated` if it
-        cannot."""
+        """Python code that tries to break out of the sandbox, and prints `isolated` if it fails."""
         return bubblewrap.probe(network=self.network, processes=self.processes, strict=False)
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
@@ -180,8 +181,8 @@ class EnvironmentSandbox:
             yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Return the arguments that mount readable and writable folders and cover hidden ones. The
-        setting for the deepest folder wins."""
+        """Return the arguments that mount readable and writable folders and cover hidden ones. For
+        nested folders, the setting of the innermost one applies."""
         binds: dict[Path, str] = {}
         for path in _with_targets(readable):
             if path in _RESERVED:
@@ -233,10 +234,10 @@ class EnvironmentSandbox:
 def environment_wrap(
     isolation: str, *, knob: str = "agents.isolation", **settings: Any
 ) -> EnvironmentSandbox | None:
-    """Return a sandbox for environments that has been tested on this machine, or None if isolation
-    is turned off.
+    """Return a sandbox for environments that was tested on this machine, or None if isolation is
+    turned off.
 
-    `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting in error
+    `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting for error
     messages, or "" if isolation cannot be turned off. Raises IsolationError if this machine does
     not support isolation, and ValueError if a setting is invalid.
     """
@@ -302,24 +303,26 @@ _QUERY = (
 )
 _QUERY_TIMEOUT_S = 30.0
 _PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")
-"""The parts of an interpreter's folder that are needed. It may contain unrelated files."""
+"""The parts of an interpreter's folder that are needed. The rest may be unrelated files."""
 _MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
 
 
 class _Runtime(NamedTuple):
-    """An executable, and the paths that it reads."""
+    """An executable and the paths that it needs to read."""
 
     executable: str
-    """The absolute path. A virtual environment is recognized by the path of its link."""
+    """The absolute path, without resolving links, because Python recognizes a virtual environment
+    by it."""
     paths: tuple[Path, ...]
-    """The files and folders outside /usr that it reads, under every name."""
+    """The files and folders outside /usr that the executable reads, including the links that lead
+    to them."""
 
 
 @lru_cache(maxsize=64)
 def runtime(program: str) -> _Runtime:
-    """Find the files that a Python interpreter, a script with a `#!` line or another executable
-    needs. Raises FileNotFoundError if the program does not exist."""
+    """Find the files that an executable needs, which may be a Python interpreter or a script with a
+    `#!` line. Raises FileNotFoundError if the program does not exist."""
     executable = shutil.which(program)
     if executable is None:
         raise FileNotFoundError(f"there is no program {program}")
@@ -364,7 +367,8 @@ def _python(path: Path) -> _Runtime:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """Yield a path, each symbolic link on the way to its target, and the target, outside /usr."""
+    """Yield a path, all symbolic links on the way to its target, and the target itself. Paths in
+    /usr are left out."""
     names, real = [path], path.resolve()
     while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))

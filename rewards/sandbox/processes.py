@@ -1,7 +1,7 @@
 """Measures, kills and reaps the process trees of sandboxes, and limits their memory.
 
 We do not use psutil here. It cannot set a subreaper, and its `children` reads every process on the
-machine. With 114 processes that takes 2.3 ms instead of 0.2 ms, and it happens twenty times a
+machine. With 114 processes, this takes 2.3 ms instead of 0.2 ms, and it happens twenty times a
 second for each program.
 """
 
@@ -23,22 +23,24 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.1
 _CPU_SHARE = 0.1
-"""The maximum fraction of a core to spend on polling. Many sandboxes are polled less often."""
+"""Maximum fraction of a core that polling may use. If there are many sandboxes, they are polled
+less often."""
 
 
 class _ProcessUsage(NamedTuple):
     """The resources that a process tree uses at one point in time."""
 
     resident: int
-    """Resident memory in bytes. A page that several processes share counts for each of them."""
+    """Resident memory in bytes. A page that several processes share is counted for each of them."""
     cpu_s: float
-    """User and system time. It includes children that have exited and were reaped."""
+    """User and system time, including that of children that have exited and were reaped."""
     processes: int
 
 
 def usage(root: int, *, include_root: bool = True) -> _ProcessUsage:
     """Measure the processes below `root`, and `root` itself if `include_root` is set. All values
-    are zero once `root` has exited. Raises OSError if this process is out of files or memory."""
+    are zero once `root` has exited. Raises OSError if this process has no file descriptors or
+    memory left."""
     resident = ticks = processes = 0
     for pid, fields, tasks in _walk(root):
         if pid == root and not include_root:
@@ -68,12 +70,13 @@ def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
 
 
 def _stat(name: str) -> list[bytes]:
-    """Return the fields of `/proc/…/stat` after the process name, which may be any text."""
+    """Return the fields of `/proc/…/stat` that follow the process name. The name may be any
+    text."""
     return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def kill_descendants(root: int, within_s: float) -> None:
-    """Kill all processes below `root`, which must be stopped, so that it does not reap them."""
+    """Kill all processes below `root`. `root` must be stopped, so that it does not reap them."""
     end, previous = time.monotonic() + within_s, dict[int, bool]()
     while time.monotonic() < end:
         current = _descendants(root)
@@ -122,8 +125,8 @@ def subreaper() -> Generator[None]:
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to exit, and reap it if it is a child. Returns False on timeout. The first
-    process of a PID namespace exits only after all others in it."""
+    """Wait for a process to exit, and reap it if it is a child of this process. Returns False on
+    timeout. The first process of a PID namespace exits only after all others in it."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -146,10 +149,10 @@ def _has_exited(pidfd: int, within_s: float) -> bool:
 
 class _Limit(NamedTuple):
     pidfd: int
-    """Refers to the process even if its PID is reused."""
+    """A file descriptor that refers to the process even if its PID is reused."""
     memory_mib: int
     inside: bool
-    """Set if the process is the first one inside a sandbox. Its own memory then does not count."""
+    """True if the process is the first one inside a sandbox. Its own memory is then not counted."""
 
 
 class _MemoryLimiter:
@@ -163,9 +166,9 @@ class _MemoryLimiter:
         self._thread: threading.Thread | None = None
 
     def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
-        """Limit the memory of all processes below `pid`, the outer process of a sandbox. If
-        `inside` is set, `pid` is the first process in a forked sandbox, whose own memory does not
-        count."""
+        """Limit the memory of all processes below `pid`, which is the outer process of a sandbox.
+        If `inside` is set, `pid` is the first process in a forked sandbox, and its own memory is
+        not counted."""
         with self._lock:
             self._drop(pid)
             self._reasons.pop(pid, None)
@@ -179,7 +182,7 @@ class _MemoryLimiter:
                 self._thread.start()
 
     def release(self, pid: int) -> str:
-        """Remove the limit. Returns why the sandbox was killed, or "" if it was not."""
+        """Remove the limit. Returns the reason the sandbox was killed, or "" if it was not."""
         with self._lock:
             self._drop(pid)
             return self._reasons.pop(pid, "")
@@ -222,7 +225,8 @@ class _MemoryLimiter:
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
-    """Kill the first process inside a sandbox, which ends all others and the outer process."""
+    """Kill the first process inside a sandbox. This ends all other processes and the outer
+    process."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if inside:
             os.kill(pid, signal.SIGKILL)
@@ -236,10 +240,10 @@ _LIMITER = _MemoryLimiter()
 
 
 def hold(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
-    """Limit a sandbox's memory with this process's `_MemoryLimiter`. None means no limit.
+    """Limit the memory of a sandbox with this process's `_MemoryLimiter`. None means no limit.
 
-    Returns a function that removes the limit. That function returns why the sandbox was killed, or
-    "" if it was not.
+    Returns a function that removes the limit. That function returns the reason the sandbox was
+    killed, or "" if it was not.
     """
     if memory_mib is None:
         return lambda: ""

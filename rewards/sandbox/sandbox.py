@@ -40,13 +40,14 @@ Status = Literal["exited", "time", "memory", "output"]
 
 _POLL_S = 0.05
 _MAX_FILES = 16_384
-"""The most files in the private folder. Even an empty one takes a KiB of kernel memory."""
+"""Maximum number of files in the private folder. Even an empty file takes a KiB of kernel
+memory."""
 _MAX_OUTPUT = 64 << 20
-"""The maximum number of bytes that a run may print in total."""
+"""Maximum number of bytes that a run may print in total."""
 _MAX_LIMIT = 1 << 24
-"""The upper bound for each limit, against overflows in the kernel. For memory it is 16 TiB."""
+"""Upper bound for each limit, which prevents overflows in the kernel. For memory, it is 16 TiB."""
 GRACE_S = 60.0
-"""How long a killed run may take to exit."""
+"""Time limit in seconds for a killed run to exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +57,15 @@ class Limits:
     time_s: float = 2.0
     """CPU seconds of all processes together. The wall-time limit is twice this plus one second."""
     memory_mib: int = 512
-    """Limits the address space of each process, and the total resident memory of all processes."""
+    """Limit on the address space of each process, and on the resident memory of all processes
+    together."""
     processes: int = 8
-    """The maximum number of processes and threads at a time."""
+    """Maximum number of processes and threads at a time."""
     files_mib: int = 64
-    """The maximum size of the private folder."""
+    """Maximum size of the private folder."""
     output_kib: int = 1024
-    """Limits standard output and error together, or for each line if lines are counted."""
+    """Limit on standard output and standard error together. If lines are counted, it applies to
+    each line."""
 
     def __post_init__(self) -> None:
         for name in ("time_s", "memory_mib", "processes", "files_mib", "output_kib"):
@@ -84,7 +87,8 @@ class SandboxOutcome:
     status: Status
     """`exited`, or the name of the limit that the run exceeded."""
     exit_code: int
-    """The exit status, or 128 + n after signal n. Only meaningful if the status is `exited`."""
+    """The exit status, or 128 + n after signal n. It is meaningful only if the status is
+    `exited`."""
     stdout: bytes
     stderr: bytes
 
@@ -93,7 +97,8 @@ class SandboxOutcome:
         return self.status == "exited" and self.exit_code == 0
 
     def why(self) -> str:
-        """Return a short message about why the run failed, which may quote the program, or ""."""
+        """Return a short reason for the failure of the run, or "" if it succeeded. The reason may
+        quote the program's output."""
         if self.status != "exited":
             return f"over its limit of {self.status}"
         if self.exit_code == 0:
@@ -106,8 +111,8 @@ class SandboxOutcome:
 
 
 class _Watch:
-    """Reads the output of a run until it has printed `lines` lines, or until it exits if `lines` is
-    0, and kills the run if it exceeds a limit."""
+    """Reads the output of a run, and kills the run if it exceeds a limit. Reading ends after
+    `lines` lines, or when the run exits if `lines` is 0."""
 
     def __init__(
         self,
@@ -117,7 +122,8 @@ class _Watch:
         lines: int,
         deadline: float,
     ) -> None:
-        """`fds` are bubblewrap's status, and one that the first process inside keeps open."""
+        """Start watching `process`. `fds` are the descriptors of bubblewrap's status and of a pipe
+        that the first process inside keeps open."""
         assert process.stdout is not None and process.stderr is not None
         self._process, self._limits, self._lines = process, limits, lines
         self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
@@ -133,7 +139,7 @@ class _Watch:
         self._ignore_output = False
 
     def outcome(self) -> SandboxOutcome:
-        """Wait for the end of the run. Raises RuntimeError if it cannot be killed."""
+        """Wait for the end of the run. Raises RuntimeError if the run cannot be killed."""
         try:
             with selectors.DefaultSelector() as selector:
                 self._listen(selector)
@@ -253,13 +259,15 @@ _ENVIRONMENT = {
 
 
 class _Python(NamedTuple):
-    """The Python interpreter that programs use: the one under this process's environment."""
+    """The Python interpreter for programs. It is the one on which this process's environment is
+    based."""
 
     executable: str
     parts: tuple[str, ...]
-    """Files and folders to mount besides `bubblewrap.PROGRAMS`."""
+    """Files and folders to mount in addition to `bubblewrap.PROGRAMS`."""
     hidden: tuple[str, ...]
-    """Package folders inside the mounted folders, which may contain tasks with answers."""
+    """Package folders inside the mounted folders. They are hidden because they may contain tasks
+    with answers."""
 
 
 def _python() -> _Python:
@@ -279,7 +287,7 @@ def _python() -> _Python:
 
 
 class Sandbox:
-    """Runs programs under one kind of isolation. Create it with `open_sandbox`."""
+    """Runs programs with a given kind of isolation. Create it with `open_sandbox`."""
 
     def __init__(self, isolation: str) -> None:
         self._isolated = isolation == "bubblewrap"
@@ -299,9 +307,9 @@ class Sandbox:
     ) -> SandboxOutcome:
         """Run `command` in an empty, writable folder and return the outcome.
 
-        `files` are executable and in a read-only folder. In `command`, `{box}` stands for that
-        folder and `{python}` for the Python interpreter. If `lines` is set, the run ends after that
-        many lines of output; the wall-time limit then applies to each line. `within_s` limits the
+        `files` are executable and in a read-only folder. In `command`, `{box}` is replaced by that
+        folder and `{python}` by the Python interpreter. If `lines` is set, the run ends after that
+        many lines of output, and the wall-time limit applies to each line. `within_s` limits the
         wall time of the whole run. Raises RuntimeError if the sandbox itself fails.
         """
         with ExitStack() as stack:
@@ -386,7 +394,8 @@ class Sandbox:
         limits: Limits,
         share: Callable[[bytes], str],
     ) -> list[str]:
-        """Build the bubblewrap command. `share` passes data and returns the file descriptor."""
+        """Build the bubblewrap command. `share` passes data to bubblewrap and returns the file
+        descriptor."""
         python = self._python
         words = [bubblewrap.tool("bwrap"), *bubblewrap.namespaces(self._root)]
         words += bubblewrap.system(bubblewrap.PROGRAMS)
@@ -409,8 +418,8 @@ class Sandbox:
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """Return a sandbox that a probe could not break out of on this machine. Raises IsolationError
-    if this machine does not support `isolation`."""
+    """Return a sandbox after a probe has failed to break out of it. Raises IsolationError if this
+    machine does not support `isolation`."""
     if isolation not in _ISOLATIONS:
         raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     failure = f"{_KNOB} = {isolation!r} does not work here"

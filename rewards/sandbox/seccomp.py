@@ -1,8 +1,8 @@
 """Builds the seccomp filter for sandboxed programs.
 
-The filter refuses system calls that would bypass the namespaces and limits. These are calls for
+The filter refuses system calls that would bypass the namespaces and limits. Such calls concern
 memory that no process limit counts (`memfd_create`, System V shared memory), new namespaces,
-sockets, the memory of other processes and key rings shared between users. Calls of kernel
+sockets, the memory of other processes, and key rings shared between users. Calls to kernel
 interfaces with a history of vulnerabilities are refused too.
 """
 
@@ -18,8 +18,8 @@ _Numbers = Mapping[str, tuple[int, ...]]
 
 
 def _table(text: str) -> _Numbers:
-    """Parse entries `name number number;` with the numbers of a call on x86_64 and aarch64, where
-    -1 means that there is none. The numbers are from the kernel's syscall_64.tbl and
+    """Parse entries `name number number;` with the numbers of a call on x86_64 and aarch64. -1
+    means that the call does not exist there. The numbers are from the kernel's syscall_64.tbl and
     asm-generic/unistd.h."""
     rows = (row.split() for row in text.split(";"))
     return {name: tuple(map(int, numbers)) for name, *numbers in rows}
@@ -41,19 +41,20 @@ shmctl 31 195; shmget 29 194; socket 41 198; swapoff 168 225; swapon 167 224; sy
 umount2 166 39; unshare 272 97; userfaultfd 323 282; vmsplice 278 75
 """)
 _UNKNOWN = 453
-"""The first number after these tables (Linux 6.6). C libraries fall back to older calls."""
+"""The first call number after these tables (Linux 6.6). C libraries fall back to older calls."""
 _UNCOUNTED = _table("""
 ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setparam 142 118;
 sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
 setsockopt 54 208
 """)
 """Calls that are refused if memory and CPU time are measured from outside. For example, a socket
-pair holds about 200 KiB that is not counted, and more with larger buffers or with sockets in
+pair holds about 200 KiB that are not counted, and more with larger buffers or with sockets in
 transit."""
 _PRETENDED = _table("""
 futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
 """)
-"""Calls that do nothing but report success, because they would change the timestamps of devices."""
+"""Calls that report success without doing anything, because they would change the timestamps of
+devices."""
 _MMAP = (9, 222)
 _PRLIMIT64 = (302, 261)
 _RT_SIGACTION = (13, 134)
@@ -86,10 +87,10 @@ def seccomp_filter(
 ) -> bytes:
     """Return a classic BPF program for `bwrap --seccomp`.
 
-    `sockets` lists the allowed socket families, and `permitted` calls to allow although they are
-    usually refused. If `counted` is set, the filter also refuses calls that hide memory or CPU time
-    from measurement outside the sandbox. Raises ValueError if the call numbers for the
-    `platform.machine()` are unknown.
+    `sockets` lists the allowed socket families. `permitted` lists calls to allow although they are
+    normally refused. If `counted` is set, the filter also refuses calls that hide memory or CPU
+    time from measurement outside the sandbox. Raises ValueError if the call numbers for `machine`
+    (`platform.machine()`) are unknown.
     """
     if machine not in _MACHINES:
         raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")

@@ -28,36 +28,38 @@ from keel.rewards.workers.worker import PREEMPTION, reply_to
 from keel.rl.strict_json import allow_long_integers
 
 _START_TIMEOUT_S = 120.0
-"""The time limit for a worker to start and import its libraries."""
+"""Time limit in seconds for a worker to start and import its libraries."""
 _CODE_GRACE_S = 30.0
-"""Extra time besides `rewards.code.completion_s` for starting and stopping sandboxes."""
+"""Time for starting and stopping sandboxes, in addition to `rewards.code.completion_s`."""
 GRACE_S = 30.0
 """How long to wait for the worker's own timer after a deadline, and for a killed worker to exit."""
 _FIRST_CALL_S = 30.0
-"""The minimum time limit for the first call of a function in a worker, which may load a model."""
+"""Minimum time limit for the first call of a function in a worker, because that call may load a
+model."""
 _POLL_S = 1.0
-"""The time between checks of a worker that has not answered."""
+"""Time between two checks of a worker that has not answered."""
 _STOPPED_POLLS = 5
-"""A worker is replaced if this many checks in a row find it stopped (SIGSTOP)."""
+"""Number of consecutive checks that must find a worker stopped (SIGSTOP) before it is replaced."""
 _MAX_REASSIGNMENTS = 3
-"""How often a batch may be retried if it did not cause the failure of its worker."""
+"""Maximum number of times that a batch is retried if it did not cause the failure of its worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierScore:
-    """The result for one completion: a score from 0 to 1, or an `error` and the score 0."""
+    """The result for one completion: a score from 0 to 1. If there is an `error`, the score is
+    0."""
 
     score: float
     error: str = ""
     at: str = field(default="", compare=False)
-    """Location of the error, such as `my_rewards.py:12 in brief`, or "" if unknown."""
+    """Location of the error, such as `my_rewards.py:12 in brief`, or "" if it is unknown."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Further reward components that the verifier returned."""
+    """Additional reward components that the verifier returned."""
 
 
 class WorkerPool:
-    """Verifies batches of completions of one prompt in `workers` processes, or in this one for
-    0."""
+    """Verifies completions in `workers` processes, or in this process if `workers` is 0. Each batch
+    contains completions of the same prompt."""
 
     def __init__(
         self,
@@ -69,9 +71,10 @@ class WorkerPool:
     ) -> None:
         """Start the workers, which import their libraries in the background.
 
-        `timeout_s` is the time limit for one completion; it needs workers. `code` contains the
-        fields of `CodeConfig`; its `completion_s` is the limit for programs. Each worker prints to
-        a file in the folder `log`, or to standard error if it is None.
+        `timeout_s` is the time limit for one completion. It is enforced only if there are workers.
+        `code` contains the fields of `CodeConfig`. Its `completion_s` is the time limit for
+        programs. Each worker prints to a file in the folder `log`, or to standard error if `log` is
+        None.
         """
         allow_long_integers()  # in tests of programs, which travel as JSON
         self._code = dict(code or {})
@@ -91,8 +94,8 @@ class WorkerPool:
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> Future[list[VerifierScore]]:
-        """Return a future with one result for each completion, or ValueError for a malformed
-        spec."""
+        """Start verifying completions. The future returns one result for each completion, or raises
+        ValueError if the spec is malformed."""
         return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
@@ -100,7 +103,7 @@ class WorkerPool:
         return any(worker.log_size() > worker.log_start for worker in self._workers)
 
     def close(self) -> None:
-        """Stop the workers and discard all batches in the queue."""
+        """Stop the workers and discard all queued batches."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -124,7 +127,7 @@ class WorkerPool:
 
 
 class _WorkerLost(Exception):
-    """Raised if a worker was lost. `blameless` is set if no completion caused it."""
+    """Raised if a worker was lost. `blameless` is True if this was not caused by a completion."""
 
     def __init__(self, message: str, *, blameless: bool = False) -> None:
         super().__init__(message)
@@ -132,7 +135,8 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    """A worker process. It is restarted after a failure. Only one thread may use it at a time."""
+    """A worker process, which is restarted after a failure. Only one thread may use it at a
+    time."""
 
     def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
         self._code, self._log = code, log
@@ -145,7 +149,8 @@ class _Worker:
         self._returned: set[str] = set()
         """The functions that have returned at least once, in any process of this worker."""
         self._slow: set[str] = set()
-        """Functions that timed out in their first call. They do not get `_FIRST_CALL_S` again."""
+        """The functions that timed out in their first call. They do not get `_FIRST_CALL_S`
+        again."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = socket.socket()
         self._buffer = b""
@@ -226,7 +231,8 @@ class _Worker:
     def _begin(
         self, spec: Mapping[str, Any], completions: Sequence[str], limits: Mapping[str, float]
     ) -> None:
-        """Send a batch and wait until the verifier is built."""
+        """Send a batch to the worker and wait until it has built the verifier. Raises ValueError if
+        the worker rejects the spec."""
         request = {"spec": dict(spec), "completions": list(completions), "code": self._code}
         self._socket.settimeout(_START_TIMEOUT_S)
         try:
@@ -281,7 +287,8 @@ class _Worker:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
     def _stop(self) -> str:
-        """Kill the process and its descendants. Returns the location in its stack trace, or ""."""
+        """Kill the process and its descendants. Returns the location in its stack trace, or "" if
+        there is none."""
         process, self._process = self._process, None
         if process is None:
             return ""

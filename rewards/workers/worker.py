@@ -40,16 +40,18 @@ from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to every process of a job. Workers ignore them, so that only the
-parent reacts. A worker killed by such a signal would look as if a completion had crashed it."""
+"""Signals that a scheduler sends to all processes of a job. Workers ignore them, so that only the
+parent reacts. If a worker were killed by such a signal, a completion would seem to have crashed it.
+"""
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
-"""How much address space verifiers may use beyond what is already allocated."""
+"""Size of the address space that verifiers may use in addition to what is already allocated."""
 
 
 def _limit_memory(extra: int | None) -> None:
     """Allow `extra` more bytes of address space, or any number if it is None. User functions have
-    no limit, because they may load a model and GPU drivers reserve more than they use."""
+    no limit, because they may load a model, and GPU drivers reserve more address space than they
+    use."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard
     if extra is not None:
@@ -61,7 +63,7 @@ def _limit_memory(extra: int | None) -> None:
 
 
 def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
-    """Verify one completion. Returns the reply to send to the parent process."""
+    """Verify a completion and return the reply to send to the parent process."""
     try:
         score = verifier(completion)
         if not isinstance(score, Mapping):
