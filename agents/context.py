@@ -46,8 +46,8 @@ class AskFirst:
     """The rewrite to use if the answer is empty, because the turn was truncated while thinking."""
 
     def rewritten_by(self, opening: Sequence[Message], answer: str) -> Rewrite:
-        """Return a context with the opening and the policy's answer, or `fallback` if the answer is
-        empty."""
+        """Return a rewrite that keeps only the opening and the policy's answer, or `fallback` if
+        the answer is empty."""
         if not answer.strip():
             return self.fallback
         summary: Message = {"role": "user", "content": SUMMARY + answer.strip()}

@@ -25,8 +25,9 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """A context and the turns that were sampled in it. Each turn returns the routes of the tokens
-    that it was the first to process. The last token of a turn is processed by the next turn."""
+    """A context and the turns that were sampled in it. Each turn returns the expert routes of the
+    tokens that it was the first to process. The last token of a turn is processed by the next turn.
+    """
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id
@@ -34,7 +35,7 @@ class SegmentRecord:
         self._turns: list[tuple[int, TurnResult]] = []
         """The position of each turn's first sampled token, together with the turn's result."""
         self._rows = 0
-        """The number of positions for which routes have been received."""
+        """Number of positions for which expert routes have been received."""
 
     @property
     def turns(self) -> int:

@@ -97,7 +97,6 @@ class McpEpisode:
         return Opening(messages=task.messages, tools=tuple(tools))
 
     async def _connect(self, transport: Any) -> list[ToolSpec]:
-        """Start a session and return the specs of the server's tools."""
         from mcp import Client  # noqa: PLC0415  (takes a second, and is rarely needed)
 
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

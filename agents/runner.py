@@ -241,6 +241,4 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
 
 
 def _connection_limit(episodes: int) -> int:
-    """Return the maximum number of open connections when agent programs drive `episodes`
-    episodes."""
     return (_FILES_PER_DRIVEN_EPISODE - _FILES_PER_EPISODE) * episodes + _SPARE_CONNECTIONS

@@ -178,7 +178,6 @@ class Endpoint:
 
     @web.middleware
     async def _format_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Convert exceptions to error responses in the format of OpenAI's or Anthropic's API."""
         place = self._open.get(request.match_info.get("name", ""))
         if place is not None:
             self._busy[request.protocol] = place.recorder

@@ -36,8 +36,9 @@ _MAX_S = 1e9
 
 
 class Hosted:
-    """One episode of a `Program`, in a process that `fork_server` forks or in a new one. `starting`
-    limits how many processes start at the same time."""
+    """An episode of a `Program`. If `fork_server` is given, it forks the process of the episode.
+    Otherwise, a new process is started. `starting` limits how many processes start at the same
+    time."""
 
     def __init__(
         self,

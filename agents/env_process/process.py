@@ -157,7 +157,7 @@ class ChildProcess:
 
     async def end(self, within_s: float = 0.0) -> str:
         """Give the process up to `within_s` seconds to exit, then kill it and its descendants.
-        Returns a text that says how it ended."""
+        Returns a description of its exit."""
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -244,8 +244,8 @@ Result = TypeVar("Result")
 
 
 async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work` and return its result. Unlike `asyncio.timeout`, this still returns a result
-    that arrived in time but was not read because the event loop was busy."""
+    """Await `work` and return its result. Unlike `asyncio.timeout`, this also returns a result that
+    arrived in time but was read late because the event loop was busy."""
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (timeout_s, _READ_S):

@@ -15,7 +15,7 @@ class InvalidEnvironment(Exception):
 
 
 class EnvironmentGone(Exception):
-    """Raised if the environment's backend is gone or its `done` is invalid."""
+    """Raised if the environment's backend is gone or its attribute `done` is invalid."""
 
 
 def error_location(error: BaseException) -> str:

@@ -205,7 +205,6 @@ def _read_test(test: Any, where: str, language: Language) -> CodeTest:
 
 
 def _subtasks(spec: Mapping[str, Any], tests: Sequence[CodeTest]) -> dict[str, float]:
-    """Compute the shares in `CodeTask.subtasks` from the points in the spec."""
     named = {test.subtask for test in tests} - {""}
     entries: Any = spec.get("subtasks")
     if entries is not None and (not isinstance(entries, dict) or not entries):

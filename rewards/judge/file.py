@@ -37,8 +37,6 @@ _MAX_ROWS = 50
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer from the input file, together with its prompt."""
-
     prompt: Prompt
     answer: str
     thinking: str

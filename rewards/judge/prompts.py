@@ -2,8 +2,8 @@
 
 Trusted text is kept separate from the policy's text. The system message contains the instructions,
 the task and the criteria. The user message contains only the answer, as one line of JSON
-(`keel.rewards.judge.untrusted`). The line is enclosed by two lines with a random word that is new
-for each call.
+(`keel.rewards.judge.untrusted`). This line is enclosed by two lines with a random word, which is
+new for each call.
 
 The system message starts with the text that is the same for all answers in a group, so that their
 requests can share a prefix cache.

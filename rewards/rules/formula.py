@@ -1,9 +1,9 @@
 """Parses LaTeX formulas and compares them by their values at sample points.
 
 A formula is accepted only if the grammar covers all of it. Parsing takes linear time. Two formulas
-are equal if they agree to 80 digits at the sample points. The coordinates of these points are
+are equal if they agree to 80 digits at all sample points. The coordinates of these points are
 derived from the names of the symbols. Formulas are never expanded and all numbers are bounded, so
-`(x+y+z)^{500}` costs just one power.
+evaluating `(x+y+z)^{500}` takes only a single power.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 r"""Compares an answer with the right one by value, so that `\frac12`, `1/2` and `0.5` are equal.
 
 Both texts go through the same steps. `plain` normalizes the notation. `parse` reads the text as a
-number, formula, list, set, region or relation. If it cannot read all of the text, the text stays as
-it is. `_same` then compares the two results.
+number, formula, list, set, region or relation. If it cannot read all of the text, it returns the
+text unchanged. `_same` then compares the two results.
 
-Plain numbers are exact fractions. `keel.rewards.rules.formula` evaluates formulas. A text equals
-only the same text. Sums, integrals and determinants are evaluated by math-verify's parser, but only
-in the right answer and only once, never in a completion.
+Numbers are stored as exact fractions. `keel.rewards.rules.formula` evaluates formulas. Text that
+could not be parsed is equal only to the same text. Sums, integrals and determinants are evaluated
+by math-verify's parser, but only in the right answer and only once, never in a completion.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mathematical(
 
     Numbers, formulas, sets and intervals may be written in any form. Words are compared as text. If
     part of a completion is marked with `\boxed{}`, all of the marked text must be the answer.
-    Several boxes form a list unless words between them correct an earlier one. In a completion
+    Several boxes form a list, unless words between them correct an earlier one. In a completion
     without marks, the last statement counts, and it must assert a single answer.
 
     If `right` is a number, the answer must be a number too: `70 - 67` is not accepted for 3, but
@@ -46,8 +46,8 @@ def mathematical(
     1/2.
 
     `tolerance` is relative to the right number, or absolute if that number is 0. If `ready` is set,
-    the right answer is parsed now, so that parsing does not use up a completion's time limit.
-    Raises ValueError unless `tolerance` is between 0 and 1.
+    the right answer is parsed immediately, so that parsing does not use up the time limit of a
+    completion. Raises ValueError unless `tolerance` is between 0 and 1.
     """
     if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
@@ -136,8 +136,8 @@ class Several(NamedTuple):
 
 
 _Cut = tuple[float, bool, Formula]
-"""An end of an interval: its position, whether the interval is cut just after this position, and
-its formula."""
+"""One end of an interval: its position, whether the cut lies just after this position, and its
+formula."""
 
 
 class _Region(NamedTuple):

@@ -1,8 +1,8 @@
 """Wraps the verifiers of reasoning_gym and protects them against hostile and padded answers.
 
 Some verifiers call `eval` on the answer. Others call sympy's `parse_expr`, which is just as
-dangerous: `__import__("os").system(…)` would run. Such verifiers therefore only get answers that
-are plain literals or formulas.
+dangerous: it would run `__import__("os").system(…)`. Such verifiers are therefore called only for
+answers that are plain literals or formulas.
 
 Other verifiers search for the right answer in the text, or read only the start of it. They accept
 extra text such as a second answer, a "not" or a list of candidates. For these tasks, an answer gets

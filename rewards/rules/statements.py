@@ -5,7 +5,7 @@ words. A text with a negation, an alternative or a question has no answer. `boxe
 marked answers.
 
 `plain` replaces LaTeX commands with single characters (`\leq` becomes ≤, `\{` becomes ⦃), writes
-letters, functions and numbers in a uniform way, and removes layout. The result consists of formulas
+letters, functions and numbers in a uniform way, and removes layout. Its result consists of formulas
 (`keel.rewards.rules.formula`) and of the characters at which `keel.rewards.rules.maths` splits an
 answer.
 """

@@ -309,11 +309,9 @@ _PYTHON = re.compile(r"python[0-9.]*t?")
 
 
 class _Runtime(NamedTuple):
-    """An executable and the paths that it needs to read."""
-
     executable: str
-    """The absolute path, without resolving links, because Python recognizes a virtual environment
-    by it."""
+    """The absolute path. Links are not resolved, because Python uses this path to recognize a
+    virtual environment."""
     paths: tuple[Path, ...]
     """The files and folders outside /usr that the executable reads, including the links that lead
     to them."""

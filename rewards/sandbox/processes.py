@@ -28,8 +28,6 @@ less often."""
 
 
 class _ProcessUsage(NamedTuple):
-    """The resources that a process tree uses at one point in time."""
-
     resident: int
     """Resident memory in bytes. A page that several processes share is counted for each of them."""
     cpu_s: float

@@ -1,13 +1,13 @@
 """Runs untrusted programs in sandboxes.
 
-`bubblewrap` runs each program in separate namespaces. The program has no network and cannot see
-other processes. It sees a read-only system without our files, and a private folder that is deleted
-after the run. CPU time, wall time, memory, processes, files and output are limited.
+`bubblewrap` runs each program in separate namespaces. The program has no network access and cannot
+see other processes. It sees a read-only system without our files, and a private folder that is
+deleted after the run. CPU time, wall time, memory, processes, files and output are limited.
 `keel.rewards.sandbox.seccomp` blocks system calls that would bypass the limits.
 
 Sources, inputs and the seccomp filter are passed as memory files. Nothing is written outside the
 sandbox, so there is nothing to clean up. The sandbox ends when this process ends. If this process
-runs as root, the program runs under an unused user ID. Otherwise it runs in a user namespace.
+runs as root, the program runs under an unused user ID. Otherwise, it runs in a user namespace.
 """
 
 from __future__ import annotations

@@ -183,8 +183,6 @@ def _read_junit(path: str) -> list[tuple[str, str]]:
 
 
 def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the result of each test. The root element is not checked, because its name
-    depends on the test runner."""
     for child in element:
         if child.tag == "testsuite":
             yield from _cases(child, (*suites, child.get("name", "")))
