@@ -20,7 +20,7 @@ from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
 """Samples a turn on one of the engines."""
 BROKE = "the conversation broke: "
-"""Prefix of the reason for which a trajectory with an invalid conversation is dropped."""
+"""Prefix of the drop reason of a trajectory whose conversation is invalid."""
 _NOTHING_SAMPLED = "late: its time was up before it had sampled a token (rollout.timeout_s)"
 POLICY_PHASES = ("call", "reply")
 """The phases in which the policy's actions can crash an environment."""

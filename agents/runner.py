@@ -68,8 +68,9 @@ class EpisodeRunner:
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """Start the runner's thread and, if there are agent programs, the endpoint. At most
-        `most_open` episodes run concurrently for training, and as many for evaluation. `closing`
-        contains functions that release shared resources of the environments at the end."""
+        `most_open` episodes run concurrently for training, and the same number for evaluation.
+        `closing` contains functions that release shared resources of the environments at the end.
+        """
         has_programs = any(kind.program is not None for kind in kinds.values())
         make_room(len(PURPOSES) * most_open, programs=has_programs)
         self._kinds, self._turns, self._seed = kinds, turns, seed

@@ -29,7 +29,7 @@ class DrivenEpisode(Episode):
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """Limits how many programs have started but not yet requested a turn."""
+    """Limits the number of programs that have started but not yet requested a turn."""
     ended: ProgramResult | None = None
     recorder: TrajectoryRecorder | None = None
 

@@ -73,7 +73,7 @@ class AgentProgram:
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
     """Return the command line for a recipe's `program`, which is either a command line or the name
-    of a function (`module:function`). The executable is searched in `folder`, next to `python` and
+    of a function (`module:function`). The executable is looked up in `folder`, next to `python` and
     on the PATH."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]

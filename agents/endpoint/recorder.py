@@ -65,8 +65,8 @@ class TrajectoryRecorder:
         self.index = TurnIndex(chat, thinking=thinking)
         self._checked_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
-        """The numbers of the samples from each context. Each sample from the same context has a
-        different number and therefore its own seed."""
+        """Sample numbers in use, keyed by context. Each sample from the same context has its own
+        number and therefore its own seed."""
         self._lost: dict[str, list[Reply]] = {}
         """Replies that did not reach a client, keyed by their request."""
         self._growing: set[SegmentRecord] = set()
@@ -80,7 +80,7 @@ class TrajectoryRecorder:
         self.over = False
         """True once the environment has ended the task. No more turns are sampled after that."""
         self.failure = ""
-        """Reason for the latest failure of the endpoint or an engine to answer a request."""
+        """The reason the endpoint or an engine last failed to answer a request."""
         self.error: BaseException | None = None
         """The first error of an engine that remained after the engine's own retries."""
         self._closed = False

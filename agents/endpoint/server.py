@@ -24,7 +24,7 @@ from keel.agents.env_runtime.processes import socket_folder
 _MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of a request in bytes. 131,072 tokens take at most 12 MiB."""
 _MAX_BODIES = 4
-"""Maximum number of request bodies that are received at once for each trajectory."""
+"""Maximum number of request bodies received at once per trajectory."""
 _READ_S = 60.0
 """Time limit in seconds for receiving the rest of a request, and for the client to read a reply."""
 _SHUTDOWN_S = 5.0

@@ -154,8 +154,8 @@ class TurnIndex:
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
     def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """Replace the policy's messages, in which the client may have dropped the thinking, by the
-        recorded ones."""
+        """Return the messages with the policy's messages replaced by the recorded ones, because the
+        client may have dropped the thinking."""
         recorded: list[Message] = []
         for message, key in zip(messages, keys[1:], strict=True):
             turns = self._by_messages.get(key) if message["role"] == "assistant" else None

@@ -32,7 +32,8 @@ _INHERITED_ENV = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
 """The only variables that an environment inherits, so that it cannot see keys or tokens."""
 
 _LimitCheck = Callable[[], str]
-"""Stops monitoring a sandbox's memory. Returns the limit that the sandbox was killed for, or ""."""
+"""Stops monitoring a sandbox's memory. Returns the limit that the sandbox exceeded, or "" if it
+exceeded none."""
 
 
 class LaunchedSandbox(Protocol):

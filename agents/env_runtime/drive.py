@@ -36,7 +36,8 @@ _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_U
 
 
 def _forward(path: str) -> int:
-    """Forward all connections to a loopback port to the unix socket `path`, and return the port."""
+    """Open a loopback port whose connections are forwarded to the unix socket `path`, and return
+    the port."""
     import asyncio  # noqa: PLC0415  (only a sandbox without a network needs it)
 
     async def pump(source: Any, target: Any) -> None:

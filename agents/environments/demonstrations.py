@@ -15,7 +15,7 @@ from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
 from keel.rl.turns import Message, ToolSpec
 
 _FAR = 1 << 20
-"""Distance of the seeds used here from the seeds of a recipe's prompts."""
+"""Offset that keeps the seeds used here apart from the seeds of a recipe's prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,10 @@
-r"""An environment with a Python interpreter that keeps its state between calls: a Jupyter kernel
-with a copy of the task's files. A task names files of the folder `files`, as in `"environment":
-{"files": ["sales.csv"]}`, or contains their text, as in `{"files": {"sales.csv":
-"day,units\\n…"}}`. Its Python needs jupyter_client and ipykernel."""
+r"""An environment with a Python interpreter that keeps its state between calls.
+
+The interpreter is a Jupyter kernel with a copy of the task's files. A task either names files in
+the folder `files`, as in `"environment": {"files": ["sales.csv"]}`, or contains their text, as in
+`{"files": {"sales.csv": "day,units\n…"}}`. The interpreter needs the packages jupyter_client and
+ipykernel.
+"""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ PRELOAD = ("keel.agents.environments.general.workshop",)
 
 
 class General:
-    """A task written by an author. Its number counts the tasks of all folders. It comes from the
+    """A task written by an author. Tasks are numbered across all folders. The number comes from the
     name of the prompt, `name/n`, or from its `reward`, `{"general": {"task": 3}}`.
 
-    The process for the tools is forked before anything else is read, and it cannot open files. Even
-    a tool that the policy controls can therefore not read an answer.
+    The process for the tools is forked before anything else is read, and it cannot open files.
+    Therefore, not even a tool that the policy controls can read an answer.
     """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:

@@ -81,7 +81,8 @@ class AuthorWorkshop:
             child.end()
 
     def verdicts(self, number: int, answers: list[Any]) -> Any:
-        """Verify each answer in its own process. Returns the result of `verified` for each."""
+        """Verify each answer in its own process, and return the result of `verified` for each
+        answer."""
         return [verified(self._folder, number, answer, self._within_s) for answer in answers]
 
     def strings(self, most: int) -> list[str]:

@@ -267,8 +267,8 @@ def squeeze(text: str) -> str:
 
 
 def spans(text: str, most: int) -> list[tuple[int, int]]:
-    """Split `text` into (start, end) ranges of at most `most` characters. A range ends after a
-    line, a sentence or a word if there is a suitable end in its second half."""
+    """Split `text` into (start, end) ranges of at most `most` characters. If a line, a sentence or
+    a word ends in the second half of a range, the range ends there."""
     boundaries: list[tuple[int, int]] = []
     start = 0
     while len(text) - start > most:
@@ -281,8 +281,8 @@ def spans(text: str, most: int) -> list[tuple[int, int]]:
 
 
 def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
-    """Return the part of `text`, of about `most` characters, that contains the most different terms
-    of `wanted`."""
+    """Return the part of `text`, about `most` characters long, that contains the largest number of
+    different terms in `wanted`."""
     wanted = set(wanted)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]
