@@ -5,6 +5,11 @@ Each line of LABELLED has the task, an answer, the criteria and the right verdic
     {"prompt": "…", "answer": "…", "criteria": [{"name": "brief", "text": "…", "weight": 1}],
      "verdicts": {"brief": "met"}, "reasons": {"brief": "optional"}}
 
+A line can also have a proof, an evaluation of it and the evaluation's right score, for training a
+meta-verifier (DeepSeekMath-V2, 2025, section 2.1):
+
+    {"prompt": "Show that …", "answer": "…", "evaluation": "…", "score": 0.5, "analysis": "…"}
+
 Each line of FILE asks the policy for verdicts with the same messages as a run's judge. It is meant
 for a source whose reward is `keel.examples.judges.agreement`. With `--sft`, it is instead a
 conversation for `keel sft`, which contains the reply.
@@ -21,18 +26,21 @@ from pathlib import Path
 from typing import Any
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.judge.prompts import VERDICTS, BadReply, rubric_question
+from keel.rewards.judge.prompts import VERDICTS, BadReply, Question, meta_question, rubric_question
 from keel.rewards.judge.specs import Criterion
 from keel.rl.types import Prompt
 
 
 def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
     """Return how well the policy's verdicts agree with the labels: the mean of 1 − |v − label| over
-    the criteria, where met is 1, partly 0.5 and missed 0. An invalid reply gets 0."""
-    labels: Mapping[str, str] = prompt.reward["columns"]["labels"]
-    question = rubric_question((), dict.fromkeys(labels, ""), "", {})
+    the criteria, where met is 1, partly 0.5 and missed 0; or 1 − |score − label| for an evaluation
+    of a proof. An invalid reply gets 0."""
+    labels: Mapping[str, Any] = prompt.reward["columns"]["labels"]
+    answer = trajectory.answer.strip()
     try:
-        reply = question.read(trajectory.answer.strip())
+        if "score" in labels:
+            return 1 - abs(meta_question((), "", "").read(answer).score - labels["score"])
+        reply = rubric_question((), dict.fromkeys(labels, ""), "", {}).read(answer)
     except BadReply:
         return 0.0
     return sum(1 - abs(reply[key][0] - VERDICTS[label]) for key, label in labels.items()) / len(
@@ -40,38 +48,49 @@ def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
     )
 
 
+def _labelled(row: Mapping[str, Any]) -> tuple[Question[Any], dict[str, Any], dict[str, Any]]:
+    """Return the question, its labels and the right reply."""
+    task: list[dict[str, Any]] = row["prompt"]
+    if isinstance(row["prompt"], str):
+        task = [{"role": "user", "content": row["prompt"]}]
+    if "evaluation" in row:
+        score = float(row["score"])
+        if not 0 <= score <= 1:
+            raise ValueError(f"score {score:g} is not from 0 to 1")
+        question = meta_question(task, row["answer"], row["evaluation"])
+        reply = {"analysis": str(row.get("analysis") or ""), "score": f"{score:g}"}
+        return question, {"score": score}, reply
+    criteria = [Criterion.model_validate({"weight": 1.0, **one}) for one in row["criteria"]]
+    names = {f"c{place}": one.name for place, one in enumerate(criteria, start=1)}
+    texts = {key: one.text for key, one in zip(names, criteria, strict=True)}
+    labels = {key: str(row["verdicts"][name]) for key, name in names.items()}
+    if unknown := set(labels.values()) - set(VERDICTS):
+        raise ValueError(f"{unknown.pop()!r} is no verdict: {', '.join(VERDICTS)}")
+    reasons: Mapping[str, Any] = row.get("reasons") or {}
+    reply = {
+        key: {"reason": str(reasons.get(name, "")), "verdict": labels[key]}
+        for key, name in names.items()
+    }
+    material = {"answer": row["answer"]}
+    return rubric_question(task, texts, row.get("reference") or "", material), labels, reply
+
+
 def _lines(path: Path, *, sft: bool) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
+        digest = hashlib.sha256(line).hexdigest()[:16]
         try:
-            row: dict[str, Any] = json.loads(line)
-            task: list[dict[str, Any]] = row["prompt"]
-            if isinstance(row["prompt"], str):
-                task = [{"role": "user", "content": row["prompt"]}]
-            criteria = [Criterion.model_validate({"weight": 1.0, **one}) for one in row["criteria"]]
-            names = {f"c{place}": one.name for place, one in enumerate(criteria, start=1)}
-            texts = {key: one.text for key, one in zip(names, criteria, strict=True)}
-            labels = {key: str(row["verdicts"][name]) for key, name in names.items()}
-            if unknown := set(labels.values()) - set(VERDICTS):
-                raise ValueError(f"{unknown.pop()!r} is no verdict: {', '.join(VERDICTS)}")
-            question = rubric_question(
-                task, texts, row.get("reference") or "", {"answer": row["answer"]}
-            )
+            question, labels, reply = _labelled(json.loads(line))
+            messages, content = question.messages(digest), json.dumps(reply, ensure_ascii=False)
+            if sft:
+                question.read(content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: not a labelled answer: {error!r}") from error
-        digest = hashlib.sha256(line).hexdigest()
-        messages = question.messages(digest[:16])
         if sft:
-            reasons: dict[str, Any] = row.get("reasons") or {}
-            reply = {
-                key: {"reason": str(reasons.get(name, "")), "verdict": labels[key]}
-                for key, name in names.items()
-            }
-            content = json.dumps(reply, ensure_ascii=False)
             yield {"messages": [*messages, {"role": "assistant", "content": content}]}
         else:
-            yield {"id": digest[:16], "messages": messages, "labels": labels}
+            yield {"id": digest, "messages": messages, "labels": labels}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,11 +20,11 @@ from typing import Any
 from keel.rewards.judge.specs import read_proof
 from keel.rewards.text import final_text
 
-_INSTRUCTIONS = r"""You check the solution of a problem in mathematics. Go through its key steps \
+_INSTRUCTIONS = """You check the solution of a problem in mathematics. Go through its key steps \
 and every step that you doubt: state the claim of the step, whether it holds, and why; name each \
-error or gap with its passage. End with the score of the solution: \boxed{1} if it is complete and \
-correct, \boxed{0.5} if it is correct as a whole, with minor errors or omitted details, \
-\boxed{0} if it has a fatal error or a severe gap."""
+error or gap with its passage. End with the score of the solution: \\boxed{1} if it is complete \
+and correct, \\boxed{0.5} if it is correct as a whole, with minor errors or omitted details, \
+\\boxed{0} if it has a fatal error or a severe gap."""
 _BANDS = (0.25, 0.75, 2.0)
 """The upper bounds of the score bands for wrong, partly right and right proofs."""
 

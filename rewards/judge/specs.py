@@ -198,15 +198,15 @@ class _Refusal(Spec):
 
 # --- Proofs ---
 
-INSTRUCTIONS = r"""Write your final response in two sections with exactly these titles:
+INSTRUCTIONS = """Write your final response in two sections with exactly these titles:
 
 ## Solution
 The complete solution: clear, rigorous, and with every step shown.
 
 ## Self Evaluation
 Your own evaluation of that solution. Go through its key steps, point out every error and gap that \
-you know of, and end with its score: \boxed{1} if it is complete and correct, \boxed{0.5} if it \
-has minor errors or leaves out details, \boxed{0} if it has a fatal error or a severe gap. An \
+you know of, and end with its score: \\boxed{1} if it is complete and correct, \\boxed{0.5} if it \
+has minor errors or leaves out details, \\boxed{0} if it has a fatal error or a severe gap. An \
 honest low score is worth more than a false high one."""
 """Instructions for the policy. Use them as the `system` message of a data source with proofs."""
 
@@ -347,8 +347,7 @@ class VerificationSpec(Spec):
     """s, the known score of the proof."""
     meta: bool = True
     """If True, multiply by R_meta. If False, the reward depends only on how close the two scores
-    are. Use this to train a first verifier, or a meta-verifier if `score` is the score of an
-    evaluation."""
+    are, which trains a first verifier."""
 
     def read(self, answer: str) -> Evaluation | str:
         return read_evaluation(answer)

@@ -13,6 +13,8 @@ from keel.data.jsonl import load_jsonl
 from keel.examples.judges import agreement, main
 from keel.rewards.checks import check_spec
 from keel.rewards.custom import TextTrajectory
+from keel.rewards.judge.prompts import meta_question
+from keel.rl.types import Prompt
 
 ROW: dict[str, Any] = {
     "prompt": "Name a river.",
@@ -59,6 +61,32 @@ def test_agreement_with_the_labels_is_the_reward(tmp_path: Path) -> None:
         ("met, missed", 0.0),
     ):
         assert agreement(item.prompt, said(text)) == reward, text
+
+
+EVALUATED = {"prompt": "Show it.", "answer": "Clear.", "evaluation": "It is not.", "score": 0.5}
+
+
+def test_a_meta_verifier_learns_the_scores_of_evaluations(tmp_path: Path) -> None:
+    """The task is the question that a run's judge gets."""
+    (line,) = map(json.loads, written(tmp_path, rows=(EVALUATED,)).read_text().splitlines())
+    asked = meta_question([{"role": "user", "content": "Show it."}], "Clear.", "It is not.")
+    assert line["messages"] == asked.messages(line["id"])
+    prompt = Prompt(
+        prompt_id="p", domain="d", messages=tuple(line["messages"]), reward={"columns": line}
+    )
+    for score, reward in (("0.5", 1.0), ("1", 0.5), ("0", 0.5), ("2", 0.0)):
+        text = json.dumps({"analysis": "", "score": score})
+        assert agreement(prompt, said(text)) == reward, score
+    (tmp_path / "out.jsonl").unlink()
+    chat = json.loads(written(tmp_path, "--sft", rows=(EVALUATED,)).read_text())
+    assert asked.read(chat["messages"][-1]["content"]).score == 0.5
+
+
+@pytest.mark.parametrize("score", [1.5, 0.25, "much"])
+def test_conversations_need_a_score_that_the_judge_can_give(tmp_path: Path, score: Any) -> None:
+    source = tmp_path / "labelled.jsonl"
+    source.write_text(json.dumps({**EVALUATED, "score": score}))
+    assert main([str(source), "--out", str(tmp_path / "out.jsonl"), "--sft"]) == 2
 
 
 def test_conversations_end_in_the_labelled_verdicts(tmp_path: Path) -> None:
