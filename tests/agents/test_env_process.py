@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
 import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -19,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process import process
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import ForkServer, fork_server_for
 from keel.agents.env_process.program import Program
 from keel.agents.env_runtime.processes import descendants
-from keel.agents.runner import make_room
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Verdict
 from tests.agents.episodes import (
@@ -232,24 +225,6 @@ async def test_environment_sees_no_secrets_and_no_keel(monkeypatch: pytest.Monke
     assert all(n in allowed or n.startswith("keel.agents.env_runtime") for n in facts["keel"])
 
 
-def test_environment_dies_with_keel() -> None:
-    code = (
-        "import asyncio, os; from tests.agents.episodes import *\n"
-        "async def play():\n"
-        "    environment = Hosted(program()); await environment.open(TASK, seed=3)\n"
-        "    print(environment._process.pid, flush=True)\n"
-        "    await use(environment, 'wait', seconds=0, then='hang')\n"
-        "asyncio.run(play())"
-    )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=HERE.parents[1], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        pid = int(child.stdout.readline())
-        assert alive(pid)
-        child.kill()
-    wait_for(lambda: not alive(pid))
-
-
 def counter(how: str = "", **settings: Any) -> Program:
     return program("preloaded:Counter", env={"AT_IMPORT": how}, **settings)
 
@@ -298,21 +273,6 @@ async def test_shared_state_disables_forking() -> None:
             assert server.disabled_reason and server._process is None
 
 
-@pytest.mark.parametrize(
-    ("how", "fault"), [("hang", "hang"), ("crash", "crash"), ("raise", "start")]
-)
-@asynchronous
-async def test_failed_import_fails_every_opening(how: str, fault: str) -> None:
-    limit_s = 0.5 if how == "hang" else PATIENCE_S
-    spec = counter(how, deadlines=replace(PATIENT, open_s=limit_s))
-    async with forking(spec) as server:
-        for _ in range(2):
-            with pytest.raises(EnvironmentLost) as caught:
-                async with opened(spec, server):
-                    raise AssertionError("it opened")
-            assert (caught.value.fault, caught.value.during) == (fault, "open")
-
-
 @asynchronous
 async def test_fault_spares_the_siblings_unless_the_server_dies() -> None:
     spec = counter()
@@ -337,34 +297,3 @@ async def test_fault_spares_the_siblings_unless_the_server_dies() -> None:
             await server.close()
             wait_for(lambda: not alive(pid))
             await lost(use(environment, "look"))
-
-
-def test_limit_on_open_files_is_raised() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(600, limits[1]), limits[1]))
-        make_room(100)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 812
-        with pytest.raises(ValueError, match="open"):
-            make_room(1 << 40)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-@asynchronous
-async def test_answer_read_late_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = socket.socketpair()
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
-    with theirs:
-        task = asyncio.create_task(process.with_deadline(0.02, reader.readline()))
-        await asyncio.sleep(0)
-        theirs.sendall(b"here\n")
-        time.sleep(0.05)  # the event loop is busy
-        assert await task == b"here\n"
-        monkeypatch.setattr(process, "_READ_S", 0.01)
-        with pytest.raises(TimeoutError):
-            await process.with_deadline(0.01, reader.readline())
-        theirs.sendall(b"more\n")
-        assert await process.with_deadline(PATIENCE_S, reader.readline()) == b"more\n"
-    writer.close()
-    await writer.wait_closed()

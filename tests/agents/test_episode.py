@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from keel.agents.context import ContextManager, Method
+from keel.agents.context import SUMMARY, AskFirst, ContextManager, Method, Rewrite
+from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Unscored
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.rl.types import Trajectory, Verdict
+from keel.rl.turns import Message, TurnRequest, TurnResult
+from keel.rl.types import Purpose, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.endpoint.kit import check_law
-from tests.agents.scripted import BUDGET, CHAT, END, Policy, Sums, play
+from tests.agents.scripted import BUDGET, CHAT, END, NO_CONTEXT, TASK, Policy, Sums, play
+from tests.waiting import PATIENCE_S, wait_for
 
 
 def completed(outcome: Trajectory | str) -> Trajectory:
@@ -156,11 +166,6 @@ def test_full_context_is_rewritten(method: Method, window: int) -> None:
     assert summaries == (2 * trajectory.usage.rewrites if method == "summary" else 0)
 
 
-def test_truncate_keeps_texts_that_could_fit() -> None:
-    assert BUDGET.truncate("x" * 65_536) == "x" * 65_536
-    assert BUDGET.truncate("x" * 65_540) == "x" * 65_536 + "\n[4 characters left out]"
-
-
 def test_several_calls_in_one_thinking() -> None:
     policy = Policy(
         ["<think>\nLet me add.\n@add 20, 20", "Two more.\n@add 40, 2", "Done.\n</think>42"]
@@ -179,3 +184,215 @@ def test_several_calls_in_one_thinking() -> None:
     check_law(policy, trajectory.segments)
     text = form.decode(segment.token_ids_T.tolist())
     assert text.count("<think>") == 1 == text.count("</think>")
+
+
+@dataclass
+class Factory:
+    """Makes environments and keeps them."""
+
+    make: Callable[[], Sums] = Sums
+    made: list[Sums] = field(default_factory=list[Sums])
+
+    def __call__(self) -> Sums:
+        self.made.append(self.make())
+        return self.made[-1]
+
+    @property
+    def open(self) -> int:
+        return sum(environment.log[-1] != "close" for environment in self.made)
+
+
+@contextmanager
+def running(
+    turns: Any, factory: Factory | None = None, *, most_open: int = 64
+) -> Iterator[EpisodeRunner]:
+    """turns: a policy, or a `TurnSampler`."""
+    with EpisodeRunner(
+        {
+            "sums": EpisodeKind(
+                environment=factory or Factory(), chat=CHAT, budget=BUDGET, context=NO_CONTEXT
+            )
+        },
+        turns=turns.submit if isinstance(turns, Policy) else turns,
+        seed=1,
+        most_open=most_open,
+    ) as runner:
+        yield runner
+    assert not any(t.name == "keel-agents" for t in threading.enumerate())
+
+
+def test_repeated_prompt_draws_new_reproducible_seeds() -> None:
+    def seeds(*, update: bool) -> list[set[int]]:
+        policy, draws = Policy(["42"]), []
+        with running(policy) as runner:
+            for _ in range(2):
+                runner.submit(TASK, group_size=2, purpose="train").result(PATIENCE_S)
+                draws.append({r.seed for r in policy.requests})
+                policy.requests.clear()
+                if update:
+                    runner.updating(3)
+        return draws
+
+    first, second = seeds(update=False)
+    assert not first & second and seeds(update=False) == [first, second]
+    assert not seeds(update=True)[1] & (first | second)
+
+
+def test_resumed_run_sends_the_same_requests() -> None:
+    prompts = [TASK, replace(TASK, prompt_id="s/2")]
+
+    def requests_after(versions: Sequence[int]) -> list[Any]:
+        policy, factory = Policy(["@add 40, 2", "42"]), Factory()
+        with running(policy, factory) as runner:
+            for version in versions:
+                runner.updating(version)
+                runner.submit(TASK, group_size=2, purpose="train").result(PATIENCE_S)
+            policy.requests.clear()
+            factory.made.clear()
+            runner.updating(3)
+            for prompt in prompts:
+                runner.submit(prompt, group_size=2, purpose="train").result(PATIENCE_S)
+        tasks = sorted(environment.log[0] for environment in factory.made)
+        turns = sorted((r.conversation, r.seed, r.token_ids_T.tolist()) for r in policy.requests)
+        return [tasks, turns]
+
+    assert requests_after([]) == requests_after([0, 1, 2])
+
+
+def test_open_episodes_are_limited() -> None:
+    counts: list[int] = []
+    factory = Factory()
+    policy = Policy(lambda _, turn: counts.append(factory.open) or "42")
+    with running(policy, factory, most_open=3) as runner:
+        groups = [runner.submit(TASK, group_size=4, purpose="train") for _ in range(4)]
+        assert sum(len(group.result(PATIENCE_S).trajectories) for group in groups) == 16
+    assert max(counts) <= 3
+
+
+def test_dropped_episode_keeps_its_siblings() -> None:
+    made = iter([Sums(), Sums(fails="call"), Sums(grade=Unscored(reason="no tests")), Sums()])
+    with running(Policy(["@add 40, 2", "42"]), Factory(lambda: next(made))) as runner:
+        group = runner.submit(TASK, group_size=4, purpose="train").result(PATIENCE_S)
+    assert [t.sibling for t in group.trajectories] == [0, 3]
+    assert sorted(reason.partition(":")[0] for reason in group.dropped) == [
+        "environment, at call",
+        "the environment has no verdict",
+    ]
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_cancelled_group_leaves_nothing_open(how: str) -> None:
+    futures: list[Future[TurnResult]] = []
+
+    def turns(request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
+        futures.append(Future())
+        return futures[-1]
+
+    factory = Factory()
+    with running(turns, factory) as runner:
+        group = runner.submit(TASK, group_size=3, purpose="train")
+        wait_for(lambda: len(futures) == 3)
+        if how == "cancel":
+            assert group.cancel()
+    with pytest.raises(CancelledError):
+        group.result(PATIENCE_S)
+    assert factory.open == 0 and len(factory.made) == 3
+    assert all(future.cancelled() for future in futures)
+
+
+OPENING: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "task"}]
+METHODS = ("none", "summary", "discard-75", "discard-all")
+
+
+def step(number: int, results: int) -> list[Message]:
+    calls = [{"id": f"{number}.{i}", "function": {"name": "t"}} for i in range(results)]
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+    return [turn, *({"role": "tool", "content": "r", "tool_call_id": c["id"]} for c in calls)]
+
+
+def talk(number: int) -> list[Message]:
+    return [
+        {"role": "assistant", "content": f"answer {number}"},
+        {"role": "user", "content": f"question {number}"},
+    ]
+
+
+def manager(method: Any, **options: Any) -> ContextManager:
+    return ContextManager(
+        **{"method": method, "window": 100, "most": 3, "summary_tokens": 10} | options
+    )
+
+
+def rewrite(method: str, view: list[Message], tokens: int = 85) -> Any:
+    return manager(method).rewrite(OPENING, view, tokens=tokens, rewrites=0)
+
+
+def test_rewrite_is_due_from_80_percent() -> None:
+    view = [*OPENING, *step(0, 1)]
+    for method in METHODS:
+        due = [tokens for tokens in range(100) if rewrite(method, view, tokens)]
+        assert due == ([] if method == "none" else list(range(80, 100)))
+        assert not manager(method).rewrite(OPENING, view, tokens=99, rewrites=3)
+
+
+def test_discard_removes_the_oldest_calls() -> None:
+    view = [*OPENING, *step(0, 1), *step(1, 2), *talk(2), *step(3, 1), *step(4, 1)]
+    rest = (*OPENING, *talk(2), *step(4, 1))
+    assert rewrite("discard-75", view) == Rewrite(messages=rest)
+    assert rewrite("discard-all", view) == Rewrite(messages=(*OPENING, *talk(2)))
+
+
+def test_summary_is_asked_for_where_it_fits() -> None:
+    view, plain = [*OPENING, *step(0, 1), *step(1, 1)], [*OPENING, *talk(0)]
+    question = rewrite("summary", view, 90)
+    assert question.before is None and rewrite("summary", plain, 90) is not None
+    assert rewrite("summary", view, 91).before == Rewrite(messages=(*OPENING,))
+    assert rewrite("summary", plain, 91) is None
+    summary = {"role": "user", "content": f"{SUMMARY}All well."}
+    expected = Rewrite(messages=(*OPENING, summary), added=(summary,))
+    assert question.rewritten_by(OPENING, " All well. ") == expected
+    assert question.rewritten_by(OPENING, " \n") == Rewrite(messages=(*OPENING,))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(deadline=None)
+@given(data=st.data(), opening=st.integers(1, 120), most=st.integers(1, 4))
+def test_endless_policy_ends_with_calls_intact(
+    method: str, data: st.DataObject, opening: int, most: int
+) -> None:
+    context = manager(method, most=most)
+    lengths = st.integers(0, 60)
+    size = {id(message): 1 for message in OPENING} | {id(OPENING[-1]): opening}
+    view = list(OPENING)
+    rewrites = turns = 0
+
+    def tokens() -> int:
+        return sum(size[id(message)] for message in view)
+
+    def check(messages: Any) -> list[Message]:
+        assert list(messages[:2]) == OPENING
+        calls = [call["id"] for m in messages for call in m.get("tool_calls", ())]
+        results = [m["tool_call_id"] for m in messages if m["role"] == "tool"]
+        assert sorted(calls) == sorted(results), "a call without its result, or the reverse"
+        assert messages[-1]["role"] in ("user", "tool"), "the policy can speak"
+        return list(messages)
+
+    while tokens() < context.window:
+        assert turns <= 100 * (most + 1) + 1, "each turn takes a token, each rewrite counts"
+        action = context.rewrite(OPENING, view, tokens=tokens(), rewrites=rewrites)
+        if isinstance(action, AskFirst):
+            if action.before:
+                view = check(action.before.messages)
+            action = action.rewritten_by(OPENING, "words")
+            size[id(action.added[0])] = data.draw(st.integers(1, 10))
+        if isinstance(action, Rewrite):
+            assert tokens() >= 0.8 * context.window or method == "summary"
+            shorter = check(action.messages)
+            assert method == "summary" or len(shorter) < len(view)
+            view = shorter
+            rewrites += 1
+        turns += 1
+        new = step(turns, data.draw(st.integers(1, 3))) if data.draw(st.booleans()) else talk(turns)
+        size |= {id(message): data.draw(lengths) for message in new} | {id(new[0]): 1}
+        view += new
+    assert rewrites <= most

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from keel.agents.env_runtime.errors import EnvironmentGone
 from keel.agents.env_runtime.games import TextGame
+from keel.rl.types import Verdict
+from tests.agents.episodes import episode, run, transcript, use
 
 
 class Walk:
@@ -98,3 +101,29 @@ def test_truncation_ends_the_game_and_invalid_results_lose_it() -> None:
         game.call("play", {"action": 1})
     game._game.step = lambda _: (1, 0.0, False, True, {})
     assert game.call("play", {"action": 1})["done"]
+
+
+TARGET = "keel.agents.environments.textarena_game:Game"
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(find_spec("textarena") is None, reason="textarena is not installed")
+def test_brief_game_with_tool_calls() -> None:
+    async def play() -> list[str]:
+        options = {"min_number": 1, "max_number": 7}
+        arguments = {"game": "GuessTheNumber-v0", "options": options, "brief": True}
+        async with episode(TARGET, arguments=arguments, seed=5) as environment:
+            result = await use(environment, "play", action="seven")
+            assert result.text.startswith("No: ") and not result.failed
+            low, high, texts = 1, 7, list[str]()
+            while not result.done:
+                middle = (low + high) // 2
+                result = await use(environment, "play", action=str(middle))
+                texts.append(result.text)
+                low, high = (middle + 1, high) if result.text == "higher" else (low, middle - 1)
+            verdict = await environment.verdict(transcript())
+            assert isinstance(verdict, Verdict)
+            assert texts[-1] == "won" and verdict.parts == {"correct": 1.0, "score": 1.0}
+            return texts
+
+    assert run(play()) == run(play())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,11 @@ from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rl.seeds import seed_of
 from keel.trainer.build_agents import environment_spec
-from tests.agents.episodes import PATIENT, TASK, alive, asynchronous, run, use
+from tests.agents.episodes import TASK, alive, asynchronous, run, use
 from tests.agents.sandboxes import wrap_of
-from tests.waiting import PATIENCE_S, wait_for, within_some
+from tests.waiting import wait_for, within_some
 
 TARGET = "keel.agents.environments.interpreter:Interpreter"
-PYTHON = Program(
-    target=TARGET,
-    folder=KEEL,
-    arguments={"cell_s": PATIENCE_S},
-    env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
-    deadlines=PATIENT,
-)
 needs_jupyter = pytest.mark.skipif(
     find_spec("jupyter_client") is None or find_spec("ipykernel") is None,
     reason="jupyter_client and ipykernel are not installed",
@@ -159,33 +151,3 @@ async def test_an_episode_sees_files_but_no_answer(tmp_path: Path) -> None:
     assert await cell(environment, THIEF) == "[]"
     await environment.close()
     assert (tmp_path / "files" / "sales.csv").read_text().startswith("day")
-
-
-@pytest.mark.e2e
-@needs_jupyter
-@asynchronous
-async def test_task_generators_are_hidden_from_the_policy() -> None:
-    """A visible generator would let the policy try seeds and read the answers."""
-    wrap_of()  # skips without a sandbox
-    maker = (KEEL / "examples" / "small" / "prices.py").resolve()
-    assert maker.is_file()
-    config = SourceConfig(
-        name="x",
-        source="reasoning_gym",
-        task="chain_sum",
-        size=4,
-        environment=EnvironmentConfig(target=TARGET),
-        system_template="tools",
-    )
-    made = environment_spec(Config(data=DataConfig(sources=(config,))), config)
-    assert isinstance(made, Program)
-
-    environment = Hosted(made)
-    await environment.open(TASK, seed=1)
-    code = f"""
-import importlib.util, os
-found = [name for name in ("math", "reasoning_gym") if importlib.util.find_spec(name).origin]
-found + [path for path in [{str(maker)!r}] if os.path.exists(path)]
-"""
-    assert await cell(environment, code) == "['math']"
-    await environment.close()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.agents.env_process.program import Deadlines
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.program import Deadlines, Program
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import EnvironmentLost, Opening, Unscored
-from keel.rl.types import Verdict
+from keel.rl.types import Prompt, Verdict
+from tests.agents import openenv_stand_in
 from tests.agents.episodes import HERE, PATIENT, TASK, asynchronous, run, transcript, use
 from tests.waiting import LIMITS_S, PATIENCE_S, within_some
 
@@ -133,3 +141,77 @@ def test_http_server_crashes_during_a_call() -> None:
 
     with over_http() as (url, _):
         run(play(url))
+
+
+OPENENV_TASK = Prompt(
+    prompt_id="p",
+    domain="shop",
+    messages=({"role": "system", "content": "Be quick."}, {"role": "user", "content": "Shop."}),
+    reward={"kind": "environment", "reset": {"split": "train", "index": 12}},
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("openenv")
+    openenv_stand_in.install(folder)
+    shutil.copy(HERE / "openenv_echo.py", folder / "echo.py")
+    return folder
+
+
+def hosted(folder: Path, target: str, **settings: Any) -> Hosted:
+    return Hosted(Program(target=target, folder=folder, deadlines=PATIENT, **settings))
+
+
+@asynchronous
+async def test_openenv_class_is_recognized(folder: Path) -> None:
+    environment = hosted(folder, "echo:Echo", arguments={"scale": [0, 2], "rules": "Speak."})
+    opening = await environment.open(OPENENV_TASK, seed=3)
+    system, first = opening.messages
+    assert system["content"] == "Be quick."
+    observation = {"said": "ready", "seed": 3, "where": "train 12"}
+    assert first["content"] == f"Speak.\n\n{json.dumps(observation)}"
+    (tool,) = opening.tools
+    assert (tool.name, tool.description) == ("step", "Say something.")
+    assert list(tool.parameters["properties"]) == ["message", "loud"]
+    assert (await use(environment, "step", loud=True)).failed  # is not run
+    assert (await use(environment, "step", message="a")).text == "a"
+    failed = await use(environment, "step", message="raise")
+    assert failed.failed and "no such word" in failed.text
+    result = await use(environment, "step", message="bye", loud=True)
+    assert result.done and result.text == "BYE"
+    assert (await use(environment, "step", message="a")).failed
+    verdict = await environment.verdict(transcript())
+    assert isinstance(verdict, Verdict)
+    assert verdict.parts == {"correct": 0.0, "score": 0.75}
+    assert verdict.facts == {"return": 1.5, "steps": 2, "state": {"step_count": 3}}
+    await environment.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """Serve only the schemas; the client is a stand-in."""
+    fields = {"message": {"type": "string"}}
+    action = {"properties": fields, "required": ["message"]}
+    (tmp_path / "schema").write_text(json.dumps({"action": action}))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with HTTPServer(("127.0.0.1", 0), handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join(10)
+
+
+@asynchronous
+async def test_lost_server_ends_the_episode(folder: Path, server: str) -> None:
+    environment = hosted(folder, server.replace("http", "ws"))
+    opening = await environment.open(OPENENV_TASK, seed=3)
+    assert opening.messages[1]["content"] == "train 12"
+    assert (await use(environment, "step", message="a")).text == "a"
+    assert (await use(environment, "step", message="raise")).failed
+    with pytest.raises(EnvironmentLost) as caught:
+        await use(environment, "step", message="gone")
+    assert caught.value.fault == "raised"
+    assert isinstance(await environment.verdict(transcript()), Unscored)
+    await environment.close()

@@ -19,7 +19,6 @@ from tests.agents.episodes import PATIENT, TASK, program, run
 from tests.rollout.chat.families import chat_of
 
 pytestmark = pytest.mark.e2e
-SELF_GRADED = replace(TASK, reward={"kind": "environment"})
 
 
 def probed(
@@ -84,10 +83,3 @@ def test_task_without_an_opening_is_refused(code: str, tmp_path: Path) -> None:
     spec = program("buys:Shop", folder=tmp_path)
     assert "opening(self, task, seed)" in complaint(spec, task=task)
     assert probed(spec).messages == TASK.messages, "this task has a prompt"
-
-
-def test_missing_verdict_needs_another_grader() -> None:
-    spec = program("shop:Offers", arguments={"offered": ["one"]})
-    assert "`verdict`" in complaint(spec, task=SELF_GRADED)
-    assert probed(spec).tools[0].name == "one"
-    assert probed(program("shop:Graded", arguments={"verdict": 1}), task=SELF_GRADED).tools == ()

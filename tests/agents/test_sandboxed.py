@@ -17,10 +17,9 @@ from keel.agents.env_process.fork_server import fork_server_for
 from keel.agents.env_process.process import EnvSandbox
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
-from keel.rewards.sandbox import environments
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, asynchronous, program, run, transcript, use
-from tests.agents.sandboxes import MINE, attacker, attackers, parent_for, sleeping, wrap_of
+from tests.agents.episodes import HERE, TASK, asynchronous, program, transcript, use
+from tests.agents.sandboxes import MINE, attacker, parent_for, sleeping, wrap_of
 from tests.waiting import PATIENCE_S, wait_for
 
 PROCESSES, FILES_MIB = 24, 8
@@ -147,20 +146,6 @@ async def test_forked_siblings_are_isolated(small: EnvSandbox) -> None:
         await other.close()
 
 
-@asynchronous
-async def test_without_namespaces_episodes_are_started(small: EnvSandbox, monkeypatch: Any) -> None:
-    """The filter refuses them, as on a machine that forbids user namespaces."""
-    monkeypatch.setattr(environments, "FORKING", ())
-    parent = fork_server_for(attackers(small))
-    assert parent is not None
-    environment = attacker(small, parent)
-    await environment.open(TASK, seed=3)
-    assert parent.disabled_reason
-    assert (await use(environment, "write_to_its_parent")).text == "PermissionError"
-    await environment.close()
-    await parent.close()
-
-
 def test_sandbox_dies_with_keel(small: EnvSandbox) -> None:
     code = (
         "import asyncio, os, signal\n"
@@ -222,22 +207,3 @@ async def test_folder_permissions(tmp_path: Path, way: str) -> None:
     if parent is not None:
         await parent.close()
     assert (folders["out"] / "mine").read_text() == "x"
-
-
-def test_host_network_is_opt_in(small: EnvSandbox) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-        async def connected(wrap: EnvSandbox) -> str:
-            environment = Hosted(program("attacker:connect", wrap=wrap))
-            try:
-                await environment.open(TASK, seed=3)
-                return (await use(environment, "connect", port=port)).text
-            finally:
-                await environment.close()
-
-        async def play() -> None:
-            assert await connected(wrap_of(network="host")) == "connected"
-            assert "not supported" in await connected(small)
-
-        run(play())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import shlex
+import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -31,6 +32,7 @@ from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, asynchronous, episode, program, transcript, use
+from tests.waiting import PATIENCE_S
 
 
 class Size(Enum):
@@ -161,23 +163,6 @@ def test_call_time_is_set_and_done_is_a_bool() -> None:
                 stocked(over=over, fail=fail)
 
 
-def test_the_task_can_decide_the_tools() -> None:
-    class Later:
-        def opening(self, task: Any) -> str:
-            self.offered = [
-                {"name": task["prompt_id"], "description": "", "parameters": {"type": "object"}}
-            ]
-            return "Go."
-
-        def call(self, name: str, arguments: dict[str, Any]) -> Any:
-            return [name, arguments]
-
-    later = Later()
-    environment = Object(later, methods_of(later))
-    assert [tool["name"] for tool in environment.opening({"prompt_id": "f"}, 0)["tools"]] == ["f"]
-    assert environment.call("f", {"x": 1})["text"] == '["f", {"x": 1}]'
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize("target", ["tools_of_mine", "shop:several"])
 @asynchronous
@@ -197,16 +182,6 @@ async def test_functions_are_an_environment(target: str, tmp_path: Path) -> None
     assert await environment.reply({"role": "assistant", "content": "5"}) is None
     assert await environment.verdict(transcript()) == Verdict(parts={})
     await environment.close()
-
-
-@pytest.mark.e2e
-@asynchronous
-async def test_file_may_shadow_a_module_name(tmp_path: Path) -> None:
-    (tmp_path / "random.py").write_text(
-        "def add(a: int) -> int:\n    import random\n    return random.Random(3).randint(a, a)\n"
-    )
-    async with episode(f"{tmp_path / 'random.py'}:add") as environment:
-        assert (await use(environment, "add", a=2)).text == "2"
 
 
 @pytest.mark.e2e
@@ -260,14 +235,76 @@ def test_runtime_needs_only_python_3_9() -> None:
                 assert is_ours or name.split(".")[0] in sys.stdlib_module_names, (path, name)
 
 
-@pytest.mark.e2e
-@asynchronous
-async def test_interpreter_without_keel(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S "$@"\n')
-    python.chmod(0o755)
-    bare = subprocess.run([python, "-c", "import keel"], capture_output=True, cwd=tmp_path)
-    assert b"ModuleNotFoundError" in bare.stderr
+def complaint(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
+    tool = ToolSpec(name="f", description="", parameters={"type": "object", **schema})
+    return Arguments([tool]).complaint(ToolCall(call_id="c", name="f", arguments=arguments))
 
-    async with episode(python=str(python)) as environment:
-        assert (await use(environment, "call")).text == "fine"
+
+def check(schema: dict[str, Any], value: Any) -> str:
+    return complaint({"properties": {"a": schema}}, {"a": value})
+
+
+def test_unique_items_take_linear_time() -> None:
+    unique = {"uniqueItems": True}
+    many = [{"x": [i]} for i in range(30_000)]
+    assert check(unique, many) == ""
+    assert check(unique, [*many, {"x": [7.0]}])
+    assert check(unique, [1, True, "1", None, [1], [True], {}, {"1": 1}, 0, False]) == ""
+    assert check(unique, [{"b": 1, "a": [2]}, {"a": [2.0], "b": 1}]) and check(unique, [None, None])
+    assert check({"uniqueItems": False}, [1, 1]) == check(unique, "aa") == ""
+
+
+SLOW, LONG = "^(a|aa)+$", "a" * 80 + "!"
+"""A pattern with exponential backtracking, and a text it fails on."""
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"properties": {"a": {"pattern": SLOW}}}, {"a": LONG}),
+        ({"patternProperties": {SLOW: {}}}, {LONG: 1}),
+        ({"additionalProperties": False, "patternProperties": {SLOW: {}}}, {LONG: 1}),
+    ],
+)
+def test_slow_pattern_times_out(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+    began = time.thread_time()
+    assert "too long" in complaint(schema, arguments)
+    assert time.thread_time() - began < 5
+
+
+def test_replaced_keywords_keep_their_meaning() -> None:
+    assert check({"pattern": "^a+$"}, "aaa") == check({"pattern": "a"}, 3) == ""
+    assert check({"pattern": "b"}, "ab") == ""
+    assert "$.a" in check({"pattern": "^a$"}, "b")
+    known = {
+        "properties": {"a": {}},
+        "patternProperties": {"^x": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    assert complaint(known, {"a": 1, "x1": 2, "x2": 3}) == ""
+    message = complaint(known, {"a": 1, "x1": "2", "z": 3})
+    assert "x1" in message and "'z'" in message
+    assert complaint({"additionalProperties": {"type": "integer"}}, {"z": "2"})
+    assert complaint({"additionalProperties": True}, {"z": "2"}) == ""
+
+
+def test_pattern_dialect_is_the_matching_engines() -> None:
+    letters = {"pattern": r"^\p{L}+$"}  # valid in JSON schema's dialect, not in `re`
+    assert check(letters, "Größe") == "" and check(letters, "a1")
+    with pytest.raises(ValueError, match="tool f"):
+        check({"pattern": r"\p{None}"}, "a")
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
+BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.e2e
+def test_guide_script(tmp_path: Path) -> None:
+    for name, text in BLOCK.findall(GUIDE.read_text()):
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "try_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "['ask', 'buy']" in done.stdout
+    assert "{'correct': 1.0, 'bought': 1.0}" in done.stdout

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from keel.rl.types import NO_ROUTE
 from tests.buckets import pack_buckets
 
 pytestmark = pytest.mark.e2e
@@ -99,9 +100,7 @@ class Toy(nn.Module):
             param = getattr(getattr(self, module), leaf)
             loader = getattr(param, "weight_loader", None)
             if loader is None:
-                from vllm.model_executor.model_loader.weight_utils import (  # noqa: PLC0415
-                    default_weight_loader,
-                )
+                from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: PLC0415
 
                 default_weight_loader(param, tensor)
             elif module == "experts":
@@ -127,9 +126,7 @@ class Worker:
 
     def __init__(self, *extra: tuple[str, nn.Module]) -> None:
         from vllm.config import VllmConfig  # noqa: PLC0415
-        from vllm.model_executor.model_loader.reload import (  # noqa: PLC0415
-            record_metadata_for_reloading,
-        )
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: PLC0415
 
         from keel.weights.loader import WeightsExtension  # noqa: PLC0415
 
@@ -217,9 +214,7 @@ class Single(nn.Module):
 
 
 def after_loading(act: Callable[[Any], None]) -> Any:
-    from vllm.model_executor.layers.quantization.base_config import (  # noqa: PLC0415
-        QuantizeMethodBase,
-    )
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase  # noqa: PLC0415
 
     class Method(QuantizeMethodBase):
         def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
@@ -269,9 +264,7 @@ def test_derived_weights_are_left_to_the_loader(kind: str) -> None:
 
 def attention(source: Callable[[], nn.Module]) -> nn.Module:
     """Derives a product from another layer's weight after every load, as MLA does."""
-    from vllm.model_executor.layers.attention_layer_base import (  # noqa: PLC0415
-        AttentionLayerBase,
-    )
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
 
     class Attention(nn.Module, AttentionLayerBase):
         def __init__(self) -> None:
@@ -301,3 +294,56 @@ def test_attention_derives_state_in_every_update() -> None:
         assert torch.equal(absorbed, tensors["single.weight"].t() * 2)
         assert absorbed.data_ptr() == address
     assert "process_weights_after_loading" not in worker.model.attention.__dict__
+
+
+CPU = torch.device("cpu")
+
+
+def test_unfiled_slots_have_no_route() -> None:
+    from keel.rollout.vllm_fast.install import SlotRoutes  # noqa: PLC0415
+
+    captured = torch.zeros((4, 3, 2), dtype=torch.int32)
+    routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
+    routes.store(2)  # both tokens use expert 0 only, also under capture
+    rows = routes.rows(np.array([5, 6, 7]))
+    assert (rows[:2] == 0).all() and (rows[2] == NO_ROUTE).all()
+
+
+def test_cache_is_bounded_by_completions() -> None:
+    from vllm.v1.engine import core  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
+
+    from keel.rollout.engine import patches as cache  # noqa: PLC0415
+
+    shape: Any = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=32)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=100),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    page = 2 * 16 * 2 * 64 * 2  # keys and values of 16 tokens
+    enough = cache.SPARE * 8 * 2 * (7 + cache.SPARE_PAGES) * page  # 100 tokens are 7 pages
+    calls: list[list[float]] = []
+
+    def record(vllm_config: Any, kv_cache_specs: Any, available_memory: list[float]) -> str:
+        calls.append(available_memory)
+        return "configs"
+
+    before, core.get_kv_cache_configs = core.get_kv_cache_configs, record
+    try:
+        with cache.bounded_kv_cache():
+            both, mixed = {"0": full, "1": full}, {"0": full, "1": window}
+            memory = [int(10 * enough), int(enough / 2), 10**12]
+            built = core.get_kv_cache_configs(config, [both, both, mixed], memory)
+        with cache.bounded_kv_cache(conversations=20):
+            core.get_kv_cache_configs(config, [both], memory[:1])
+        assert core.get_kv_cache_configs is record
+    finally:
+        core.get_kv_cache_configs = before
+    assert built == "configs" and calls[0] == [enough, int(enough / 2), 10**12]
+    # A share too small for one completion uses other free memory if that suffices.
+    sizes = [cache.enough(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
+    assert sizes == [60, 50, 19, -10]
+    assert cache.enough(60, 50, lambda: pytest.fail("it asks the GPU")) == 60
+    assert calls[1:] == [[enough * 20 / 8]], "room for conversations that wait for a tool"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import re
+import socket
 import sys
 import tempfile
 import threading
@@ -17,18 +21,28 @@ from unittest.mock import patch
 import pytest
 
 from keel.agents.endpoint.driven import ProgramTrial, try_program
-from keel.agents.endpoint.program import AgentProgram
+from keel.agents.endpoint.mcp_tools import McpTools
+from keel.agents.endpoint.program import (
+    AgentProgram,
+    ProgramResult,
+    command_of,
+    run_program,
+)
+from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import read_request
+from keel.agents.endpoint.server import Endpoint
 from keel.agents.runner import EpisodeKind, EpisodeRunner
-from keel.agents.types import NoEnvironment
-from keel.rl.turns import TurnRequest, TurnResult
+from keel.agents.types import NoEnvironment, ToolResult
+from keel.rewards.sandbox.environments import runtime
+from keel.rl.turns import ToolCall, TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
 from keel.trainer.build_agents import spoken_ids
 from tests.agents.endpoint import kit
-from tests.agents.endpoint.kit import check_law
-from tests.agents.episodes import held, more, run
-from tests.agents.scripted import BUDGET, CHAT, NO_CONTEXT, Policy, Sums
-from tests.waiting import PATIENCE_S, wait_for
+from tests.agents.endpoint.kit import check_law, recorder_of
+from tests.agents.episodes import alive, asynchronous, held, more, run
+from tests.agents.sandboxes import wrap_of
+from tests.agents.scripted import ADD, BUDGET, CHAT, NO_CONTEXT, Policy, Sums
+from tests.waiting import LIMITS_S, PATIENCE_S, wait_for, within_some
 
 pytestmark = pytest.mark.e2e
 
@@ -283,17 +297,245 @@ def test_trial_reports_the_outcome(tmp_path: Path, code: str, turns: int, outcom
     assert outcome in result.ended
 
 
+CALL = """
+def call(name, until=None, **arguments):
+    params = {"name": name, "arguments": arguments}
+    body = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
+    return post(os.environ["KEEL_MCP_URL"], body, until)[1]
+"""
+
+
+@asynchronous
+async def test_mcp_client_lists_and_calls_tools() -> None:
+    from mcp import Client  # noqa: PLC0415  (takes a second)
+
+    environment = Sums()
+
+    async with Endpoint() as endpoint:
+        tools = McpTools(environment, [ADD], budget=kit.BUDGET)
+        address = endpoint.add(recorder_of(Policy(["a"])), tools)
+        async with Client(address.tools_url) as client:
+            (tool,) = (await client.list_tools()).tools
+            results = [await client.call_tool("add", {"a": 40, "b": 2})]
+            results.append(await client.call_tool("sub", {}))
+        assert (tool.name, tool.input_schema["required"]) == ("add", ["a", "b"])
+        await endpoint.finish("p/0")
+        (right, wrong) = results
+    assert (right.content[0].text, right.is_error) == ("42", False)
+    assert (wrong.content[0].text, wrong.is_error) == ("no tool sub", True)
+    assert environment.log[0] == "call add {'a': 40, 'b': 2}"
+
+
+def test_program_uses_tools_until_one_ends_the_task() -> None:
+    environments: list[Sums] = []
+
+    def make() -> Sums:
+        environments.append(Sums(grade=Verdict(parts={"correct": 0.5})))
+        return environments[-1]
+
+    programs = {
+        "calls": CALL + "ask(call('add', a=1, b=2)['result']['content'][0]['text']); ask()",
+        "ends": CALL + "ask(); call('add', a=98, b=1); print(call('add', a=1, b=1)); ask()",
+    }
+    with running(Policy(["a", "b"]), programs, make, judges=False) as runner:
+        calls, ends = (played(runner, name, ENVIRONMENT).trajectories[0] for name in programs)
+    assert [m["content"] for m in calls.messages] == ["Sum.", "a", "3", "b"]
+    assert [t.verdict for t in (calls, ends)] == [Verdict(parts={"correct": 0.5})] * 2
+    assert (ends.finish_reason, ends.usage and ends.usage.turns) == ("stop", 1)
+    logs = [line for environment in environments for line in environment.log]
+    assert "call add {'a': 98, 'b': 1}" in logs and "call add {'a': 1, 'b': 1}" not in logs
+    assert all(environment.log[-1] == "close" for environment in environments)
+
+
+class Slow(Sums):
+    """Its calls take a while, and an interrupted one loses it, as for a process."""
+
+    def __init__(self, begun: Callable[[], object], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._begun = begun
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        self._begun()
+        try:
+            await asyncio.sleep(0.5)
+            return await Sums.call(self, call, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            self.fails = "verdict"
+            raise
+
+
+@pytest.mark.parametrize(("then", "reason"), [("ask()", "stop"), ("time.sleep(1000)", "deadline")])
+def test_abandoned_call_runs_to_its_end(tmp_path: Path, then: str, reason: str) -> None:
+    begun = tmp_path / "begun"
+    code = f"{CALL}ask()\ncall('add', {str(begun)!r}, a=1, b=2)\n{then}"
+
+    def check(seconds: float) -> None:
+        begun.unlink(missing_ok=True)
+        environment = Slow(begun.touch, grade=Verdict(parts={"correct": 0.5}))
+        settings = {"seconds": seconds, "judges": False}
+        with running(
+            Policy(["a", "b", "c"]), {"p": code}, lambda: environment, **settings
+        ) as runner:
+            group = played(runner, "p", ENVIRONMENT)
+        assert not group.dropped
+        assert (group.trajectories[0].finish_reason, environment.fails) == (reason, "")
+        assert "call add {'a': 1, 'b': 2}" in environment.log and environment.log[-1] == "close"
+
+    within_some(check, (2.0, 20.0, 100.0) if reason == "deadline" else (PATIENCE_S,))
+
+
+def test_calls_beyond_the_budget_fail() -> None:
+    environment = Sums()
+    tools = McpTools(environment, [ADD], budget=replace(kit.BUDGET, calls=1))
+    params = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    body = json.dumps({"id": 1, "method": "tools/call", "params": params}).encode()
+    answers = [run(tools.answer(body)) for _ in range(2)]
+    assert [answer["result"]["isError"] for answer in answers] == [False, True]
+    assert len(environment.log) == 1
+
+
+TASK = Prompt(
+    prompt_id="p",
+    domain="d",
+    messages=({"role": "system", "content": "s"}, {"role": "user", "content": "Say {a}!"}),
+    reward={"answer": "secret"},
+)
+LOOP = """
+import json, os, sys, urllib.request
+messages = json.loads(os.environ["KEEL_TASK"])["messages"]
+for turn in range(3):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    messages += [message, {"role": "user", "content": "Go on."}]
+print("last:", message["content"])
+"""
+
+
+def drive(
+    code: str,
+    *arguments: str,
+    policy: Policy | None = None,
+    within_s: float = PATIENCE_S,
+    **settings: Any,
+) -> tuple[ProgramResult, TrajectoryRecorder]:
+    """Run `python -c code arguments` to its end."""
+    command = [sys.executable, "-S", "-c", code, *arguments]
+    program = AgentProgram(**{"command": command, **settings})
+
+    async def late() -> str:
+        await asyncio.sleep(within_s)
+        return f"did not end within {within_s:g} s"
+
+    async def work() -> tuple[ProgramResult, TrajectoryRecorder]:
+        async with Endpoint() as endpoint:
+            tools = McpTools(NoEnvironment(), [ADD], budget=kit.BUDGET)
+            address = endpoint.add(recorder_of(policy or Policy(["a", "b", "c"])), tools)
+            ended = await run_program(program, TASK, address, seed=5, until=late())
+            return ended, await endpoint.finish("p/0")
+
+    return run(work())
+
+
+def test_program_gets_the_task_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import json, os, sys\n"
+        "print(json.dumps({'parts': {}, 'facts': {'argv': sys.argv[1:],"
+        " 'file': open(sys.argv[2]).read(), 'task': os.environ.get('KEEL_TASK'),"
+        " 'from': json.load(open(os.environ['KEEL_TASK_FILE'])), 'env': dict(os.environ)}}))"
+    )
+    monkeypatch.setenv("KEEL_TEST_SECRET", "no")
+    words = ("{prompt}", "{prompt_file}", "--x={prompt}")
+    ended, _ = drive(code, *words, env={"OPENAI_MODEL": "gpt-9"})
+    assert isinstance(ended.verdict, Verdict), ended
+    facts = ended.verdict.facts
+    assert (facts["argv"][0], facts["argv"][2]) == ("Say {a}!", "--x=Say {a}!")
+    assert facts["file"] == "Say {a}!"
+    assert json.loads(facts["task"]) == facts["from"] and "reward" not in facts["from"]
+    assert facts["env"]["OPENAI_MODEL"] == "gpt-9" and "KEEL_TEST_SECRET" not in facts["env"]
+    assert facts["env"]["KEEL_SEED"] == "5"
+    assert not Path(facts["env"]["TMPDIR"]).exists()
+    assert facts["env"]["HOME"] == facts["env"]["TMPDIR"], "no home is shared"
+
+
+GOOD = 'print(\'{"parts": {"correct": 1.0}}\')'
+
+
 @pytest.mark.parametrize(
-    ("code", "settings", "reason"),
+    ("code", "reason"),
     [
-        ("import a_package.part", {}, "No module named 'a_package'"),
-        ("ask()", {"window": 8}, "agents.window"),
-        ("ask()", {"kind": ENVIRONMENT}, "KEEL_VERDICT"),
+        (f"{GOOD}\nraise ValueError('out of cheese')", "status 1.*out of cheese"),
+        (f"{GOOD}\nimport os\nos.kill(os.getpid(), 11)", "signal 11"),
+        (f"{GOOD}\nimport time\ntime.sleep(1000)", "within .*correct"),
     ],
 )
-def test_trial_error_names_the_cause(
-    tmp_path: Path, code: str, settings: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(ValueError) as caught:
-        trial(code, tmp_path, **settings)
-    assert "p/1" in str(caught.value) and reason in str(caught.value)
+def test_failure_is_described_with_last_output(code: str, reason: str) -> None:
+    def check(limit_s: float) -> None:
+        ended, _ = drive(code, within_s=limit_s)
+        assert re.search(f"(?s){reason}", ended.describe(AgentProgram(command=["a"])))
+
+    within_some(check, LIMITS_S if "sleep" in code else (PATIENCE_S,))
+
+
+def test_function_runs_in_its_own_process(tmp_path: Path) -> None:
+    prints = """print('{"parts": {"correct": 1.0}}')"""  # which may be the policy's words
+    code = f"def answers(task):\n    {prints}\n    return task['messages'][0]['content'] + '!'\n"
+    (tmp_path / "my_agent.py").write_text(code)
+    command = command_of("my_agent:answers", python=sys.executable, folder=tmp_path)
+    ended, _ = drive("", command=command, folder=tmp_path)
+    assert (ended.failed, ended.answer, ended.verdict) == ("", "s!", None)
+
+
+@pytest.mark.parametrize("end", ["", "import time; time.sleep(1000)"])
+def test_descendants_are_killed(end: str, tmp_path: Path) -> None:
+    """One child holds the output open, the other has left its session and lost its parent."""
+    code = (
+        "import os, subprocess\n"
+        "one = subprocess.Popen(['sleep', '3000'])\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    two = subprocess.Popen(['sleep', '3000'], start_new_session=True)\n"
+        f"    open({str(tmp_path / 'pids')!r}, 'w').write(f'{{one.pid}} {{two.pid}}')\n"
+        "    os._exit(0)\n"
+        f"os.wait()\n{end}\n"
+    )
+
+    def check(limit_s: float) -> None:
+        ended, _ = drive(code, within_s=limit_s)
+        assert bool(ended.failed) is bool(end)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert len(pids) == 2
+        wait_for(lambda: not any(map(alive, pids)))
+
+    within_some(check, (1.5, 10.0, 60.0) if end else (PATIENCE_S,))
+
+
+def test_sandbox_reaches_only_its_endpoint() -> None:
+    policy = Policy(["one", "two", "three"])
+    spy = (
+        "import socket\n"
+        "facts = {}\n"
+        "for name, at in {'machine': sys.argv[1], 'world': '192.0.2.1:80'}.items():\n"
+        "    try:\n"
+        "        socket.create_connection((at.split(':')[0], int(at.split(':')[-1])), 5)\n"
+        "    except OSError as error:\n"
+        "        facts[name] = type(error).__name__\n"
+        'ping = b\'{"id": 7, "method": "ping"}\'\n'
+        "answer = urllib.request.urlopen(os.environ['KEEL_MCP_URL'], ping)\n"
+        "facts['tools'] = json.load(answer)['id']\n"
+        "print(json.dumps({'parts': {'correct': 1}, 'facts': facts}))"
+    )
+    wrap = wrap_of(network="loopback")
+    # A service of this machine, at an address where the sandbox's endpoint has no port.
+    with socket.create_server(("127.0.0.2", 0)) as service:
+        place = f"127.0.0.2:{service.getsockname()[1]}"
+        paths = runtime(sys.executable).paths
+        ended, finished = drive(LOOP + spy, place, wrap=wrap, readable=paths, policy=policy)
+    facts = {"machine": "ConnectionRefusedError", "world": "OSError", "tools": 7}
+    assert ended.verdict == Verdict(parts={"correct": 1.0}, facts=facts), ended
+    check_law(policy, finished.segments)
+    assert finished.usage.turns == 3

@@ -19,7 +19,6 @@ from keel.agents.endpoint.requests import ApiError, read_request
 from keel.agents.endpoint.turn_index import prefix_keys
 from keel.data.conversations.files import read_trajectories
 from keel.rl.records import trajectory_record
-from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import PROGRAM, Prompt, Trajectory
 from keel.trainer.prepare import chat_renderer
 from tests.agents.endpoint.kit import (
@@ -29,9 +28,7 @@ from tests.agents.endpoint.kit import (
     Policy,
     as_sent,
     ask,
-    play,
     record,
-    recorder_of,
     result,
     script,
     user,
@@ -94,21 +91,6 @@ def test_calls_in_thinking_continue_the_segment() -> None:
     assert (finished.usage.calls, finished.usage.malformed_calls) == (2, 0)
 
 
-def test_user_message_ends_thinking_and_segment() -> None:
-    async def work(recorder: TrajectoryRecorder) -> None:
-        messages = [user("Where to?")]
-        for _ in range(7):
-            await take_turn(recorder, messages)
-
-    policy = Policy(script)
-    finished = record(policy, work, thinking=True)
-    # Turns 0, 3 and 6 make no call, so a user message follows and drops the thinking.
-    turns = [policy.numbers[int(s.version_T.max())][0] for s in finished.segments]
-    assert turns == [0, 3, 6]
-    texts = [CHAT.decode(s.token_ids_T.tolist()) for s in finished.segments]
-    assert all(f"hm {turn}" in texts[1] for turn in (1, 2, 3)) and "hm 0" not in texts[1]
-
-
 def test_render_restores_thinking_that_the_client_dropped() -> None:
     async def work(recorder: TrajectoryRecorder) -> None:
         messages = [user("Where to?")]
@@ -144,30 +126,6 @@ def test_assistant_messages_of_the_program_are_marked() -> None:
     assert [(m["content"], m.get("name")) for m in messages] == [
         *(("one", None), ("b", None), ("made up", PROGRAM), ("c", None), ("two", None))
     ]
-
-
-def test_branches_from_one_turn_keep_its_ids() -> None:
-    policy = Policy(script)
-
-    async def work(recorder: TrajectoryRecorder) -> None:
-        for _ in range(2):  # the second turn has a call
-            opening = [user("a"), as_sent(await ask(recorder, [user("a")], TOOLS))]
-        call = opening[-1]["tool_calls"][0]["id"]
-        policy.hold = asyncio.Event()
-        branches = [
-            asyncio.create_task(ask(recorder, [*opening, result(call, f"{i}")], TOOLS))
-            for i in range(3)
-        ]
-        while len(policy.requests) < 5:
-            await asyncio.sleep(0)
-        policy.hold.set()
-        await asyncio.gather(*branches)
-
-    counts = record(policy, work, thinking=True).counts
-    assert (counts["rendered"], counts["extended"], counts["branched"]) == (2, 1, 2)
-    before = policy.turns[1][0] + policy.turns[1][1]
-    assert all(context[: len(before)] == before for context, _ in policy.turns[2:])
-    assert len({request.seed for request in policy.requests}) == 5
 
 
 def mangled(message: dict[str, Any], how: str) -> dict[str, Any]:
@@ -292,15 +250,6 @@ def test_keys_ignore_only_what_clients_change() -> None:
     ]
     assert {key(fields) for fields in same} == {key({}), key({}, days=2.0)}
     assert len({key({}), key({"content": "b"}), key({}, days=True), key({}, days="2")}) == 4
-
-
-def test_system_message_that_the_template_drops_is_refused() -> None:
-    late = [user("a"), {"role": "developer", "content": "b"}]
-    play(ask(recorder_of(Policy(["a"])), late))
-    with pytest.raises(ApiError) as error:  # this template shows only the first
-        play(ask(recorder_of(Policy(["a"]), chat=chat_of("qwen3")), late))
-    assert (error.value.status, error.value.param) == (400, "messages")
-    assert "does not show message 1" in str(error.value)
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -441,31 +390,3 @@ def test_engine_and_idle_time_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [round(request.timeout_s, 1) for request in policy.requests] == [1.1, 0.5]
     assert finished.usage.sampling_s == 1.0
     assert finished.usage.tools_s == pytest.approx(0.12)
-
-
-def test_cancelled_turns_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that always disconnects too early still meets its deadline."""
-    sent: list[TurnRequest] = []
-    now = 0.0
-    monkeypatch.setattr(recorder_module, "monotonic", lambda: now)
-
-    async def sample(request: TurnRequest) -> TurnResult:
-        sent.append(request)
-        return await asyncio.Future[TurnResult]()
-
-    async def work(recorder: TrajectoryRecorder) -> None:
-        nonlocal now
-        late = asyncio.create_task(recorder.overdue(60.0))
-        for n, remaining in enumerate((10.0, 7.0, 4.0, 1.0)):
-            task = asyncio.create_task(ask(recorder, [user("a")]))
-            while len(sent) <= n:
-                await asyncio.sleep(0)
-            assert sent[n].timeout_s == remaining
-            now += 3.0
-            task.cancel()
-            await asyncio.wait({task})
-        assert "10 s" in await late
-
-    finished = record(sample, work, timeout_s=10.0)
-    assert (finished.finish_reason, finished.usage.turns) == ("deadline", 0)
-    assert (finished.counts["cancelled"], finished.usage.sampling_s) == (4, 12.0)

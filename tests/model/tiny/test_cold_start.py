@@ -31,7 +31,7 @@ from keel.model.tiny.demonstrations import conversation_ids, demonstrate
 from keel.model.tiny.solutions import TAUGHT, solution
 from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
 from keel.rollout.chat.chat import TemplateChat
-from tests.agents.test_environments_guide import BLOCK, GUIDE
+from tests.agents.test_tool_objects import BLOCK, GUIDE
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)

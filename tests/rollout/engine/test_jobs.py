@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from keel.configs.schema import SamplingConfig
+from keel.configs.schema import (
+    Config,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    SourceConfig,
+)
+from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import Group, SamplingMasks
 from keel.rollout.engine.conversion import decode_all, split_message
 from keel.rollout.engine.jobs import NOT_FINITE, Completion, GroupJob, TurnJob
 from keel.rollout.recording.base import Recording, RecordingOptions
-from keel.rollout.spec import LostTurn
+from keel.rollout.spec import EngineSpec, LostTurn, environment
 from tests.rl.rollouts import prompt
 
 JOB: dict[str, Any] = {
@@ -123,3 +132,25 @@ def test_batch_decoding_equals_decoding_one_by_one(clean_up: bool) -> None:
     assert decode_all(tokenizer, completions) == alone
     assert alone[-1] == "" != tokenizer.decode([end])
     assert decode_all(tokenizer, []) == []
+
+
+def test_engine_memory_share() -> None:
+    """With `run.gpu_gib`, a larger GPU must not give the engine more memory."""
+    source = SourceConfig(name="q", source="jsonl", path="q.jsonl", rewards={"correct": 1.0})
+    config = Config(
+        run=RunConfig(gpu_gib=40.0),
+        data=DataConfig(sources=(source,)),
+        rollout=RolloutConfig(gpu_memory_utilization=0.5),
+    )
+    assert EngineSpec.of(config, "model").gpu_share(160.0) == 0.125
+    assert EngineSpec.of(config, "model").gpu_share(32.0) == 0.5
+    whole = replace(config, run=RunConfig())
+    assert EngineSpec.of(whole, "model").gpu_share(160.0) == 0.5
+
+
+def test_batch_invariance_is_set_before_import() -> None:
+    """The variable must be set only on GPUs, and only if batch invariance is on."""
+    for gpu in (False, True):
+        for on in (False, True):
+            variables = environment(RolloutConfig(), gpu=gpu, batch_invariant=on)
+            assert (VARIABLE in variables) == (gpu and on)

@@ -24,10 +24,7 @@ class Engine:
     def __init__(self) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
         from vllm.utils.hashing import sha256  # noqa: PLC0415
-        from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415
-            get_request_block_hasher,
-            init_none_hash,
-        )
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: PLC0415
         from vllm.v1.engine import EngineCoreRequest  # noqa: PLC0415
         from vllm.v1.engine.core import EngineCore  # noqa: PLC0415
 

@@ -15,7 +15,7 @@ from keel.rollout.engine.thread import EngineThread
 from keel.rollout.spec import EngineError, GroupRequest, RecordingError
 from keel.weights.buckets import Bucket
 from tests.rl.rollouts import prompt
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import PATIENCE_S
 
 
 class FakeEngine:
@@ -154,17 +154,6 @@ def test_groups_are_refused_after_a_failed_update(engine: EngineThread) -> None:
     later.result(PATIENCE_S)
 
 
-def test_a_cancelled_group_is_aborted(engine: EngineThread, fake: FakeEngine) -> None:
-    fake.go.clear()
-    first, second = submit(engine, *"ab")
-    wait_for(lambda: engine.stats()["groups"] == 2)
-    assert first.cancel()
-    assert engine.stats()["groups"] == 1
-    fake.go.set()
-    second.result(PATIENCE_S)
-    assert fake.events == ["abort 0", "b"]
-
-
 @pytest.mark.parametrize("sleep", [False, True])
 def test_running_groups_pause_for_updates(
     engine: EngineThread, fake: FakeEngine, sleep: bool
@@ -250,11 +239,3 @@ def test_a_failed_step_fails_every_caller(
     ):
         with pytest.raises(expected, match=str(error)):
             wait(PATIENCE_S)
-
-
-def test_closing_fails_unfinished_groups(engine: EngineThread) -> None:
-    engine.sleep()
-    future = submit(engine, "a")
-    engine.close()
-    with pytest.raises(EngineError):
-        future.result(PATIENCE_S)

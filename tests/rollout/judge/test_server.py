@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -17,10 +20,11 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Prompt
-from keel.rollout.judge import server as judge_server
-from keel.rollout.judge.server import MAX_RESTARTS, RECENT_S, JudgeServer
+from keel.rollout.judge import reaper
+from keel.rollout.judge.server import JudgeServer
+from tests.agents.episodes import alive
 from tests.rewards.groups import group
-from tests.waiting import PATIENCE_S, start_local_ray
+from tests.waiting import PATIENCE_S, start_local_ray, wait_for
 
 CRITERIA = [
     {"name": "blue", "text": "says blue", "weight": 0.5},
@@ -114,22 +118,53 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_only_recent_restarts_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, actor = [0.0], object()
+pytestmark = pytest.mark.e2e
 
-    def launch(self: Any) -> None:
-        self._actor = actor
+STARTS_THREE = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)"]
+children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
+print(*(child.pid for child in children), file=open(sys.argv[1] + ".new", "w"), flush=True)
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(1000)
+"""
 
-    monkeypatch.setattr(judge_server.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(judge_server.ray_timeouts, "kill", lambda _: None)
-    monkeypatch.setattr(JudgeServer, "_launch", launch)
-    monkeypatch.setattr(JudgeServer, "_wait", lambda _: "http://somewhere")
-    monkeypatch.setattr(JudgeServer, "_ended", lambda _: "it died")
-    judge = JudgeServer(JudgeConfig(model="m", serve=True), gpu=False)
-    for _ in range(3 * MAX_RESTARTS):
-        assert judge.url() == "http://somewhere"
-        now[0] += RECENT_S / MAX_RESTARTS + 1
-    assert judge.restarts == 3 * MAX_RESTARTS - 1
-    with pytest.raises(RuntimeError, match="times"):
-        for _ in range(MAX_RESTARTS + 1):
-            judge.url()
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(
+    ("event", "statuses"),
+    [
+        # On a busy machine SIGTERM may time out.
+        ("the owner ends", (b"-15", b"-9")),
+        ("the command is killed", (b"-9",)),
+        ("the command is stopped", (b"-9",)),
+        ("a child is stopped", (b"-9",)),
+    ],
+)
+def test_all_descendants_end(tmp_path: Path, event: str, statuses: tuple[bytes, ...]) -> None:
+    pids, log, python = tmp_path / "pids", tmp_path / "log", [sys.executable, "-I", "-S"]
+    with log.open("wb") as output:
+        owner = subprocess.Popen(
+            [*python, str(reaper.__file__), *python, "-c", STARTS_THREE, str(pids)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+        )
+    assert owner.stdin and owner.stdout
+    wait_for(pids.exists, "start of the command")
+    # The reaper is a grandchild: killing the owner's children does not reach it.
+    owner.wait(PATIENCE_S)
+    children = [int(pid) for pid in pids.read_text().split()]
+    command = parent(children[0])
+    assert all(alive(pid) for pid in [*children, command])
+    if event == "the owner ends":
+        owner.stdin.close()
+    elif event == "the command is killed":
+        os.kill(command, signal.SIGKILL)
+    else:
+        os.kill(command if event == "the command is stopped" else children[1], signal.SIGSTOP)
+    assert owner.stdout.read().strip() in statuses  # ends with the reaper
+    assert not any(alive(pid) for pid in [*children, command])

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, RayTaskError
 
 from keel.configs.schema import RolloutConfig
 from keel.rl.turns import TurnRequest
 from keel.rollout.pool import engine_supervisor
 from keel.rollout.pool import pool as pool_module
-from keel.rollout.pool.engine_supervisor import MAX_RESTARTS
-from keel.rollout.spec import EngineError, EngineStarted
+from keel.rollout.pool.engine_supervisor import (
+    MAX_RESTARTS,
+    PROGRESS_POLL_S,
+    STUCK_S,
+    WARN_S,
+    EngineSlot,
+    StallDetector,
+)
+from keel.rollout.pool.ray_engines import RayEngine, as_future, with_engine_errors
+from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import (
     FakeEngine,
@@ -44,17 +53,6 @@ def test_work_is_balanced_and_bounded() -> None:
     time.sleep(0.02)
     # Groups of two, four sequences per engine.
     assert [sorted(engine.asked) for engine in world.lives] == [["p0", "p2"], ["p1", "p3"]]
-
-
-def test_evaluations_go_first() -> None:
-    world = started(never, engines=1, max_num_seqs=2)
-    for name in ("t0", "t1", "t2"):
-        world.pool.submit(prompt(name), group_size=2)
-    wait_for(lambda: "t0" in world.lives[0].asked)
-    world.pool.submit(prompt("e"), group_size=2, purpose="eval")
-    world.lives[0].finish("t0")
-    wait_for(lambda: "e" in world.lives[0].asked)
-    assert "t1" not in world.lives[0].asked and world.lives[0].records == [True, False]
 
 
 def test_groups_of_a_dead_engine_are_requeued() -> None:
@@ -189,23 +187,6 @@ def test_repeated_prompts_get_different_draws() -> None:
     assert world.lives[0].draws == [("p", 0), ("q", 0), ("p", 1)] * 2
 
 
-def test_queued_prompts_keep_their_draw() -> None:
-    world = started(never, engines=1, max_num_seqs=2)
-    engine = world.lives[0]
-    world.pool.submit(prompt("q"), group_size=2)
-    first = world.pool.submit(prompt("p"), group_size=2)  # waits: the engine is full
-    wait_for(lambda: "q" in engine.asked)
-    world.update_all(1)
-    engine.finish("q")
-    wait_for(lambda: "p" in engine.asked)
-    engine.finish("p")
-    first.result(timeout=PATIENCE_S)
-    world.pool.submit(prompt("p"), group_size=2)
-    wait_for(lambda: len(engine.draws) == 3)
-    assert engine.draws == [("q", 0), ("p", 0), ("p", 1)]  # both of p from weights 1
-    assert [request.prompt_id for request in world.pool._open.values()] == ["p"]
-
-
 def test_shutdown_kills_engines_and_fails_requests() -> None:
     world = started(never, engines=1)
     group = world.pool.submit(prompt("p"), group_size=2)
@@ -234,26 +215,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in (pool_module, engine_supervisor):
         monkeypatch.setattr(module, "time", clock)
     return clock
-
-
-def test_loading_weights_is_not_silence(clock: Clock) -> None:
-    world, update = started(never, engines=1), Future[int]()
-    world.update = lambda *_: update
-    world.pool.submit(prompt("p"), group_size=2)
-    wait_for(lambda: "p" in world.lives[0].asked)
-    clock.now += 9
-    updated = world.send(1)
-    wait_for(lambda: world.lives[0].naps)
-    clock.now += 100
-    update.set_result(1)
-    updated.result(timeout=PATIENCE_S)
-    clock.now += 9
-    world.pool.submit(prompt("q"), group_size=2)
-    wait_for(lambda: "q" in world.lives[0].asked)
-    assert world.names() == ["0.0"]
-    clock.now += 2
-    world.pool.submit(prompt("r"), group_size=2)
-    wait_for(lambda: world.names() == ["0.0", "0.1"])
 
 
 # Turns of conversations.
@@ -359,12 +320,102 @@ def test_an_update_waits_for_restarting_engines() -> None:
     updated.result(timeout=PATIENCE_S)
 
 
-def test_an_engine_that_stays_awake_is_replaced() -> None:
-    world = sleepers(engines=1)
-    world.sleep = lambda _: Future()
-    world.pool._supervisor.update_s = 0.05
-    sleep(world)
-    assert world.names() == ["0.0", "0.1"] and world.lives[0].killed
-    world.pool._supervisor.update_s = PATIENCE_S
-    world.update_all(1)
-    assert world.lives[1].naps == ["woken by 1"]
+class Watched:
+    """A slot with a scripted engine, which is polled every `PROGRESS_POLL_S` seconds."""
+
+    def __init__(self, steps: int = 1, longest_s: float = 0.5, requests: int = 2) -> None:
+        self.now = 0.0
+        self.answer: Future[Any] = done(EngineProgress(steps, longest_s, requests))
+        self.world, self.warnings = World(engines=1), list[float]()
+        self.world.progress = lambda _: self.answer
+        self.slot = EngineSlot(0, self.world.build(0), "ready", None, 0.0, sequences=8)
+        self.detector = StallDetector(lambda: self.now)
+
+    def run(self, seconds: float, *, steady: bool = False) -> float | None:
+        """Poll until the engine counts as stuck. If `steady` is set, it finishes a step in every
+        third poll."""
+        begin = self.now
+        while self.now < begin + seconds:
+            if steady:
+                self.answer = done(EngineProgress(int(self.now / PROGRESS_POLL_S) // 3, 0.5, 2))
+            self.now += PROGRESS_POLL_S
+            warn = lambda _: self.warnings.append(self.now - begin)  # noqa: E731
+            for slot, error in self.detector.poll([self.slot], warn):
+                assert slot is self.slot and isinstance(error, EngineError)
+                return self.now - begin
+        return None
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "warn_s", "stuck_s"), [(0.5, WARN_S, STUCK_S), (30.0, 120.0, 300.0)]
+)
+def test_a_stalled_engine_is_warned_about_then_replaced(
+    longest_s: float, warn_s: float, stuck_s: float
+) -> None:
+    watched = Watched(steps=7, longest_s=longest_s)
+    stuck = watched.run(600)
+    assert stuck is not None and stuck_s <= stuck <= stuck_s + 2 * PROGRESS_POLL_S
+    (warned,) = watched.warnings
+    assert warn_s <= warned <= warn_s + 2 * PROGRESS_POLL_S
+
+
+def test_slow_progress_is_not_a_stall() -> None:
+    watched = Watched()
+    assert watched.run(1000, steady=True) is None and not watched.warnings
+
+
+def test_time_without_a_running_step_does_not_count() -> None:
+    assert Watched(steps=0).run(10_000) is None  # the first step may compile
+    assert Watched(requests=0).run(10_000) is None  # results are on their way
+    for name, value in (("stage", "loading"), ("stage", "asleep"), ("sequences", 0)):
+        watched = Watched()
+        assert watched.run(WARN_S) is None
+        setattr(watched.slot, name, value)
+        assert watched.run(10_000) is None
+        watched.slot.stage, watched.slot.sequences = "ready", 8
+        assert watched.run(STUCK_S - PROGRESS_POLL_S) is None
+
+
+def test_a_suspended_driver_does_not_count() -> None:
+    watched = Watched()
+    assert watched.run(10) is None
+    watched.now += 3600
+    assert watched.run(STUCK_S - 6 * PROGRESS_POLL_S) is None
+
+
+class Ref:
+    """Reference to an actor call that failed."""
+
+    sample = None
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def future(self) -> Future[Any]:
+        return failed(self.error)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ActorDiedError(), EngineError),
+        (NodeDiedError("node 7 died"), EngineError),
+        (RayTaskError("update", "", TimeoutError("waited 60 s")), EngineError),
+        (RayTaskError("update", "", ValueError("no tensor 'x'")), ValueError),
+    ],
+)
+def test_dead_and_late_engines_raise_engine_errors(error: Exception, kind: type[Exception]) -> None:
+    cause: Any = error.cause if isinstance(error, RayTaskError) else error
+    for future in (as_future(cast(Any, Ref(error))), with_engine_errors(failed(cause))):
+        assert isinstance(future.exception(timeout=300), kind)
+
+
+def test_a_lost_result_is_an_engine_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = ObjectLostError("ref", "address", "generate")
+    assert as_future(cast(Any, Ref(lost))).exception(timeout=300) is lost  # perhaps a bucket
+    engine = object.__new__(RayEngine)
+    engine.actor = Ref(lost)
+    monkeypatch.setattr("keel.model.ray_timeouts.call", lambda *_: Ref(lost))
+    nothing: Any = None
+    future = engine.sample(nothing, sampling=nothing, record=True)
+    assert isinstance(future.exception(timeout=300), EngineError)

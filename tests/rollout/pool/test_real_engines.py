@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
-from keel.rollout.pool import engine_supervisor
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.weights.sync import Transfer, through_store
@@ -104,32 +100,3 @@ def test_killed_engines_are_replaced(pool: RolloutPool, buckets: list[Any]) -> N
     assert pool.restarts == 1
     assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != victim
     wait_for(lambda: stats(pool, "version") == [4, 4], "the weights in the new engine")
-
-
-def test_engines_with_a_hanging_step_are_replaced(
-    pool: RolloutPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    all_work(pool)
-    monkeypatch.setattr(engine_supervisor, "PROGRESS_POLL_S", 0.5)
-    monkeypatch.setattr(engine_supervisor, "WARN_S", 1.0)
-    monkeypatch.setattr(
-        engine_supervisor, "STUCK_S", PATIENCE_S
-    )  # until it has been asked how it is
-    said: list[str] = []
-    monkeypatch.setattr(pool, "say", said.append)
-    victim = actors(pool)[0]
-    pid = ray.get(victim.ready.remote(), timeout=PATIENCE_S).pid
-
-    def hang(_: Any) -> None:  # in the engine's process, where vLLM is
-        engine = sys.modules["keel.rollout.engine.vllm_engine"].VllmEngine
-        engine.step = lambda self: time.sleep(600)
-
-    ray.get(victim.__ray_call__.remote(hang), timeout=PATIENCE_S)
-    groups = [pool.submit(p, group_size=4) for p in prompts(4, shared=0, own=9, tag="h")]
-    wait_for(lambda: [line for line in said if "engine 0 has finished no step" in line])
-    before = ray.get(victim.progress.remote(), timeout=PATIENCE_S)
-    assert before.steps > 0 and before.requests > 0 and psutil.Process(pid).is_running()
-    monkeypatch.setattr(engine_supervisor, "STUCK_S", 5.0)
-    assert all(len(group.result(timeout=START_S).trajectories) == 4 for group in groups)
-    assert [line for line in said if "engine 0" in line and "hangs" in line]
-    assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != pid

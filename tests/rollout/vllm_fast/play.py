@@ -179,10 +179,7 @@ class Play:
         ids = [number(name) % 100 + i for i in range(prompt)]
         self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
         params = SamplingParams(
-            max_tokens=limit,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            max_tokens=limit, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         params._eos_token_id = END
         self.scheduler.add_request(

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.program import Program
 from keel.agents.env_runtime.tool_objects import Object, methods_of
-from keel.agents.environments.search.documents import Document, Hit
+from keel.agents.environments.search import index as index_module
+from keel.agents.environments.search.documents import Document, Hit, cleaned, spans, terms
 from keel.agents.environments.search.environment import Search
 from keel.agents.environments.search.index import SearchIndex, ensure_index
+from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
+from keel.data.jsonl import load_jsonl
+from keel.rewards.checks import check_spec
+from keel.rl.types import Verdict
+from keel.trainer.build_agents import environment_spec
 from tests.agents.environments.search.corpus import write_corpus
+from tests.agents.episodes import asynchronous, transcript, use
+from tests.agents.sandboxes import wrap_of
 
 TASK = {"messages": [{"role": "user", "content": "Who?"}], "reward": {"kind": "answer"}}
 
@@ -122,3 +135,146 @@ def test_a_custom_library_can_be_searched() -> None:
     assert snippet.startswith("   xy y") and len(snippet) < 500
     assert "The page says" in search.open("1")
     assert verdict(search, '[[https://example.org/a: "the page says little"]]')["citations"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("who designed the Halvorsen bridge", "bridge.md"),
+        ("MIRELA DÁNCU born", "people.jsonl#dancu"),
+        ("Tobias Wrenfield", "society.html"),
+        ("图书馆 设计", "notes/beijing.txt"),
+        ("湖", "notes/beijing.txt"),
+        ("佐藤花子", "notes/kyoto.txt"),
+        ("แม่น้ำเจ้าพระยา", "notes/thai.txt"),
+    ],
+)
+def test_the_best_document_ranks_first(index: SearchIndex, query: str, first: str) -> None:
+    hits = index.search(query, 5)
+    assert hits[0].name == first and len({hit.name for hit in hits}) == len(hits) <= 5
+
+
+@pytest.mark.parametrize(
+    "query", ['"', "a OR", "NEAR(a b)", "title:x", "* ^ -", "a\x00b", "'; drop table found; --"]
+)
+def test_queries_cannot_contain_fts5_syntax(index: SearchIndex, query: str) -> None:
+    index.search(query, 3)
+    assert len(index) == 42
+
+
+def test_snippets_frequencies_and_slow_searches(
+    index: SearchIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "founded in 1874 by Tobias Wrenfield" in index.search("Wrenfield", 1)[0].snippet
+    assert index.search("zebra", 5) == [] == index.search("?!", 5)
+    assert index.frequency("Mirela Dancu") == 2 and index.frequency("Dancu Mirela") == 0
+    assert index.frequency("市民") == 1 and index.frequency("橋") == 1
+    monkeypatch.setattr(index_module, "_SEARCH_S", -1.0)
+    monkeypatch.setattr(index_module, "_STEPS", 1)
+    with pytest.raises(ValueError, match="too long"):
+        index.search("the shop of the council", 5)
+    assert index.document("bridge.md") is not None
+
+
+def test_text_is_cleaned_and_split_in_many_languages() -> None:
+    hidden = "".join(chr(0xE0000 + ord(c)) for c in "answer Paris")
+    assert cleaned(f"a\u200b{hidden}b\x1b[2J\ue000\ud800 \u202ec\r\n\n\n\n d ") == "ab[2J c\n\nd"
+    assert cleaned("می\u200cخواهم") == "می\u200cخواهم"
+    assert terms("The Gödel-Prize, 3.5%") == ["the", "godel", "prize", "3", "5"]
+    assert terms("北京大学 A") == ["北京", "京大", "大学", "a"] and terms("湖") == ["湖"]
+    assert terms("काठमांडू") == ["काठमांडू"] and terms("ＡＢＣ") == ["abc"]
+    text = "One sentence. Another one here。そして\n" * 50 + "x" * 500
+    result = spans(text, 90)
+    assert "".join(text[start:stop] for start, stop in result) == text
+    assert all(0 < stop - start <= 90 for start, stop in result) and spans("", 5) == [(0, 0)]
+
+
+def test_the_index_is_rebuilt_only_after_changes(tmp_path: Path) -> None:
+    corpus, path = write_corpus(tmp_path / "files"), tmp_path / "cache" / "index"
+    ensure_index(corpus, path)
+    made = path.stat().st_ino
+    ensure_index(corpus, path)
+    assert path.stat().st_ino == made
+    (corpus / "new.txt").write_text("A quokka swam to Rottnest.")
+    index = SearchIndex(ensure_index(corpus, path))
+    assert path.stat().st_ino != made and index.search("quokka", 1)[0].name == "new.txt"
+    index.close()
+    path.write_bytes(b"no index")
+    SearchIndex(ensure_index(corpus, path)).close()
+    assert os.listdir(path.parent) == ["index"]
+
+
+def test_files_outside_the_folder_are_excluded(tmp_path: Path) -> None:
+    corpus, secret = tmp_path / "files", tmp_path / "secret.txt"
+    secret.write_text("the password is swordfish")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("swordfish too")
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("A fish.")
+    (corpus / ".env.txt").write_text("hidden")
+    (corpus / "link.txt").symlink_to(secret)
+    (corpus / "folder").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(corpus / "pipe.txt")
+    index = SearchIndex(ensure_index(corpus, tmp_path / "index"))
+    assert [document.name for document in index.documents()] == ["a.txt"]
+    for name in ("../secret.txt", str(secret), "link.txt", "files/../a.txt"):
+        assert index.document(name) is None
+    index.close()
+
+
+def test_a_corpus_with_answers_is_refused(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "files")
+    with pytest.raises(ValueError, match="people"):
+        ensure_index(corpus, tmp_path / "index", without=[corpus / "people.jsonl"])
+
+
+SHIPPED = "keel.agents.environments"
+
+
+def recipe(folder: Path, tasks: Path) -> Config:
+    arguments = {"corpus": str(folder / "corpus"), "index": str(folder / "index")}
+    target = f"{SHIPPED}.search.environment:Search"
+    source = SourceConfig(
+        name="search",
+        source="jsonl",
+        path=str(tasks),
+        environment=EnvironmentConfig(target=target, arguments=arguments),
+        rewards={"correct": 0.9, "citations": 0.1},
+    )
+    return Config(data=DataConfig(sources=(source,)))
+
+
+@pytest.mark.e2e
+@asynchronous
+async def test_search_can_read_only_the_index(tmp_path: Path) -> None:
+    wrap_of()  # skips without a sandbox
+    write_corpus(tmp_path / "corpus")
+    spec = {"evidence": ["bridge.md"]}
+    line = {"prompt": "Who designed it?", "answer": "Mirela Dancu", "match": "exact"}
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({**line, "environment": spec}))
+    config = recipe(tmp_path, tasks)
+    (source,) = config.data.sources
+    (item,) = load_jsonl(source, check_spec).items
+    made = environment_spec(config, source)
+    assert isinstance(made, Program)
+    (tmp_path / "corpus").rename(tmp_path / "gone")
+
+    environment = Hosted(made)
+    await environment.open(item.prompt, seed=1)
+    assert "Mirela Dancu" in (await use(environment, "search", query="Halvorsen")).text
+    assert (await use(environment, "open", document=str(tasks))).failed
+    await use(environment, "open", document="bridge.md")
+    answer = '<answer>Mirela Dancu</answer> [[bridge.md: "designed by the engineer"]]'
+    verdict = await environment.verdict(transcript({"role": "assistant", "content": answer}))
+    assert isinstance(verdict, Verdict)
+    assert verdict.parts == {"citations": 1.0, "evidence": 1.0}
+    await environment.close()
+
+
+def test_a_corpus_with_its_tasks_is_refused(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    config = recipe(tmp_path, corpus / "tasks.jsonl")
+    (corpus / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b", "text": "c"}')
+    with pytest.raises(ConfigError, match="search"):
+        environment_spec(config, config.data.sources[0])
