@@ -22,11 +22,6 @@ def refused(work) -> str:
     return ""
 
 
-def connect(port: int) -> str:
-    socket.create_connection(("127.0.0.1", port), 5).close()
-    return "connected"
-
-
 class Attacker:
     def attempts(self, secret: str, abstract: str, outside: list[str]) -> dict:
         """Try every attack that does not end the process."""

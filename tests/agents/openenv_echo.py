@@ -1,6 +1,6 @@
 """Environments written for OpenEnv."""
 
-from openenv.core.env_server.interfaces import Action, Environment, MCPEnvironment, Observation
+from openenv.core.env_server.interfaces import Action, Environment, Observation
 
 
 class Message(Action):
@@ -41,35 +41,5 @@ class Echo(Environment):
         said = action.message.upper() if action.loud else action.message
         over = action.message == "bye"
         return Said(said=said, done=over, reward=1 if over else 0.5, metadata={"not": "shown"})
-
-    def close(self): ...
-
-
-class Called(Observation):
-    tool_name: str
-    result: object = None
-    error: object = None
-
-
-class Listed(Observation):
-    tools: list
-
-
-class Tools(MCPEnvironment):
-    def __init__(self):
-        self.state = Count()
-
-    def reset(self, **more):
-        return Observation()
-
-    def step(self, action):
-        if action.type == "list_tools":
-            fields = {"fruit": {"type": "string"}}
-            schema = {"type": "object", "properties": fields}
-            return Listed(tools=[{"name": "price", "description": "", "input_schema": schema}])
-        if action.arguments["fruit"] == "pear":
-            return Called(tool_name=action.tool_name, error={"message": "no pear"})
-        result = {"content": [{"text": "3"}], "data": 3}
-        return Called(tool_name=action.tool_name, result=result)
 
     def close(self): ...

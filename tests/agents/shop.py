@@ -165,16 +165,6 @@ class Offers:
         return "two"
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-def greet(name: str = "you") -> str:
-    """Greet."""
-    return f"Hello, {name}!"
-
-
 class Guess:
     """A gymnasium-style game: guess a number."""
 

@@ -218,7 +218,6 @@ async def test_environment_sees_no_secrets_and_no_keel(monkeypatch: pytest.Monke
         assert facts["temporary"] == str(folder) and folder.is_dir()
         (folder / "file").write_text("x")
     assert not folder.exists()
-    facts = facts
     assert "SECRET_API_KEY" not in facts["environ"] and "SHOP" in facts["environ"]
     assert facts["heavy"] == [] and Path(facts["folder"]) == HERE
     allowed = ("keel", "keel.agents")

@@ -1,4 +1,4 @@
-"""Episodes: calls, grading, budgets, lost environments, rewrites, calls in the thinking."""
+"""Episodes: calls, grading, budgets, rewrites, lost environments; groups of them."""
 
 from __future__ import annotations
 
@@ -115,17 +115,15 @@ def test_failed_grading_is_never_a_zero() -> None:
     assert isinstance(play(Policy(["42"]), Sums(grade=raised), crash_is_failure=phases), str)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no engine"), ValueError("exceeds the engine")])
-def test_engine_error_is_raised_and_the_environment_closed(error: Exception) -> None:
+def test_engine_error_is_raised_and_the_environment_closed() -> None:
     sums, policy = Sums(), Policy([])
-    policy.fail = error
-    with pytest.raises(type(error), match=str(error)):
+    policy.fail = ValueError("exceeds the engine")
+    with pytest.raises(ValueError, match="exceeds"):
         play(policy, sums)
     assert sums.log == ["open 7", "close"]
 
 
 def test_oversized_text_is_cut_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenizing 8 MiB would block the event loop of all episodes for ten seconds."""
     longest, encode = [0], CHAT.encoder.encode
 
     def measured(text: str) -> list[int]:

@@ -7,11 +7,8 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -185,33 +182,4 @@ async def test_openenv_class_is_recognized(folder: Path) -> None:
     assert isinstance(verdict, Verdict)
     assert verdict.parts == {"correct": 0.0, "score": 0.75}
     assert verdict.facts == {"return": 1.5, "steps": 2, "state": {"step_count": 3}}
-    await environment.close()
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    """Serve only the schemas; the client is a stand-in."""
-    fields = {"message": {"type": "string"}}
-    action = {"properties": fields, "required": ["message"]}
-    (tmp_path / "schema").write_text(json.dumps({"action": action}))
-    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with HTTPServer(("127.0.0.1", 0), handler) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{serving.server_port}"
-        serving.shutdown()
-        thread.join(10)
-
-
-@asynchronous
-async def test_lost_server_ends_the_episode(folder: Path, server: str) -> None:
-    environment = hosted(folder, server.replace("http", "ws"))
-    opening = await environment.open(OPENENV_TASK, seed=3)
-    assert opening.messages[1]["content"] == "train 12"
-    assert (await use(environment, "step", message="a")).text == "a"
-    assert (await use(environment, "step", message="raise")).failed
-    with pytest.raises(EnvironmentLost) as caught:
-        await use(environment, "step", message="gone")
-    assert caught.value.fault == "raised"
-    assert isinstance(await environment.verdict(transcript()), Unscored)
     await environment.close()

@@ -22,9 +22,7 @@ from tests.agents.episodes import HERE, TASK, asynchronous, program, transcript,
 from tests.agents.sandboxes import MINE, attacker, parent_for, sleeping, wrap_of
 from tests.waiting import PATIENCE_S, wait_for
 
-PROCESSES, FILES_MIB = 24, 8
-MEMORY_MIB = 300
-"""Enough for that many forked processes before they exec."""
+PROCESSES, FILES_MIB, MEMORY_MIB = 24, 8, 300
 # Python sets LC_CTYPE itself if there is no locale.
 GIVEN = ["HOME", "LANG", "LC_ALL", "LC_CTYPE", "PATH", "PWD", "TMPDIR", "TZ", "USER"]
 GIVEN += ["OMP_NUM_THREADS", *(f"PYTHON{name}" for name in ["HASHSEED", "NOUSERSITE", "UTF8"])]

@@ -78,8 +78,6 @@ def test_hints_and_docstrings_become_schemas() -> None:
     }
     text = "Do.\n\n:param int x: the x\n    of it\n:returns: y"
     assert _docstring_parts(text) == ("Do.", {"x": "the x of it"})
-    text = "Do.\n\nArgs:\n  x: a: b\n  y:\n    later\n\nMore."
-    assert _docstring_parts(text) == ("Do.\n\nMore.", {"x": "a: b", "y": "later"})
 
 
 @pytest.mark.parametrize(
@@ -88,21 +86,16 @@ def test_hints_and_docstrings_become_schemas() -> None:
         (str, "a", "a"),
         (float, 3, 3.0),
         (int, 3.0, 3),
-        (bool, True, True),
-        (None, None, None),
         (Literal["a", 1], 1, 1),
         (Size, "l", Size.LARGE),
         (Leg, {"to": "x", "km": 2}, Leg("x", 2.0)),
         (list[float], [1, 2.5], [1.0, 2.5]),
         (dict[str, Size], {"a": "s"}, {"a": Size.SMALL}),
-        (tuple[int, ...], [1, 2], (1, 2)),
         (tuple[int, Leg], [1, {"to": "x"}], (1, Leg("x"))),
         (Union[int, str], "a", "a"),  # noqa: UP007
         (Union[str, float], 3, 3.0),  # noqa: UP007
         (Union[list[int], list[Size]], ["s"], [Size.SMALL]),  # noqa: UP007
         (Union[Size, Leg, None], {"to": "x"}, Leg("x")),  # noqa: UP007
-        (Union[dict[str, int], Leg], {"to": "x"}, Leg("x")),  # noqa: UP007
-        (Union[tuple[int, int], list[str]], ["a"], ["a"]),  # noqa: UP007
         (Optional[Annotated[float, "Stars."]], 4, 4.0),  # noqa: UP045
     ],
 )
@@ -123,9 +116,7 @@ def test_functions_get_the_parameters_they_declare() -> None:
     assert passed(lambda: "nothing") == "nothing"
     assert passed(lambda seed: seed) == 3
     assert passed(lambda seed, task, more=1: (task, seed, more)) == ("t", 3, 1)
-    assert passed(lambda whatever: whatever) == "t"
     assert passed(lambda **every: every) == {"task": "t", "seed": 3}
-    assert passed(lambda task, **others: (task, others)) == ("t", {})
     assert passed(lambda task, seed, /: (task, seed)) == ("t", 3)
     for function in (lambda prompt, rng: 0, lambda task, rng: 0, lambda *, prompt: 0):
         with pytest.raises(InvalidEnvironment, match="task, seed"):
@@ -164,20 +155,16 @@ def test_call_time_is_set_and_done_is_a_bool() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("target", ["tools_of_mine", "shop:several"])
 @asynchronous
-async def test_functions_are_an_environment(target: str, tmp_path: Path) -> None:
-    (tmp_path / "shop.py").write_text(f"{(HERE / 'shop.py').read_text()}\nseveral = [add, greet]\n")
+async def test_functions_are_an_environment(tmp_path: Path) -> None:
     (tmp_path / "tools_of_mine.py").write_text(
-        "from json import dumps\nfrom shop import Shop\n"
+        "from json import dumps\n"
         "def add(a: int, b: int) -> int:\n    'Add two numbers.'\n    return a + b\n"
         "def _hidden(): ...\n"
     )
-    environment = Hosted(program(target, folder=tmp_path))
+    environment = Hosted(program("tools_of_mine", folder=tmp_path))
     opening = await environment.open(TASK, seed=3)
-    assert opening.messages == TASK.messages
-    names = [tool.name for tool in opening.tools]
-    assert names == (["add", "greet"] if target == "shop:several" else ["add"])
+    assert opening.messages == TASK.messages and [t.name for t in opening.tools] == ["add"]
     assert (await use(environment, "add", a=2, b=3)).text == "5"
     assert await environment.reply({"role": "assistant", "content": "5"}) is None
     assert await environment.verdict(transcript()) == Verdict(parts={})
@@ -187,26 +174,20 @@ async def test_functions_are_an_environment(target: str, tmp_path: Path) -> None
 @pytest.mark.e2e
 @asynchronous
 async def test_game_is_played_by_tool_or_text() -> None:
-    environment = Hosted(program("shop:Guess"))
-    opening = await environment.open(TASK, seed=3)
-    (tool,) = opening.tools
-    action = {"type": "integer", "minimum": 1, "maximum": 8}
-    assert tool.parameters["properties"] == {"action": action}
-    assert (await use(environment, "play", action=9)).failed
-    texts: list[str] = []
-    low, high, done = 1, 8, False
-    while not done:
-        middle = (low + high) // 2
-        result = await use(environment, "play", action=middle)
-        texts.append(result.text)
-        done = result.done
-        low, high = (middle + 1, high) if result.text == "Higher." else (low, middle - 1)
-    verdict = await environment.verdict(transcript())
-    won = float(texts[-1] == "Right.")
-    facts = {"return": won, "moves": len(texts)}
-    assert verdict == Verdict(parts={"correct": won, "score": won}, facts=facts)
-    assert (await use(environment, "play", action=1)).text == "The game is over."
-    await environment.close()
+    async with episode("shop:Guess") as environment:
+        assert (await use(environment, "play", action=9)).failed
+        texts: list[str] = []
+        low, high, done = 1, 8, False
+        while not done:
+            middle = (low + high) // 2
+            result = await use(environment, "play", action=middle)
+            texts.append(result.text)
+            done = result.done
+            low, high = (middle + 1, high) if result.text == "Higher." else (low, middle - 1)
+        won = float(texts[-1] == "Right.")
+        facts = {"return": won, "moves": len(texts)}
+        verdict = await environment.verdict(transcript())
+        assert verdict == Verdict(parts={"correct": won, "score": won}, facts=facts)
     arguments = {"play_by": "text", "scale": [0, 2]}
     async with episode("shop:Guess", arguments=arguments) as environment:
         reply = await environment.reply({"role": "assistant", "content": "I think of\nseven"})
@@ -221,7 +202,6 @@ async def test_game_is_played_by_tool_or_text() -> None:
 
 
 def test_runtime_needs_only_python_3_9() -> None:
-    """Check syntax and imports; annotations are never evaluated."""
     for path in sorted((HERE.parents[1] / "agents" / "env_runtime").glob("*.py")):
         tree = ast.parse(path.read_text(), feature_version=(3, 9))
         for node in ast.walk(tree):
@@ -246,7 +226,7 @@ def check(schema: dict[str, Any], value: Any) -> str:
 
 def test_unique_items_take_linear_time() -> None:
     unique = {"uniqueItems": True}
-    many = [{"x": [i]} for i in range(30_000)]
+    many = [{"x": [i]} for i in range(10_000)]
     assert check(unique, many) == ""
     assert check(unique, [*many, {"x": [7.0]}])
     assert check(unique, [1, True, "1", None, [1], [True], {}, {"1": 1}, 0, False]) == ""
@@ -254,21 +234,11 @@ def test_unique_items_take_linear_time() -> None:
     assert check({"uniqueItems": False}, [1, 1]) == check(unique, "aa") == ""
 
 
-SLOW, LONG = "^(a|aa)+$", "a" * 80 + "!"
-"""A pattern with exponential backtracking, and a text it fails on."""
-
-
-@pytest.mark.parametrize(
-    ("schema", "arguments"),
-    [
-        ({"properties": {"a": {"pattern": SLOW}}}, {"a": LONG}),
-        ({"patternProperties": {SLOW: {}}}, {LONG: 1}),
-        ({"additionalProperties": False, "patternProperties": {SLOW: {}}}, {LONG: 1}),
-    ],
-)
-def test_slow_pattern_times_out(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+def test_slow_pattern_times_out() -> None:
+    slow, text = "^(a|aa)+$", "a" * 80 + "!"  # exponential backtracking
     began = time.thread_time()
-    assert "too long" in complaint(schema, arguments)
+    assert "too long" in complaint({"properties": {"a": {"pattern": slow}}}, {"a": text})
+    assert "too long" in complaint({"patternProperties": {slow: {}}}, {text: 1})
     assert time.thread_time() - began < 5
 
 

@@ -316,25 +316,16 @@ LONG = "b" * (8 << 20)
 CALL = {"id": "c", "function": {"name": "city", "arguments": json.dumps({"name": LONG})}}
 
 
-@pytest.mark.parametrize(
-    ("messages", "tools"),
-    [
-        ([user(LONG)], ()),
-        ([user("a"), {"role": "assistant", "tool_calls": [CALL]}, result("c", "far")], TOOLS),
-        ([user("")] * 6001, ()),
-    ],
-    ids=["content", "calls", "many messages"],
-)
-def test_oversized_request_is_refused_before_tokenization(
-    monkeypatch: pytest.MonkeyPatch, messages: Messages, tools: Any
-) -> None:
+def test_oversized_request_is_refused_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CHAT, "opening", None)
     monkeypatch.setattr(requests, "arguments_of", None)
+    called = [user("a"), {"role": "assistant", "tool_calls": [CALL]}, result("c", "far")]
 
     async def work(recorder: TrajectoryRecorder) -> None:
-        with pytest.raises(ApiError) as error:
-            await ask(recorder, messages, tools)
-        assert error.value.code == "context_length_exceeded"
+        for messages, tools in (([user(LONG)], ()), (called, TOOLS), ([user("")] * 6001, ())):
+            with pytest.raises(ApiError) as error:
+                await ask(recorder, messages, tools)
+            assert error.value.code == "context_length_exceeded"
 
     assert record(Policy(["word"]), work).finish_reason == "window"
 
@@ -369,7 +360,7 @@ def test_concurrent_turns_share_the_budget() -> None:
 
 
 def test_engine_and_idle_time_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn takes 0.5 s of the engine and 0.06 s of the program: the third has no time."""
+    """Each turn takes 0.5 s of the engine and 0.06 s of the program."""
     policy, now = Policy(["word"]), 0.0
     monkeypatch.setattr(recorder_module, "monotonic", lambda: now)
 

@@ -23,7 +23,6 @@ from tests.agents.endpoint.kit import (
     Policy,
     check_law,
     client_of,
-    play,
     recorder_of,
     result,
     script,
@@ -92,32 +91,25 @@ def test_stream_equals_whole_answer(thinking: bool) -> None:
 @asynchronous
 async def test_concurrent_programs_have_separate_trajectories() -> None:
     policies = [Policy(script), Policy(["other"])]
-
     async with Endpoint() as endpoint:
         addresses = [
             endpoint.add(recorder_of(policy, name=f"p/{i}")) for i, policy in enumerate(policies)
         ]
-        clients = [client_of(address) for address in addresses]
-        await asyncio.gather(*(agent(client, 5) for client in clients))
-        with pytest.raises(openai.AuthenticationError):
-            await content_of(clients[0].with_options(api_key=addresses[1].api_key))
-        for i, policy in enumerate(policies):
-            finished = await endpoint.finish(f"p/{i}")
-            check_law(policy, finished.segments)
-            assert finished.usage.turns == 5 and len(finished.segments) == 1
-        with pytest.raises(openai.NotFoundError):
-            await content_of(clients[0])
-        for client in clients:
-            await client.close()
+        async with client_of(addresses[0]) as one, client_of(addresses[1]) as other:
+            await asyncio.gather(agent(one, 5), agent(other, 5))
+            with pytest.raises(openai.AuthenticationError):
+                await content_of(one.with_options(api_key=addresses[1].api_key))
+            for i, policy in enumerate(policies):
+                finished = await endpoint.finish(f"p/{i}")
+                check_law(policy, finished.segments)
+                assert finished.usage.turns == 5 and len(finished.segments) == 1
+            with pytest.raises(openai.NotFoundError):
+                await content_of(one)
 
 
 def call_message(arguments: str) -> dict[str, Any]:
     call = {"id": "c", "function": {"name": "city", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}
-
-
-def tool(**function: Any) -> dict[str, Any]:
-    return {"tools": [{"type": "function", "function": function}]}
 
 
 def messages(*entries: Any) -> dict[str, Any]:
@@ -128,24 +120,15 @@ WRONG = [
     (messages(), "messages"),
     (messages({"role": "robot", "content": "a"}), "messages[0].role"),
     (messages(user("a"), {"role": "assistant", "content": "b"}), "messages[1]"),
-    (messages(result("call_9", "a")), "messages[0].tool_call_id"),
-    (messages({"role": "user", "content": [{"type": "image_url"}]}), "messages[0].content[0].type"),
     (messages(user("a"), call_message("{")), "messages[1].tool_calls[0].function.arguments"),
-    (messages(user("a"), call_message("{}"), user("b")), "messages[2]"),
-    (tool(name="a", description="b" * 300_000), "tools"),
-    ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "b" * 300_000}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-    ({"guided_json": {"type": "object"}}, "guided_json"),
     ({"n": 2}, "n"),
 ]
 WRONG_FOR_ANTHROPIC: list[dict[str, Any]] = [
     {"tool_choice": {"type": "any"}},
     {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    {"messages": "a"},
-    {"tools": [{"type": "bash_20250124", "name": "a"}]},
-    {"output_format": {"type": "json_schema"}},
 ]
 
 
@@ -224,32 +207,19 @@ async def test_disconnect_before_the_answer_resends_it() -> None:
     assert (finished.counts["repeated"], finished.usage.turns) == (1, 1)
 
 
-MOST, MANY = 8, 40
-
-
-@pytest.mark.parametrize("place", ["port", "socket"])
-def test_idle_connections_are_closed_first(place: str) -> None:
-    async def work() -> None:
-        async with Endpoint(most=MOST) as endpoint:
-            address = endpoint.add(recorder_of(Policy(["yes"])))
-            idle = [
-                await (
-                    asyncio.open_connection(*host_and_path(address)[0])
-                    if place == "port"
-                    else asyncio.open_unix_connection(str(address.socket))
-                )
-                for _ in range(MANY)
-            ]
-            async with client_of(address) as client:
-                assert await content_of(client) == "yes"
-            async with asyncio.timeout(PATIENCE_S):
-                for reader, _ in idle[: MANY - MOST]:
-                    with suppress(ConnectionError):
-                        assert await reader.read() == b"", "it is closed"
-            for _, writer in idle:
-                writer.close()
-
-    play(work())
+@asynchronous
+async def test_idle_connections_are_closed_first() -> None:
+    async with Endpoint(most=8) as endpoint:
+        address = endpoint.add(recorder_of(Policy(["yes"])))
+        idle = [await asyncio.open_connection(*host_and_path(address)[0]) for _ in range(40)]
+        async with client_of(address) as client:
+            assert await content_of(client) == "yes"
+        async with asyncio.timeout(PATIENCE_S):
+            for reader, _ in idle[:32]:
+                with suppress(ConnectionError):
+                    assert await reader.read() == b"", "it is closed"
+        for _, writer in idle:
+            writer.close()
 
 
 CITY = {
