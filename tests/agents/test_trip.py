@@ -174,6 +174,7 @@ def test_level_zero_matches_brute_force() -> None:
         world, task, answer = solution(seed, 0)
         trip = Trip(ready=(world, task))
         assert task.cities is not None and task.hotel_at_most is not None
+        assert len(trip.get_all_hotels_by_city(task.cities[0])) == len("Ab 200\n") * 3 - 1
         good = 0
         for name in sorted(a + b for a in "BDFGKLMNPRSTVZ" for b in "aeiou"):
             hotel = world.places["hotel"].get(name, {"city": ""})

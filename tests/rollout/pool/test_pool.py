@@ -36,8 +36,6 @@ from tests.rollout.pool.fake_engines import (
 )
 from tests.waiting import PATIENCE_S, wait_for
 
-MEMORY_RACE = "AssertionError: Error in memory profiling. Initial free memory 109 GiB, current 137"
-
 
 def started(answer: Any = None, **config: Any) -> World:
     world = World(answer, **config)
@@ -129,29 +127,6 @@ def test_prompt_and_weight_errors_are_final() -> None:
         with pytest.raises(kind):
             world.update_all(5)
         assert len(world.lives) == 1
-
-
-@pytest.mark.parametrize(
-    ("reasons", "recovers"),
-    [
-        (["pid 12: no such file", "pid 13: no such file"], False),
-        (["the port is taken", "no memory"], True),
-        ([MEMORY_RACE, MEMORY_RACE], True),
-    ],
-)
-def test_restarts_that_fail_alike_end_the_run(reasons: list[str], recovers: bool) -> None:
-    world, remaining = World(dies_once, engines=1), list(reasons)
-    world.start = lambda engine: (
-        failed(EngineError(remaining.pop(0)))
-        if engine.name != "0.0" and remaining
-        else done(EngineStarted(1))
-    )
-    if recovers:
-        assert world.run(2) == ["p0", "p1"] and len(world.lives) == 4
-    else:
-        with pytest.raises(EngineError, match="pid 13"):
-            world.run(1)
-        assert len(world.lives) == 3 and all(engine.killed for engine in world.lives)
 
 
 def test_an_engine_late_with_weights_is_replaced() -> None:
@@ -302,22 +277,6 @@ def test_sleeping_engines_get_no_requests_until_weights() -> None:
     world.update_all(1)
     group.result(timeout=PATIENCE_S)
     assert [engine.naps for engine in world.lives] == [["woken by 0", "asleep", "woken by 1"]] * 2
-
-
-def test_an_update_waits_for_restarting_engines() -> None:
-    """Restarting engines use memory that the trainer needs next."""
-    world = sleepers(never)
-    world.pool.submit(prompt("p"), group_size=2)
-    start: Future[EngineStarted] = Future()
-    wait_for(lambda: world.lives[0].asked)
-    world.start = lambda _: start
-    world.lives[0].die()
-    wait_for(lambda: world.names() == ["0.0", "1.0", "0.1"])
-    updated = world.send(1)
-    wait_for(lambda: "woken by 1" in world.lives[1].naps)
-    assert not updated.done()
-    start.set_result(EngineStarted(1))
-    updated.result(timeout=PATIENCE_S)
 
 
 class Watched:

@@ -1,32 +1,265 @@
-"""Checks the fast scheduler against vLLM's scheduler. Both must give the same results, and routes
-must stay with their tokens. This module imports vLLM."""
+"""Compares the fast scheduler with vLLM's, in runs of random requests. Each token depends only on
+the request's name and the token's position, so all correct schedules give the same completions and
+recordings. This module imports vLLM."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from keel.rollout.recording.base import Recorder, RecordingOptions
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, FastScheduler
-from tests.rollout.vllm_fast.play import (
-    BLOCK,
-    END,
-    Play,
-    Runner,
-    kept_of,
-    logp_of,
-    make_config,
-    token_of,
-)
+from keel.rollout.vllm_fast.step_arrays import PackedRecording
+from keel.rollout.vllm_internals import end_at_next_token
+from tests.rollout.tiny_model import make_model
 
-__all__ = ["make_config"]
+BLOCK = 16
+END = 0
+
+
+def number(*parts: object) -> int:
+    return crc32(repr(parts).encode())
+
+
+def token_of(name: str, place: int) -> int:
+    """Return the token at position `place` in a completion. Token 0 ends the completion."""
+    value = number(name, place) % 251
+    return END if value < 3 and place > 5 else value + 1
+
+
+def kept_of(name: str, place: int) -> list[int]:
+    token = token_of(name, place)
+    return sorted({token, *range(token + 1, token + 1 + number(place, name) % 4)})
+
+
+def logp_of(name: str, place: int) -> float:
+    return -1.0 - (number(name, place) % 97) / 97
+
+
+class Runner:
+    """Model runner that tracks requests and checks its inputs."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+        """Number of known tokens for each request, including its prompt."""
+        self.prompts: dict[str, int] = {}
+        self.blocks: dict[str, int] = {}
+        self.reused = 0
+        """Number of steps that `keel.rollout.vllm_fast.step_reuse` would reuse."""
+        self._last: tuple[Any, dict[str, int]] | None = None
+
+    def _check_reuse(self, step: Any, computed: dict[str, int]) -> None:
+        """Count steps whose rows are unchanged, and check that only their lengths changed."""
+        last, self._last = self._last, (step, computed)
+        if last is None:
+            return
+        before, cached = last[0], step.scheduled_cached_reqs
+        if (
+            step.num_scheduled_tokens is before.num_scheduled_tokens
+            and cached.req_ids is before.scheduled_cached_reqs.req_ids
+        ):
+            assert computed == {name: done + 1 for name, done in last[1].items()}
+            assert list(computed) == list(step.num_scheduled_tokens) == list(last[1])
+            assert not step.scheduled_new_reqs and not step.finished_req_ids
+            self.reused += 1
+
+    def run(self, step: Any) -> ModelRunnerOutput:
+        for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
+            self.tokens.pop(name, None)
+        computed: dict[str, int] = {}
+        for new in step.scheduled_new_reqs:
+            self.tokens[new.req_id] = len(new.prefill_token_ids)
+            self.prompts.setdefault(new.req_id, len(new.prompt_token_ids))
+            self.blocks[new.req_id] = len(new.block_ids[0])
+            computed[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for name, blocks, done in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self.blocks[name] += len(blocks[0]) if blocks else 0
+            computed[name] = done
+        self._check_reuse(step, computed)
+        names, sampled, logp = list(reversed(step.num_scheduled_tokens)), [], []  # arbitrary order
+        ids: list[int] = []
+        offsets, firsts = [0], [0]
+        for name in names:
+            sampled.append([])
+            ends = computed[name] + step.num_scheduled_tokens[name]
+            assert ends <= self.tokens[name], f"{name}: token {ends} is not known yet"
+            assert ends <= self.blocks[name] * BLOCK, f"{name}: no block for token {ends}"
+            if ends == self.tokens[name]:
+                place = self.tokens[name] - self.prompts[name]
+                sampled[-1].append(token_of(name, place))
+                logp.append(logp_of(name, place))
+                ids += kept_of(name, place)
+                offsets.append(len(ids))
+                self.tokens[name] += 1
+            firsts.append(firsts[-1] + len(sampled[-1]))
+        cut = None if all(len(row) == 1 for row in sampled) else firsts
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=LogprobsLists(
+                np.array([token for row in sampled for token in row])[:, None],
+                np.array(logp, np.float32)[:, None],
+                np.zeros(len(logp)),
+                cut,
+            ),
+            sampling_masks=SamplingMaskLists(np.array(ids, np.int32), np.array(offsets), cut),
+        )
+
+
+def make_config(folder: Path) -> Any:
+    make_model(folder)
+    args = EngineArgs(
+        model=str(folder),
+        tokenizer=str(folder),
+        max_model_len=256,
+        max_num_seqs=12,
+        max_num_batched_tokens=64,
+        block_size=BLOCK,
+        dtype="float32",
+        enforce_eager=True,
+    )
+    return args.create_engine_config()
+
+
+class Play:
+    """Runs a scheduler with random events. The events are the same for every scheduler class."""
+
+    def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
+        config.scheduler_config.async_scheduling = ahead
+        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.enable_prefix_caching = True
+        # Results as in Model Runner V2.
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        cache = KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
+        )
+        init_none_hash(sha256)
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=False,
+        )
+        self.scheduler.use_v2_model_runner = True
+        self.scheduler.return_sampling_mask = True
+        self.recordings: dict[str, PackedRecording] = getattr(self.scheduler, "recordings", {})
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.ahead = ahead
+        self.runner = Runner()
+        self.queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self.answers: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.contexts: dict[str, list[int]] = {}
+        self.versions: dict[str, list[int]] = {}
+        self.version = self.preempted = 0
+        self.longest: dict[str, int] = {}
+        """Maximum allowed length of each completion that was cut."""
+
+    def add(self, name: str, prompt: int, limit: int, context: Sequence[int] | None = None) -> None:
+        """Add a request. `context` is the beginning of its prompt."""
+        ids = [number(name) % 100 + i for i in range(prompt)]
+        self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
+        params = SamplingParams(
+            max_tokens=limit, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        params._eos_token_id = END
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=ids,
+                sampling_params=params,
+                pooling_params=None,
+                block_hasher=self.hasher,
+            )
+        )
+        self.answers[name], self.versions[name] = [], []
+        self.recordings[name] = PackedRecording(with_masks=True)
+
+    def step(self) -> None:
+        """Run a step like `EngineCore.step` or `step_with_batch_queue`."""
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self.preempted += len(scheduled.preempted_req_ids or ())
+            self.queue.append((scheduled, self.runner.run(scheduled)))
+            if self.ahead and len(self.queue) < 2:
+                return
+        if not self.queue:
+            return
+        for batch in self.scheduler.update_from_output(*self.queue.popleft()).values():
+            for output in batch.outputs:
+                self.answers[output.request_id] += output.new_token_ids
+                self.versions[output.request_id] += [self.version] * len(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.ended[output.request_id] = str(output.finish_reason)
+
+    def pause_and_reset(self) -> None:
+        """Do what `VllmEngine.begin_update` and `finish_update` do."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        for _ in range(8):
+            if not self.scheduler.has_requests() and not self.queue:
+                break
+            self.step()
+        known = {name: len(r.output_token_ids) for name, r in self.scheduler.requests.items()}
+        assert known == {name: len(self.answers[name]) for name in known}
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.version += 1
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def cut(self, name: str) -> None:
+        """End a request with its next token or the tokens in flight, as `VllmEngine.cut` does."""
+        if name in self.answers and name not in self.ended:
+            begun = end_at_next_token(self.scheduler, name)
+            request = self.scheduler.requests[name]
+            in_flight = request.num_output_placeholders
+            assert begun == bool(request.num_output_tokens + in_flight)
+            if begun:
+                self.longest[name] = request.num_output_tokens + max(1, in_flight)
+
+    def run(self, seed: int, *, updates: bool, cuts: bool = False) -> None:
+        draw = np.random.default_rng(seed)
+        added = 0
+        for index in range(300):
+            while added < 30 and draw.random() < (0.8 if index < 3 else 0.08):
+                self.add(f"r{added}", int(draw.integers(3, 90)), int(draw.integers(2, 150)))
+                added += 1
+            victim = f"r{int(draw.integers(0, 30))}"
+            if draw.random() < 0.01 and victim in self.answers and victim not in self.ended:
+                self.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+                self.ended[victim] = "aborted"
+            if cuts and draw.random() < 0.3:
+                self.cut(f"r{int(draw.integers(0, 30))}")
+            if updates and index % 90 == 89:
+                self.pause_and_reset()
+            self.step()
+        self.finish()
+
+    def finish(self) -> None:
+        while self.scheduler.has_requests() or self.queue:
+            self.step()
 
 
 def check_whole(play: Play, names: Sequence[str]) -> None:
