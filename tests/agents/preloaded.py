@@ -25,14 +25,6 @@ if how == "memory":
     import mmap
 
     shared = mmap.mmap(-1, 4096)
-if how == "hang":
-    import time
-
-    time.sleep(1000)
-if how == "crash":
-    os.kill(os.getpid(), 11)
-if how == "raise":
-    raise RuntimeError("not today")
 
 
 class Counter:

@@ -149,22 +149,6 @@ class Graded:
         return self._verdict
 
 
-class Offers:
-    """Offers the configured tools."""
-
-    def __init__(self, offered: list) -> None:
-        self._later = offered
-
-    def opening(self) -> None:
-        self.offered = self._later
-
-    def one(self) -> str:
-        return "one"
-
-    def two(self) -> str:
-        return "two"
-
-
 class Guess:
     """A gymnasium-style game: guess a number."""
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.conversation import Conversation, SegmentRecord
+from keel.agents.conversation import Conversation
 from keel.rl.turns import Message
 from keel.rl.types import SamplingMasks
 from tests.agents.endpoint.kit import check_law, script
@@ -72,24 +72,6 @@ def test_incomplete_turn_is_refused(change: dict[str, Any]) -> None:
     result = policy.say(conversation.request(max_tokens=9, seed=1))
     with pytest.raises(ValueError, match=next(iter(change))):
         conversation.append(replace(result, **change))
-
-
-def test_turns_out_of_order_are_refused() -> None:
-    conversation, policy = conversation_of(), Policy(["word"])
-    take_turn(conversation, policy)
-    with pytest.raises(ValueError):  # the policy has spoken
-        conversation.request(max_tokens=9, seed=1)
-    conversation.answer([USER])
-    policy.plain = True
-    with pytest.raises(ValueError):  # routes in some turns only
-        take_turn(conversation, policy)
-    record = SegmentRecord("p", [1, 2])
-    with pytest.raises(ValueError):  # changed ids
-        record.extend([1, 3, 4])
-    old = record.request("p/0", max_tokens=9, seed=1, timeout_s=9.0)
-    record.extend([1, 2, 3])
-    with pytest.raises(ValueError):  # an older context
-        record.append(old, policy.say(old))
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -12,9 +12,8 @@ import pytest
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.program import KEEL, Program
 from keel.agents.env_runtime.processes import descendants
-from keel.agents.environments.interpreter import CELL_S, ENDING_S, _put_files, split_call_time
+from keel.agents.environments.interpreter import _put_files
 from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig
-from keel.configs.sections.agents import AgentsConfig
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rl.seeds import seed_of
@@ -35,15 +34,6 @@ async def cell(environment: Hosted, code: str) -> str:
     result = await use(environment, "python", code=code)
     assert not result.failed
     return result.text
-
-
-@pytest.mark.parametrize("call_s", [AgentsConfig().call_s, 2.0, 60.0, 150.0, float("inf")])
-def test_limits_fit_the_call_time(call_s: float) -> None:
-    cell_s, ending_s, start_s = split_call_time(CELL_S, ENDING_S, call_s)
-    assert cell_s + 2 * ending_s < call_s and cell_s + ending_s + start_s < call_s
-    assert min(cell_s, ending_s, start_s) > 0
-    assert (cell_s == CELL_S) is (call_s > 200) and cell_s >= min(CELL_S, 0.45 * call_s)
-    assert split_call_time(0.1, ENDING_S, call_s)[0] == 0.1
 
 
 @pytest.mark.e2e

@@ -21,7 +21,7 @@ from keel.trainer.worker import Receiver
 from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, pack_flat, unpack_flat
 from keel.weights.channel import Channel, Rendezvous
 from keel.weights.sender import Sender
-from tests.waiting import PATIENCE_S, start_local_ray, wait_for, within_some
+from tests.waiting import PATIENCE_S, start_local_ray, within_some
 
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
@@ -200,26 +200,3 @@ def test_one_failing_engine_does_not_stop_others(
             kept.channel.send(torch.zeros(8, dtype=torch.uint8))
 
     within_some(troubled, (6.0, 30.0, 60.0))
-
-
-def test_buckets_are_freed_one_by_one(sender: Callable[[float], Sender]) -> None:
-    class Watched:
-        """Records whether an unreferenced block is still alive when the next one is sent."""
-
-        def __init__(self) -> None:
-            self.buckets, self.held = pack_flat(WEIGHTS.items(), BUCKET_BYTES), list[bool]()
-            self.last: Callable[[], torch.Tensor | None] = lambda: None
-
-        def __iter__(self) -> Iterator[FlatBucket]:
-            return self
-
-        def __next__(self) -> FlatBucket:
-            wait_for(lambda: self.last() is None)  # a gloo thread frees it
-            self.held.append(self.last() is not None)
-            bucket = next(self.buckets)
-            self.last = weakref.ref(bucket[1])
-            return bucket
-
-    watched = Watched()
-    assert sender(DEADLINE_S).send(watched, engines(""), 1) == {0: 1}
-    assert watched.held == [False] * 4

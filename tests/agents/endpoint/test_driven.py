@@ -31,9 +31,9 @@ from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import read_request
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.runner import EpisodeKind, EpisodeRunner
-from keel.agents.types import NoEnvironment, ToolResult
+from keel.agents.types import NoEnvironment
 from keel.rewards.sandbox.environments import runtime
-from keel.rl.turns import ToolCall, TurnRequest, TurnResult
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
 from tests.agents.endpoint import kit
 from tests.agents.endpoint.kit import check_law, recorder_of
@@ -309,34 +309,6 @@ def test_program_uses_tools_until_one_ends_the_task() -> None:
     logs = [line for environment in environments for line in environment.log]
     assert "call add {'a': 98, 'b': 1}" in logs and "call add {'a': 1, 'b': 1}" not in logs
     assert all(environment.log[-1] == "close" for environment in environments)
-
-
-class Slow(Sums):
-    """Its calls take a while, and an interrupted one loses it, as for a process."""
-
-    def __init__(self, begun: Callable[[], object], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._begun = begun
-
-    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        self._begun()
-        try:
-            await asyncio.sleep(0.5)
-            return await Sums.call(self, call, timeout_s=timeout_s)
-        except asyncio.CancelledError:
-            self.fails = "verdict"
-            raise
-
-
-def test_abandoned_call_runs_to_its_end(tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    code = f"{CALL}ask()\ncall('add', {str(begun)!r}, a=1, b=2)\nask()"
-    environment = Slow(begun.touch, grade=Verdict(parts={"correct": 0.5}))
-    with running(Policy(["a", "b"]), {"p": code}, lambda: environment, judges=False) as runner:
-        group = played(runner, "p", ENVIRONMENT)
-    assert not group.dropped
-    assert (group.trajectories[0].finish_reason, environment.fails) == ("stop", "")
-    assert "call add {'a': 1, 'b': 2}" in environment.log and environment.log[-1] == "close"
 
 
 def test_calls_beyond_the_budget_fail() -> None:

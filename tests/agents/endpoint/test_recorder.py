@@ -191,21 +191,6 @@ def test_every_sampled_token_is_trained_exactly_once(
     assert finished.usage.turns == len(steps) == finished.counts["requests"]
 
 
-def test_lost_answer_is_resent_and_received_one_not() -> None:
-    policy = Policy(["one", "two", "three"])
-
-    async def work(recorder: TrajectoryRecorder) -> None:
-        await ask(recorder, [user("a")])
-        second = await ask(recorder, [user("a")])  # asks for another sample
-        recorder.mark_lost(second)
-        assert await ask(recorder, [user("a")]) is second
-        assert (await ask(recorder, [user("a")])).message["content"] == "three"
-
-    finished = record(policy, work)
-    assert (finished.counts["repeated"], finished.usage.turns) == (1, 3)
-    assert len({request.seed for request in policy.requests}) == 3
-
-
 def test_failed_and_cancelled_turns_are_resampled_alike() -> None:
     policy = Policy(["one", "two"])
 

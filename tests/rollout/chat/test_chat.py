@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -119,13 +118,6 @@ def test_foreign_ends_end_the_segment() -> None:
     extended = llama.extend(ids, [answer], thinking=False)
     assert extended is not None and extended[: len(ids)] == ids
     assert llama.decode(extended[len(ids) :]).startswith("<|start_header_id|>ipython")
-
-
-@pytest.mark.parametrize("name", [*NAMES, *PLAIN])
-def test_chats_can_be_sent_to_another_process(name: str) -> None:
-    chat = chat_of(name)
-    opening = chat.opening(USER, [], thinking=True)
-    assert pickle.loads(pickle.dumps(chat)).opening(USER, [], thinking=True) == opening
 
 
 def changed(name: str, old: str, new: str) -> TemplateChat:
@@ -296,19 +288,6 @@ def test_every_control_text_at_once(name: str) -> None:
         assert len(controls(name, chat.opening(messages, tools, thinking=True))) == len(
             controls(name, benign)
         ), place
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_plain_prompts_keep_their_ids(name: str) -> None:
-    for thinking in (True, False):
-        for content in ("1 + 1 =", " two\nlines }\n", "é→", ""):
-            messages = (
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": content},
-            )
-            prompt = Prompt(prompt_id="a", domain="b", messages=messages, thinking=thinking)
-            rendered = render_prompt(tokenizer_of(name), prompt).token_ids
-            assert chat_of(name).opening(messages, [], thinking=thinking) == rendered
 
 
 def test_text_cannot_complete_a_control_text() -> None:

@@ -114,7 +114,6 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm", "deepseek-v3.2"])
 def test_calls_in_one_thinking_share_a_segment(name: str) -> None:
-    """Covers families that have thinking marks and keep thinking after calls."""
     chat: Any = chat_of(name, tools_in_thinking=True)
     check_prefix_law(chat, modes=(True,))
     check_calls_in_thinking(chat)
@@ -148,13 +147,3 @@ def test_calls_in_one_thinking_share_a_segment(name: str) -> None:
             conversation.answer(answers(parsed, f"Result {turn}. {hostile}"))
     (segment,) = conversation.segments()
     assert np.flatnonzero(segment.trainable_T).tolist() == trained
-
-    # A user's next message ends the thinking. Calls and results stay.
-    conversation.answer([{"role": "user", "content": "And then?"}])
-    assert conversation.forks == 1
-    shown = chat.decode(conversation.ids)
-    assert not any(word in shown for word in ("First.", "Second.", "Third."))
-    assert "Rome." in shown and all(f"Result {turn}." in shown for turn in (0, 1))
-    # Later text starts a new thinking.
-    parsed = say(conversation, name, f"{call}{last_end}")
-    assert [type(one) for one in parsed.calls] == [ToolCall if opened else Malformed]

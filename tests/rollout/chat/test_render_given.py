@@ -121,23 +121,6 @@ def test_trained_ids_match_a_rollout(name: str, thinking: bool) -> None:
         ]
 
 
-ASKED = {"role": "user", "content": "Hi?"}
-SAID = {"role": "assistant", "content": "Yes."}
-RULE = "Zebra rule."
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "glm"])
-def test_omitted_context_is_refused(name: str) -> None:
-    messages = [ASKED, {"role": "system", "content": RULE}, ASKED, SAID]
-    chat = chat_of(name)
-    for _ in range(2):
-        if name in ("qwen3", "harmony"):
-            with pytest.raises(ValueError, match="system"):
-                render_given(chat, messages, (), thinking=False)
-        else:
-            assert RULE in chat.decode(render_given(chat, messages, (), thinking=False)[-1].ids)
-
-
 @pytest.mark.parametrize(("make", "arguments"), COLD_STARTS, ids=["trip", "guess"])
 def test_cold_start_trains_the_same_tokens(make: Any, arguments: dict[str, Any]) -> None:
     chat = chat_of("tiny")

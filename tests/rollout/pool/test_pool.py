@@ -116,19 +116,6 @@ def test_too_many_restarts_end_the_run() -> None:
     assert len(world.lives) == MAX_RESTARTS + 1
 
 
-def test_prompt_and_weight_errors_are_final() -> None:
-    error = ValueError("too long")
-    world = World(lambda engine, name: engine.asked[name].set_exception(error), engines=1)
-    with pytest.raises(ValueError, match="too long"):
-        world.run(1)
-    for update, kind in ((failed(error), ValueError), (done(4), RuntimeError)):
-        world = started(engines=1)
-        world.update = lambda *_, update=update: update
-        with pytest.raises(kind):
-            world.update_all(5)
-        assert len(world.lives) == 1
-
-
 def test_an_engine_late_with_weights_is_replaced() -> None:
     world = started(update_timeout_s=0.05)
     stuck: Future[int] = Future()

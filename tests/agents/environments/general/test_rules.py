@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from keel.agents.env_runtime.errors import InvalidEnvironment
 from keel.agents.environments.general.author_code import (
-    SHIPPED,
     Part,
     _function,
     answer_of,
-    folders,
     parsed,
 )
-from keel.agents.environments.general.environment import General
 
 
 @pytest.mark.parametrize(
     ("part", "source"),
     [
         ("solve", "import math"),
-        ("solve", "class A: pass"),
         ("solve", "tools.price.__wrapped__"),
-        ("solve", "def __getattr__(name): pass"),
         ("solve", "f(__builtins__=1)"),
         ("solve", "f'{tools.__class__}'"),
         ("tools", "import os.path"),
-        ("tools", "from . import x"),
-        ("tools", "async def f(): pass"),
         ("tools", "def f():\n    global database"),
         ("tools", "import random\nrandom._os"),
-        ("tools", "database.execute('select CURRENT_DATE')"),
         ("tools", "database.execute('select date()')"),
         ("tools", "database.execute('select date(?)', ('now',))"),
         ("tools", "database.execute(\"select strftime('%Y')\")"),
-        ("tools", "datetime.utcnow()"),
         ("verify", "def f(a, b):\n    from random import random"),
-        ("tools", "def f(): pass\ndef f(): pass"),
-        ("verify", "\0"),
         ("verify", "-" * 100_000 + "1"),
     ],
 )
@@ -63,25 +50,6 @@ def test_a_function_includes_its_imports() -> None:
     ):
         with pytest.raises(InvalidEnvironment):
             _function(text, "verify", name, 2)
-
-
-def test_folders_and_task_numbers(tmp_path: Path) -> None:
-    (orders,) = folders(["shipped"])
-    assert len(orders.tasks()) == 3
-    assert folders([str(SHIPPED)]) == folders([str(orders.path)]) == [orders]
-    with pytest.raises(ValueError, match="order_filing"):
-        folders(["order_filing"])
-    (tmp_path / "task.json").write_text('{"tasks": [{"question": "?"}]}')
-    with pytest.raises(ValueError, match="task"):
-        folders([str(tmp_path)])[0].tasks()
-    environment = General(["shipped", str(SHIPPED)])
-    named = environment._named  # `opening` would fork a process
-    assert named({"prompt_id": "x/2"}) == (environment._folders[0], 2)
-    assert named({"prompt_id": "x/5"}) == (environment._folders[1], 2)
-    assert named({"prompt_id": "x/5", "reward": {"general": {"task": 0}}})[1] == 0
-    for wrong in ("x/6", "x"):
-        with pytest.raises(ValueError, match="task"):
-            named({"prompt_id": wrong})
 
 
 def test_answers_are_parsed_as_json_or_text() -> None:

@@ -203,12 +203,6 @@ def test_files_outside_the_folder_are_excluded(tmp_path: Path) -> None:
     index.close()
 
 
-def test_a_corpus_with_answers_is_refused(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "files")
-    with pytest.raises(ValueError, match="people"):
-        ensure_index(corpus, tmp_path / "index", without=[corpus / "people.jsonl"])
-
-
 SHIPPED = "keel.agents.environments"
 
 
