@@ -51,7 +51,6 @@ def transcript(*messages: dict[str, Any], finish_reason: str = "stop") -> Transc
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine, and assert that it leaves no process, file or thread."""
     before = held()
     result = result_of(work, within_s=2 * PATIENCE_S)
     until = time.monotonic() + PATIENCE_S
@@ -97,7 +96,6 @@ class Held(NamedTuple):
 
 
 def held() -> Held:
-    """Count open files, threads and children of this process."""
     children: list[str] = []
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):
@@ -106,7 +104,6 @@ def held() -> Held:
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process runs and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

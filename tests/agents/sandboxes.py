@@ -23,7 +23,6 @@ MINE = os.environ.get("MINE", str(os.getpid()))
 
 
 def sleeping(seconds: int) -> list[int]:
-    """Return the sleeping processes of this test's attackers."""
     return commands(f"sleep\0{seconds}.{MINE}\0".encode())
 
 
@@ -58,7 +57,6 @@ async def parent_for(wrap: EnvSandbox, way: str) -> AsyncIterator[ForkServer | N
 
 
 def commands(words: bytes) -> list[int]:
-    """Return the processes whose command line contains `words`."""
     pids: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -119,7 +119,6 @@ class Policy:
         )
 
     def submit(self, request: TurnRequest, purpose: str) -> Future[TurnResult]:
-        """Sample a turn, as a `TurnSampler`."""
         self.requests.append(request)
         future: Future[TurnResult] = Future()
         try:
@@ -131,8 +130,6 @@ class Policy:
 
 @dataclass
 class Sums:
-    """Adds two numbers. A sum of 99 ends the episode, and the correct final answer is 42."""
-
     log: list[str] = field(default_factory=list[str])
     replies: Sequence[str] = ()
     """Replies of the user to turns without a call, in order."""

@@ -88,7 +88,6 @@ async def bash(hosted: Hosted, command: str) -> str:
 
 
 async def worth(hosted: Hosted) -> tuple[float, dict[str, Any]]:
-    """Return the reward and the facts."""
     judged = await hosted.verdict(transcript())
     assert not isinstance(judged, Unscored), judged.reason
     return judged.parts["correct"], dict(judged.facts)

@@ -186,8 +186,6 @@ def test_several_calls_in_one_thinking() -> None:
 
 @dataclass
 class Factory:
-    """Makes environments and keeps them."""
-
     make: Callable[[], Sums] = Sums
     made: list[Sums] = field(default_factory=list[Sums])
 

@@ -14,8 +14,6 @@ from tests.agents.episodes import episode, run, transcript, use
 
 
 class Walk:
-    """Like FrozenLake: the observation is a number, the rendering is colored."""
-
     render_mode: str | None = "ansi"
 
     class _Space:
@@ -54,8 +52,6 @@ def test_walk_to_the_end() -> None:
 
 
 class Points:
-    """Like old gym: four results and a method `seed`."""
-
     def __init__(self) -> None:
         self.seeds: list[int] = []
         self._rewards = iter([0.0, 0.25, 0.5])

@@ -109,7 +109,6 @@ async def test_unreachable_server_is_reported(
 
 @contextmanager
 def over_http() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run the shop's server. Yields its address and process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:  # clients wait until it is ready
         port = listener.getsockname()[1]
         server = subprocess.Popen(

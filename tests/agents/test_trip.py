@@ -61,7 +61,6 @@ def test_every_task_is_solvable_with_its_tools(level: int) -> None:
 
 
 def choices(world: World, dates: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Return values of the right kind for each key of a day."""
     names = {kind: tuple(places) for kind, places in world.places.items()}
     given = {"time": dates, "city": world.cities}
     return {key: given.get(key) or names[key.rpartition("_")[2]] for key in KEYS}

@@ -7,7 +7,6 @@ from typing import Any
 
 
 def lend_triton() -> None:
-    """Let vLLM use Triton on a CPU. Call this before importing vLLM."""
     import numpy as np  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
     from triton.backends import backends  # noqa: PLC0415

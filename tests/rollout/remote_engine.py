@@ -59,8 +59,6 @@ def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
 
 
 def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt]:
-    """Make prompts that begin with the same `shared` characters, followed by `own` characters that
-    differ."""
     common = ("The quick brown fox jumps over the lazy dog. " * 9)[:shared]
     return [
         Prompt(
@@ -157,7 +155,6 @@ def _submit(items: Sequence[Item]) -> list[Future[Any]]:
 
 
 def _fingerprint(worker: Any) -> dict[str, str]:
-    """Hash the tensors that the kernels use."""
     return {
         name: blake2b(
             tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -176,7 +173,6 @@ class _Host:
 
     @staticmethod
     def sample_items(items: Sequence[Item]) -> list[Any]:
-        """Submit all items at once and return their results."""
         return [future.result(timeout=DEADLINE_S) for future in _submit(items)]
 
     @staticmethod
@@ -198,7 +194,6 @@ class _Host:
 
     @staticmethod
     def fingerprint() -> dict[str, str]:
-        """Return a hash of each parameter."""
         return _on_engine(lambda engine: engine._llm.collective_rpc(_fingerprint)[0])
 
     @staticmethod
@@ -221,7 +216,6 @@ class _Host:
 
     @staticmethod
     def blocks() -> int:
-        """Return the number of blocks in the KV cache."""
         pool = _on_engine(lambda e: scheduler_of(e._llm).kv_cache_manager.block_pool)
         return pool.num_gpu_blocks
 
@@ -277,7 +271,6 @@ class RemoteEngine:
     def update_in_place(
         self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000
     ) -> None:
-        """Update the weights directly from this process's GPU memory, on the engine's own GPU."""
         on_gpu = ((name, tensor.cuda()) for name, tensor in tensors.items())
         checksum, flat_buckets = Checksum(), list(pack_flat(on_gpu, bucket))
         for _, flat in flat_buckets:

@@ -65,7 +65,6 @@ def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeFo
 
 
 def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tensor]:
-    """Perturb `model` in place. Returns its weights under the names used in checkpoints."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,5 +74,4 @@ def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tenso
 
 
 def checkpoint_tensors(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
-    """Return copies of the weights under the names used in checkpoints."""
     return {name: tensor.clone() for name, tensor in load.checkpoint_tensors(model)}

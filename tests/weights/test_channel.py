@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 import time
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from keel.weights.buckets import Bucket, ChannelData, Checksum, TensorEntry, pack_flat, unpack_flat
 from keel.weights.channel import (
-    BLOCKING_WAIT,
     Begin,
     Channel,
     Finish,
@@ -163,28 +161,6 @@ def test_closing_aborts_a_pending_broadcast(
     met.set()
     wait_for(lambda: len(ended) == 3)
     assert ended == ["aborted", "begun", "aborted"]
-
-
-def test_only_channels_lack_the_watchdog(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str | None] = []
-
-    class Nccl:
-        class Options:
-            pass
-
-        def __init__(self, *_: object) -> None:
-            seen.append(os.environ.get(BLOCKING_WAIT))
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    for before in (None, "0"):
-        if before is not None:
-            monkeypatch.setenv(BLOCKING_WAIT, before)
-        gpu = torch.device("cuda", 0)
-        Channel(rendezvous, "gpu", rank=0, size=2, device=gpu, timeout_s=PATIENCE_S)
-        assert os.environ.get(BLOCKING_WAIT) == before
-    assert seen == ["1", "1"]
 
 
 # The control channel.

@@ -29,8 +29,6 @@ def parameter(*shape: int, loader: Any = None, dtype: torch.dtype = BF16) -> nn.
 
 
 class Embedding(nn.Module):
-    """Padded from 11 rows to 16."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = parameter(16, H, loader=self.load)
@@ -56,8 +54,6 @@ class Qkv(nn.Module):
 
 
 class Gate(nn.Module):
-    """In float32, from bfloat16."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = parameter(E, H, dtype=torch.float32)
@@ -122,8 +118,6 @@ def checkpoint(seed: int) -> dict[str, Tensor]:
 
 
 class Worker:
-    """`WeightsExtension` around a custom model."""
-
     def __init__(self, *extra: tuple[str, nn.Module]) -> None:
         from vllm.config import VllmConfig  # noqa: PLC0415
         from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: PLC0415
@@ -156,7 +150,6 @@ class Worker:
         return {name: tensor.detach().clone() for name, tensor in named}
 
     def scribble(self) -> None:
-        """Overwrite the memory of the weights, as sleep does."""
         for tensor in self.model.parameters():
             tensor.data.fill_(float("nan"))
 
@@ -168,7 +161,6 @@ def assert_equal(actual: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 def loaded(tensors: dict[str, Tensor], *extra: tuple[str, nn.Module]) -> dict[str, Tensor]:
-    """Weights as vLLM's loader produces them."""
     worker = Worker(*extra)
     assert worker.update(tensors, copies=False) == "it is switched off"
     return worker.weights()

@@ -78,8 +78,6 @@ class Sampler:
 
 
 class Worker:
-    """Weight updates of a `RolloutWorker`."""
-
     def __init__(self, trouble: str = "") -> None:
         self.sampler: Any = Sampler(trouble)
         config = RolloutConfig(
@@ -97,14 +95,12 @@ class Worker:
         self.engine.receive()
 
     def began(self) -> float:
-        """Start time of the last update."""
         return self.sampler.began
 
     def busy(self) -> None:
         time.sleep(1000)
 
     def holds(self) -> tuple[int, float]:
-        """Version and sum of the weights."""
         total = sum(float(tensor.sum()) for tensor in self.sampler.weights.values())
         return self.sampler.version, total
 

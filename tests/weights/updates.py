@@ -94,7 +94,6 @@ def make(folder: Path, of: Model) -> Any:
 
 @torch.no_grad()
 def change(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Return new weights by checkpoint name, and load them into `model`."""
     torch.manual_seed(seed)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("e_score_correction_bias"):

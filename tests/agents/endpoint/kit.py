@@ -87,7 +87,6 @@ def recorder_of(
 async def ask(
     recorder: TrajectoryRecorder, messages: Messages, tools: Any = (), **fields: Any
 ) -> Reply:
-    """Send a request as JSON."""
     body = {"model": "m", "messages": messages, "tools": list(tools), **fields}
     return await recorder.turn(read_request(load_object(json.dumps(body).encode())))
 

@@ -336,7 +336,6 @@ def drive(
     within_s: float = PATIENCE_S,
     **settings: Any,
 ) -> tuple[ProgramResult, TrajectoryRecorder]:
-    """Run `python -c code arguments` to its end."""
     command = [sys.executable, "-S", "-c", code, *arguments]
     program = AgentProgram(**{"command": command, **settings})
 

@@ -51,7 +51,6 @@ def hermes(context: str, turn: int) -> str:
 async def take_turn(
     recorder: TrajectoryRecorder, messages: Messages, tools: Any = TOOLS, text: str = "far"
 ) -> None:
-    """Send a request, and append the turn with its results or the user's answer."""
     reply = await ask(recorder, messages, tools)
     messages.append(as_sent(reply))
     calls = reply.message.get("tool_calls", ())
@@ -129,7 +128,6 @@ def test_assistant_messages_of_the_program_are_marked() -> None:
 
 
 def mangled(message: dict[str, Any], how: str) -> dict[str, Any]:
-    """Change a message as clients do."""
     message = dict(reversed(copy.deepcopy(message).items()))
     if how == "parts" and message.get("content"):
         message["content"] = [{"type": "text", "text": message["content"]}]

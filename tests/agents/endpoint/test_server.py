@@ -34,7 +34,6 @@ from tests.waiting import PATIENCE_S
 
 
 async def agent(client: Any, turns: int, *, stream: bool = False) -> Messages:
-    """Run a loop that sends back each message unchanged."""
     messages: Messages = [user("Where to?")]
     for _ in range(turns):
         message = await (streamed if stream else whole)(client, messages)
@@ -58,7 +57,6 @@ async def content_of(client: Any, text: str = "?") -> str | None:
 
 
 async def streamed(client: Any, messages: Messages) -> dict[str, Any]:
-    """Let OpenAI's client assemble a stream."""
     async with client.chat.completions.stream(
         model="m", messages=messages, tools=TOOLS, stream_options={"include_usage": True}
     ) as stream:
@@ -244,7 +242,6 @@ async def post_anthropic(address: Address, body: dict[str, Any]) -> tuple[int, s
 
 
 def assemble(text: str) -> dict[str, Any]:
-    """Assemble the message of a stream's events."""
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
     assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
     message = events[0]["message"]

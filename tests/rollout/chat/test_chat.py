@@ -234,8 +234,6 @@ def controls(name: str, ids: list[int]) -> list[int]:
 
 @st.composite
 def hostile_text(draw: st.DrawFn, name: str) -> str:
-    """Generate control token texts, and fragments that may combine with the template's text to form
-    one."""
     whole = st.sampled_from(sorted(chat_of(name).encoder.controls))
     parts = whole.flatmap(
         lambda text: st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(

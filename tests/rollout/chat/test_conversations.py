@@ -47,7 +47,6 @@ ANSWER = {"harmony": "<|channel|>final<|message|>Rome."}
 
 
 def say(conversation: Conversation, name: str, text: str) -> Parsed:
-    """Return the ids of a turn with `text`. Control tokens in the text are encoded as such."""
     request = conversation.request(max_tokens=99, seed=0)
     ids = tokenizer_of(name).encode(text, add_special_tokens=False)
     return conversation.append(

@@ -300,7 +300,6 @@ LITERALS = {name: "</think>" for name in MARKS if name != "qwen3"}
 
 
 def completed(name: str, text: str) -> dict[str, Any]:
-    """Return the message that the engine builds from a single-turn completion."""
     tokenizer = tokenizer_of(name)
     marks = marks_of(tokenizer)
     assert marks is not None
@@ -310,7 +309,6 @@ def completed(name: str, text: str) -> dict[str, Any]:
 
 
 def in_a_conversation(name: str, text: str) -> dict[str, Any]:
-    """Return the message that is built from the same ids when they are a turn of a conversation."""
     ids = tokenizer_of(name).encode(text, add_special_tokens=False)
     parsed = chat_of(name).parse(ids, (), thinking=True, turn=0)
     message = {"role": "assistant", "content": parsed.content}

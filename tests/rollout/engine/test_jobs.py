@@ -35,7 +35,6 @@ JOB: dict[str, Any] = {
 
 
 def group(*recordings: dict[str, Any]) -> Group:
-    """Return the group of a job whose completions sampled the ids 7 and 9."""
     job = GroupJob(**JOB, prompt=prompt(), thinking=False)
     for sibling, recording in enumerate(recordings):
         job.add(sibling, completion(**recording))
@@ -133,7 +132,6 @@ def test_batch_decoding_equals_decoding_one_by_one(clean_up: bool) -> None:
 
 
 def test_engine_memory_share() -> None:
-    """With `run.gpu_gib`, a larger GPU must not give the engine more memory."""
     source = SourceConfig(name="q", source="jsonl", path="q.jsonl", rewards={"correct": 1.0})
     config = Config(
         run=RunConfig(gpu_gib=40.0),
@@ -147,7 +145,6 @@ def test_engine_memory_share() -> None:
 
 
 def test_batch_invariance_is_set_before_import() -> None:
-    """The variable must be set only on GPUs, and only if batch invariance is on."""
     for gpu in (False, True):
         for on in (False, True):
             variables = environment(RolloutConfig(), gpu=gpu, batch_invariant=on)

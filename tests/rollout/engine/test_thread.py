@@ -19,8 +19,6 @@ from tests.waiting import PATIENCE_S
 
 
 class FakeEngine:
-    """Fake engine that completes every group in the next step, as long as `go` is set."""
-
     def __init__(self) -> None:
         self.version, self.sampled_tokens, self.recordings = 0, 0, 0
         self.steps = self.fast_steps = 0

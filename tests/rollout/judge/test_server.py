@@ -47,7 +47,6 @@ def cluster() -> Iterator[None]:
 
 
 def processes_of(model: str) -> list[int]:
-    """Return the processes of the reaper, the server and their descendants."""
     pids: list[int] = []
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):

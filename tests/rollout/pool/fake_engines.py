@@ -24,8 +24,6 @@ Answer = Callable[["FakeEngine", str], None]
 
 
 class FakeEngine:
-    """Engine that replies at once, unless its `World` scripts something else."""
-
     def __init__(self, index: int, life: int, world: World) -> None:
         self.name, self.world = f"{index}.{life}", world
         self.version, self.killed = 0, False
@@ -111,7 +109,6 @@ class World:
         return [engine.name for engine in self.lives]
 
     def run(self, count: int, **options: Any) -> list[str]:
-        """Sample `count` prompts and return their ids."""
         if not self.lives:
             self.pool.start()
         prompts = [prompt(f"p{i}") for i in range(count)]
@@ -121,8 +118,6 @@ class World:
 
 
 def generate(pool: RolloutPool, prompts: Sequence[Prompt], **options: Any) -> Iterator[Group]:
-    """Yield groups in the order in which they finish. Closing the generator cancels the remaining
-    ones."""
     groups = [pool.submit(prompt, **options) for prompt in prompts]
     try:
         for group in as_completed(groups):
@@ -145,7 +140,6 @@ def failed(error: Exception) -> Future[Any]:
 
 
 def dies_once(engine: FakeEngine, name: str) -> None:
-    """Make the first engine die at its first request. Its replacement replies normally."""
     engine.die() if engine.name == "0.0" else engine.finish(name)
 
 

@@ -243,7 +243,6 @@ def test_a_cancelled_turn_frees_its_place() -> None:
 
 
 def sleepers(answer: Any = None, **options: Any) -> World:
-    """A pool that has loaded weights of version 0."""
     world = World(answer, time_share=True, **options)
     world.pool.start()
     world.pool.sleep().result(timeout=PATIENCE_S)  # engines come up asleep
@@ -278,8 +277,6 @@ class Watched:
         self.detector = StallDetector(lambda: self.now)
 
     def run(self, seconds: float, *, steady: bool = False) -> float | None:
-        """Poll until the engine counts as stuck. If `steady` is set, it finishes a step in every
-        third poll."""
         begin = self.now
         while self.now < begin + seconds:
             if steady:
@@ -330,8 +327,6 @@ def test_a_suspended_driver_does_not_count() -> None:
 
 
 class Ref:
-    """Reference to an actor call that failed."""
-
     sample = None
 
     def __init__(self, error: Exception) -> None:

@@ -64,7 +64,6 @@ class Rig:
         self.check_empty()
 
     def change(self, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
-        """Change the weights of the reference. Returns the engine's version and the new weights."""
         version = int(self.engine.stats()["version"])
         self.reference.older[version] = copy.deepcopy(self.reference.model)
         return version, perturbed(self.reference.model, seed=seed)
@@ -75,13 +74,10 @@ def items(asked: Sequence[Prompt], size: int) -> list[Item]:
 
 
 def spans(groups: Sequence[Group]) -> list[set[int]]:
-    """Return the weight versions in each trajectory, with -1 for the prompt."""
     return [set(t.segments[0].version_T.tolist()) for g in groups for t in g.trajectories]
 
 
 class Conversations:
-    """Concurrent conversations that have several turns and random tool outputs."""
-
     def __init__(self, count: int, *, own: int, tag: str) -> None:
         """Create the conversations. `own` is the number of tokens in each opening."""
         self.draw = np.random.default_rng(len(tag) + own)
@@ -94,7 +90,6 @@ class Conversations:
         return self.draw.integers(3, VOCABULARY, count).tolist()
 
     def ask(self) -> list[TurnRequest]:
-        """Return the requests for the next turn of each conversation."""
         requests = [
             record.request(f"{self.tag}{i}", max_tokens=TOKENS, seed=100 * i + record.turns)
             for i, record in enumerate(self.records)
@@ -103,7 +98,6 @@ class Conversations:
         return requests
 
     def take(self, results: Sequence[TurnResult]) -> None:
-        """Append its turn to each conversation, followed by a tool output of 1 to 9 tokens."""
         asked = self.asked[-len(self.records) :]
         for record, request, result in zip(self.records, asked, results, strict=True):
             record.append(request, result)

@@ -26,8 +26,6 @@ class Tolerance:
 
 @dataclass
 class Report:
-    """Number of decisions, and how many of them were ties."""
-
     routes: int = 0
     route_ties: int = 0
     kept: int = 0
@@ -105,7 +103,6 @@ class Reference:
     def _check_routes(
         self, routes: np.ndarray, rows: np.ndarray, report: Report, tolerance: Tolerance
     ) -> None:
-        """Check the given `rows` of the routes against the last forward pass."""
         assert routes.shape[1] == len(self.scores)
         for row, layer in enumerate(sorted(self.scores)):
             scores = self.scores[layer][torch.from_numpy(rows)]
@@ -140,7 +137,6 @@ class Reference:
 
 
 def trajectory_of(segment: Segment) -> Trajectory:
-    """Return a trajectory with a single segment."""
     return Trajectory(
         prompt_id=segment.prompt_id,
         sibling=0,

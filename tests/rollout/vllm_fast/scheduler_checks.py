@@ -145,8 +145,6 @@ def make_config(folder: Path) -> Any:
 
 
 class Play:
-    """Runs a scheduler with random events. The events are the same for every scheduler class."""
-
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
         config.scheduler_config.async_scheduling = ahead
         config.cache_config.num_gpu_blocks = blocks
@@ -180,7 +178,6 @@ class Play:
         """Maximum allowed length of each completion that was cut."""
 
     def add(self, name: str, prompt: int, limit: int, context: Sequence[int] | None = None) -> None:
-        """Add a request. `context` is the beginning of its prompt."""
         ids = [number(name) % 100 + i for i in range(prompt)]
         self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
         params = SamplingParams(
@@ -200,7 +197,6 @@ class Play:
         self.recordings[name] = PackedRecording(with_masks=True)
 
     def step(self) -> None:
-        """Run a step like `EngineCore.step` or `step_with_batch_queue`."""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             self.preempted += len(scheduled.preempted_req_ids or ())

@@ -31,7 +31,6 @@ CRAFTS = ("baker", "weaver", "potter")
 
 
 def write_corpus(folder: Path) -> Path:
-    """Write 42 documents."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bridge.md").write_text(BRIDGE)
     (folder / "society.html").write_text(SOCIETY)

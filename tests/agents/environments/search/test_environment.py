@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.program import Program
 from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.search import index as index_module
-from keel.agents.environments.search.documents import Document, Hit, cleaned, spans, terms
+from keel.agents.environments.search.documents import cleaned, spans, terms
 from keel.agents.environments.search.environment import Search
 from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
@@ -99,32 +98,6 @@ def test_evidence_counts_opened_source_documents(search: Search) -> None:
     search.open("people.jsonl#dancu")
     parts, facts = search.verdict([])
     assert parts == {"citations": 0.0, "evidence": 1.0} and facts["opened"] == names
-
-
-class Web:
-    """A search API behind an adapter, which may omit missing fields."""
-
-    def __init__(self, page: str) -> None:
-        self.page = page
-
-    def search(self, query: str, most: int) -> list[Hit]:
-        none: Any = None
-        return [
-            Hit(name="https://example.org/a", title="A\u200b", snippet="x\x1b" + "y " * 900),
-            Hit(name="https://example.org/b", title=none, snippet=none),
-        ]
-
-    def document(self, name: str) -> Document | None:
-        return Document(name=name, title="A", text=self.page) if name.startswith("http") else None
-
-
-def test_a_custom_library_can_be_searched() -> None:
-    search = Search(library=f"{__name__}:Web", options={"page": "The\u2066 page says little."})
-    first, snippet, second = search.search("a").splitlines()
-    assert first == "1. A (https://example.org/a)" and second == "2. https://example.org/b"
-    assert snippet.startswith("   xy y") and len(snippet) < 500
-    assert "The page says" in search.open("1")
-    assert verdict(search, '[[https://example.org/a: "the page says little"]]')["citations"] == 1.0
 
 
 @pytest.mark.parametrize(
