@@ -10,9 +10,6 @@ import pytest
 from keel.agents.env_process.program import Program
 from keel.agents.mcp_client import McpServer
 from keel.agents.probe import Probe, probe
-from keel.configs.schema import SourceConfig
-from keel.configs.sections.agents import EnvironmentConfig
-from keel.data.procedural import load_episodes
 from keel.rl.turns import Chat
 from tests.agents.episodes import PATIENT, TASK, program, run
 from tests.rollout.chat.families import chat_of
@@ -66,14 +63,3 @@ def test_failed_opening_names_the_cure(tmp_path: Path, target: str, reason: str,
     message = complaint(spec)
     assert message.startswith(f"environment {target} cannot be opened for task p7: ")
     assert reason in message and cure in message
-
-
-@pytest.mark.parametrize("code", ["", "    def opening(self): pass\n"])
-def test_task_without_an_opening_is_refused(code: str, tmp_path: Path) -> None:
-    (tmp_path / "buys.py").write_text(f"class Shop:\n{code}    def verdict(self): return 1\n")
-    environment = EnvironmentConfig(target="buys:Shop")
-    source = SourceConfig(name="shop", source="environment", environment=environment, size=1)
-    (task,) = (item.prompt for item in load_episodes(source).items)
-    spec = program("buys:Shop", folder=tmp_path)
-    assert "opening(self, task, seed)" in complaint(spec, task=task)
-    assert probed(spec).messages == TASK.messages, "this task has a prompt"

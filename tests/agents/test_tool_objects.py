@@ -12,20 +12,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, Union
 
-import numpy as np
 import pytest
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_runtime.episode import _Episode
-from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
+from keel.agents.env_runtime.errors import InvalidEnvironment
 from keel.agents.env_runtime.tool_objects import (
-    Object,
     Tool,
     _docstring_parts,
     _schema_of,
     _value_of,
     bind_arguments,
-    methods_of,
     parameters_of,
 )
 from keel.agents.schemas import Arguments
@@ -121,37 +117,6 @@ def test_functions_get_the_parameters_they_declare() -> None:
     for function in (lambda prompt, rng: 0, lambda task, rng: 0, lambda *, prompt: 0):
         with pytest.raises(InvalidEnvironment, match="task, seed"):
             passed(function)
-
-
-class Counts:
-    done: Any = False
-    call_s = 0.0
-
-    def stock(self, over: Any, fail: bool = False) -> str:
-        """The stock."""
-        self.done = over
-        if fail:
-            raise ValueError("no")
-        return f"{self.call_s} s"
-
-
-def stocked(**arguments: Any) -> dict[str, Any]:
-    served = _Episode()
-    target = Counts()
-    served._environment = Object(target, methods_of(target))
-    return served.answer({"do": "call", "name": "stock", "arguments": arguments, "call_s": 9})
-
-
-def test_call_time_is_set_and_done_is_a_bool() -> None:
-    assert stocked(over=False)["text"] == "9 s"
-    for fail in (False, True):  # a failed call may end the episode, too
-        for over in (True, np.array([3]).any()):
-            assert stocked(over=over, fail=fail)["done"] is True
-        for over in (False, np.bool_(False), None):
-            assert stocked(over=over, fail=fail)["done"] is False
-        for over in (1, "yes"):
-            with pytest.raises(EnvironmentGone):
-                stocked(over=over, fail=fail)
 
 
 @pytest.mark.e2e

@@ -97,9 +97,6 @@ class Worker:
     def began(self) -> float:
         return self.sampler.began
 
-    def busy(self) -> None:
-        time.sleep(1000)
-
     def holds(self) -> tuple[int, float]:
         total = sum(float(tensor.sum()) for tensor in self.sampler.weights.values())
         return self.sampler.version, total

@@ -233,14 +233,6 @@ def test_environment_opens_the_task_and_grades() -> None:
     assert all(environment.log[-2:] == ["verdict stop", "close"] for environment in environments)
 
 
-def test_engine_error_fails_the_group() -> None:
-    policy = Policy([])
-    policy.fail = ValueError("too long")
-    code = "try: ask()\nexcept SystemExit: time.sleep(1000)"
-    with running(policy, {"p": code}) as runner, pytest.raises(ValueError, match="too long"):
-        played(runner, "p", size=2)
-
-
 @pytest.mark.parametrize("how", ["cancel", "close"])
 def test_cancelled_group_leaves_nothing(how: str) -> None:
     futures: list[Future[TurnResult]] = []

@@ -325,23 +325,6 @@ def test_calls_of_a_cut_turn_are_withheld() -> None:
     assert len(record(policy, work).segments) == 1 and policy.requests[0].max_tokens == 15
 
 
-def test_concurrent_turns_share_the_budget() -> None:
-    policy = Policy(["word"])
-    policy.hold = asyncio.Event()
-
-    async def work(recorder: TrajectoryRecorder) -> None:
-        tasks = [asyncio.create_task(ask(recorder, [user(f"{i}")])) for i in range(4)]
-        while len(policy.requests) < 2:
-            await asyncio.sleep(0)
-        assert policy.hold is not None
-        policy.hold.set()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(one, ApiError) for one in outcomes) == 1
-
-    record(policy, work, tokens=12, turn_tokens=6)
-    assert sum(len(s) for _, s in policy.turns) == 12
-
-
 def test_engine_and_idle_time_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn takes 0.5 s of the engine and 0.06 s of the program."""
     policy, now = Policy(["word"]), 0.0

@@ -107,19 +107,6 @@ def test_cut_thinking_is_closed_first(name: str) -> None:
     assert added.index("</think>") < added.index(chat.end_before([answer], thinking=True))
 
 
-def test_foreign_ends_end_the_segment() -> None:
-    glm, llama = chat_of("glm"), chat_of("llama3")
-    answer = {"role": "tool", "content": "1", "name": "city", "tool_call_id": "call_0"}
-    opening = glm.opening(USER, [CITY], thinking=False)
-    assert glm.extend([*opening, 65, glm.ends["<|user|>"]], [answer], thinking=False) is None
-    assert glm.extend([*opening, 65, glm.ends["<|observation|>"]], [answer], thinking=False)
-    opening = llama.opening(USER, [CITY], thinking=False)
-    ids = [*opening, 65, llama.ends["<|eom_id|>"]]
-    extended = llama.extend(ids, [answer], thinking=False)
-    assert extended is not None and extended[: len(ids)] == ids
-    assert llama.decode(extended[len(ids) :]).startswith("<|start_header_id|>ipython")
-
-
 def changed(name: str, old: str, new: str) -> TemplateChat:
     tokenizer = copy.deepcopy(tokenizer_of(name))
     assert old in tokenizer.chat_template

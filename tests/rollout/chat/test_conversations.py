@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keel.agents.conversation import Conversation
-from keel.rl.turns import MALFORMED, Malformed, Message, Parsed, ToolCall, TurnResult
+from keel.rl.turns import MALFORMED, Malformed, Message, Parsed, TurnResult
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law
 from tests.rollout.chat.families import CITY, NAMES, chat_of, tokenizer_of
 from tests.rollout.chat.test_parsing import DSML, ENDS
@@ -112,37 +112,7 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm", "deepseek-v3.2"])
-def test_calls_in_one_thinking_share_a_segment(name: str) -> None:
+def test_calls_in_one_thinking_keep_the_prefix(name: str) -> None:
     chat: Any = chat_of(name, tools_in_thinking=True)
     check_prefix_law(chat, modes=(True,))
     check_calls_in_thinking(chat)
-    call, end = CALLS[name][0], ENDS.get(name, "<|im_end|>")
-    opened = chat.opened(thinking=True)
-    hostile = "".join(chat.encoder.controls)
-    conversation = Conversation(
-        name="p/0",
-        prompt_id="p",
-        chat=chat,
-        messages=[{"role": "user", "content": f"Where? {hostile}"}],
-        tools=[CITY],
-        thinking=True,
-    )
-    last_end = {"glm": "<|user|>"}.get(name, end)
-    turns = [
-        f"{'' if opened else '<think>'}First.\n{call}{end}",
-        f"Second.\n{call}{end}",  # in the thinking opened by the first
-        f"Third.\n</think>\n\nRome.{last_end}",
-    ]
-    trained: list[int] = []
-    for turn, text in enumerate(turns):
-        ids = tokenizer_of(name).encode(text, add_special_tokens=False)
-        trained += range(len(conversation.ids), len(conversation.ids) + len(ids))
-        parsed = say(conversation, name, text)
-        assert parsed.reasoning == ("First.", "Second.", "Third.")[turn]
-        assert parsed.content == ("Rome." if turn == 2 else "")
-        assert parsed.inside == (turn < 2)
-        assert [type(one) for one in parsed.calls] == ([] if turn == 2 else [ToolCall])
-        if turn < 2:
-            conversation.answer(answers(parsed, f"Result {turn}. {hostile}"))
-    (segment,) = conversation.segments()
-    assert np.flatnonzero(segment.trainable_T).tolist() == trained

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, RayTaskError
 
-from keel.configs.schema import RolloutConfig
 from keel.rl.turns import TurnRequest
-from keel.rollout.pool import engine_supervisor
-from keel.rollout.pool import pool as pool_module
 from keel.rollout.pool.engine_supervisor import (
     MAX_RESTARTS,
     PROGRESS_POLL_S,
@@ -22,7 +19,6 @@ from keel.rollout.pool.engine_supervisor import (
     EngineSlot,
     StallDetector,
 )
-from keel.rollout.pool.ray_engines import RayEngine, as_future, with_engine_errors
 from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import (
@@ -149,6 +145,22 @@ def test_repeated_prompts_get_different_draws() -> None:
     assert world.lives[0].draws == [("p", 0), ("q", 0), ("p", 1)] * 2
 
 
+def test_queued_prompts_keep_their_draw() -> None:
+    world = started(never, engines=1, max_num_seqs=2)
+    engine = world.lives[0]
+    world.pool.submit(prompt("q"), group_size=2)
+    first = world.pool.submit(prompt("p"), group_size=2)  # waits: the engine is full
+    wait_for(lambda: "q" in engine.asked)
+    world.update_all(1)
+    engine.finish("q")
+    wait_for(lambda: "p" in engine.asked)
+    engine.finish("p")
+    first.result(timeout=PATIENCE_S)
+    world.pool.submit(prompt("p"), group_size=2)
+    wait_for(lambda: len(engine.draws) == 3)
+    assert engine.draws == [("q", 0), ("p", 0), ("p", 1)]  # both of p from weights 1
+
+
 def test_shutdown_kills_engines_and_fails_requests() -> None:
     world = started(never, engines=1)
     group = world.pool.submit(prompt("p"), group_size=2)
@@ -160,23 +172,6 @@ def test_shutdown_kills_engines_and_fails_requests() -> None:
 
 
 # Silent engines.
-
-
-class Clock:
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A fake clock. With it, engines count as unresponsive after 10 s."""
-    clock = Clock()
-    monkeypatch.setattr(RolloutConfig, "silent_s", 10.0)
-    for module in (pool_module, engine_supervisor):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
 
 
 # Turns of conversations.
@@ -326,37 +321,17 @@ def test_a_suspended_driver_does_not_count() -> None:
     assert watched.run(STUCK_S - 6 * PROGRESS_POLL_S) is None
 
 
-class Ref:
-    sample = None
+def test_dead_and_late_engines_raise_engine_errors() -> None:
+    from ray.exceptions import ActorDiedError, RayTaskError  # noqa: PLC0415
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    from keel.rollout.pool.ray_engines import as_future, with_engine_errors  # noqa: PLC0415
 
-    def future(self) -> Future[Any]:
-        return failed(self.error)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (ActorDiedError(), EngineError),
-        (NodeDiedError("node 7 died"), EngineError),
-        (RayTaskError("update", "", TimeoutError("waited 60 s")), EngineError),
-        (RayTaskError("update", "", ValueError("no tensor 'x'")), ValueError),
-    ],
-)
-def test_dead_and_late_engines_raise_engine_errors(error: Exception, kind: type[Exception]) -> None:
-    cause: Any = error.cause if isinstance(error, RayTaskError) else error
-    for future in (as_future(cast(Any, Ref(error))), with_engine_errors(failed(cause))):
-        assert isinstance(future.exception(timeout=300), kind)
-
-
-def test_a_lost_result_is_an_engine_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = ObjectLostError("ref", "address", "generate")
-    assert as_future(cast(Any, Ref(lost))).exception(timeout=300) is lost  # perhaps a bucket
-    engine = object.__new__(RayEngine)
-    engine.actor = Ref(lost)
-    monkeypatch.setattr("keel.model.ray_timeouts.call", lambda *_: Ref(lost))
-    nothing: Any = None
-    future = engine.sample(nothing, sampling=nothing, record=True)
-    assert isinstance(future.exception(timeout=300), EngineError)
+    wrong = ValueError("no tensor 'x'")
+    for raised, cause, kind in (
+        (ActorDiedError(), ActorDiedError(), EngineError),
+        (RayTaskError("update", "", TimeoutError()), TimeoutError(), EngineError),
+        (RayTaskError("update", "", wrong), wrong, ValueError),
+    ):
+        reference: Any = SimpleNamespace(future=lambda raised=raised: failed(raised))
+        for future in (as_future(reference), with_engine_errors(failed(cause))):
+            assert isinstance(future.exception(timeout=300), kind)

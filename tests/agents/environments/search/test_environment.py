@@ -11,7 +11,6 @@ import pytest
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.program import Program
-from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.search import index as index_module
 from keel.agents.environments.search.documents import cleaned, spans, terms
 from keel.agents.environments.search.environment import Search
@@ -45,18 +44,6 @@ def search(index: SearchIndex) -> Search:
 
 def verdict(search: Search, said: str) -> dict[str, float]:
     return search.verdict([*TASK["messages"], {"role": "assistant", "content": said}])[0]  # type: ignore[misc]
-
-
-def test_instructions_go_to_the_system_message(index: SearchIndex, search: Search) -> None:
-    opening = Object(search, methods_of(search)).opening(TASK, 1)
-    assert [tool["name"] for tool in opening["tools"]] == ["search", "open", "find"]
-    system, question = opening["messages"]
-    assert system["content"].startswith("Cite ") and "<answer>" in system["content"]
-    assert question == TASK["messages"][0]
-    task = {"messages": [{"role": "system", "content": "Be brief."}, question], "reward": {}}
-    messages = Search(ready=index).opening(task)
-    assert messages[0]["content"].startswith("Be brief.\n\nCite ") and messages[1:] == [question]
-    assert "<answer>" not in messages[0]["content"]
 
 
 def test_search_open_find(search: Search) -> None:
