@@ -99,8 +99,8 @@ class TextTrajectory:
 
 
 def named(function: Callable[..., Any]) -> str:
-    """Return the name of a function in recipes. Raises ValueError if the function has no name of
-    its own, like a lambda or a partial."""
+    """Return the name by which recipes refer to a function. Raises ValueError if the function has
+    no name, like a lambda or a partial."""
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ValueError(f"reward {name}: the function has no name; define it with def")

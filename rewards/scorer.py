@@ -104,9 +104,9 @@ class Scorer:
 
         If a verifier fails on a completion, its component is 0 and the component `error` is 1. A
         completion that the judge could not score is dropped. In training, a truncated completion is
-        dropped as well if the length rule says so. The future raises ValueError if the domain has
-        no weights or the reward spec is malformed. It raises JudgeStopped or RewardStopped if too
-        many completions could not be scored.
+        dropped as well if the length rule requires it. The future raises ValueError if the domain
+        has no weights or the reward spec is malformed. It raises JudgeStopped or RewardStopped if
+        too many completions could not be scored.
         """
         try:
             sources = self._sources(group)
@@ -305,8 +305,8 @@ def _add_verdicts(drafts: _Drafts, *, graded: bool) -> None:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Raise ValueError if a draft lacks a weighted component. After a crash, fill in the worst
-    value of each component."""
+    """Check that a draft has every weighted component. After a crash, set each component to its
+    worst value instead."""
     if draft.trajectory.finish_reason == "crash":
         parts = {name: float(weight < 0) for name, weight in weights.items()}
         draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""

@@ -21,9 +21,9 @@ def same_value(expected: Any, value: Any, tolerance: float | None = None) -> boo
     """Return whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
 
     A list equals a tuple with the same items. The order of sets and dicts does not matter. A number
-    never equals a boolean. Two integers must be exactly equal. Other numbers may differ by
-    `tolerance`, which is absolute or, unless the expected number is an integer, relative. Values
-    that would need more than `_MAX_COMPARISONS` comparisons count as different.
+    never equals a boolean. Two integers must be exactly equal. Other numbers may differ by up to
+    `tolerance` or, unless the expected number is an integer, by up to `tolerance` times that
+    number. Values that would need more than `_MAX_COMPARISONS` comparisons count as different.
     """
     return _Comparison(tolerance).same(expected, value)
 

@@ -49,8 +49,8 @@ ada adalah akan atau bahwa dalam dan dari dengan di ini itu juga ke kita maka ol
 tidak untuk yang
 """
 KEYWORDS = frozenset(_KEYWORDS.split())
-"""Keywords of programming languages. Many of them are also English words, so they are no evidence
-of running text."""
+"""Keywords of programming languages. Many of them are also English words, so they do not indicate
+running text."""
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
 """Function words in English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish,
 Turkish and Indonesian."""

@@ -1,4 +1,4 @@
-"""Measures the fraction of a completion's words that is in the language of the prompt.
+"""Measures what fraction of a completion's words is in the language of the prompt.
 
 Code, formulas, links, tags, identifiers and single Latin letters do not count. Running text inside
 them does count: `$Das ist die Antwort$` is a sentence. Running text is
@@ -175,7 +175,7 @@ _LATIN = regex.compile(r"\p{Script=Latin}")
 _GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
 
 _ASIDE_RUN = 3
-"""Number of consecutive identifiers from which on they are checked for being running text."""
+"""Minimum number of consecutive identifiers that are checked for being running text."""
 _MIN_WORDS, _MIN_FUNCTION_WORDS = 3, 2
 _FUNCTION_WORDS_SHARE = 0.15
 """Minimum fraction of function words in running text."""

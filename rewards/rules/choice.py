@@ -127,7 +127,8 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _texts(choices: Any) -> dict[str, str]:
-    """Return the text of each letter. Raises ValueError if the choices are malformed."""
+    """Return the choices as a mapping from letters to texts. Raises ValueError if they are
+    malformed."""
     if choices is None:
         return {}
     if isinstance(choices, list):

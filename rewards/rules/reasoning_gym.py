@@ -45,7 +45,7 @@ _NAN_TASKS = frozenset({"complex_arithmetic"})
 """Tasks whose verifier accepts the answer "nan", because `min(1.0, nan)` is 1.0."""
 
 _SAME_WORDS_TASKS = frozenset({"knights_knaves", "letter_jumble", "word_sorting"})
-"""Tasks with only one right answer whose verifier ignores some words or trailing text."""
+"""Tasks that have only one right answer, but whose verifier ignores some words or trailing text."""
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"

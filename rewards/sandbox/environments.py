@@ -109,8 +109,8 @@ class EnvironmentSandbox:
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Settings that isolate a forked process as well as a sandbox would, or None if mounting is
-        not allowed."""
+        """Settings that isolate a forked process in the same way as a sandbox, or None if mounting
+        is not allowed."""
         if not self.mounts:
             return None
         return {
@@ -366,7 +366,7 @@ def _python(path: Path) -> _Runtime:
 
 def _names(path: Path) -> Iterator[Path]:
     """Yield a path, all symbolic links on the way to its target, and the target itself. Paths in
-    /usr are left out."""
+    /usr are skipped."""
     names, real = [path], path.resolve()
     while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))
