@@ -298,8 +298,7 @@ def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
     return converted
 
 
-class _TooManyValues(ValueError):
-    pass
+class _TooManyValues(ValueError): ...
 
 
 def load_json(text: bytes | str) -> Any:
