@@ -236,9 +236,9 @@ class Config(Section):
         completion, or a full context window."""
         if not self.data.sources:
             return self.sft.max_context_tokens
-        plain = any(not source.environment.enabled for source in self.data.sources)
-        longest = self._longest_completion if plain or not self.agents.window else 0
-        return max(longest, self.window if self.with_agents else 0)
+        agents = [source.environment.enabled for source in self.data.sources]
+        longest = self._longest_completion if not (all(agents) and self.agents.window) else 0
+        return max(longest, self.window if any(agents) else 0)
 
     @property
     def max_context_source(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -72,6 +73,14 @@ def bounds_of(declared: Field[Any]) -> Bounds | None:
     return declared.metadata.get("bounds")
 
 
+@cache
+def _bounded(section: type[Any]) -> Sequence[tuple[str, Bounds]]:
+    """Return the knobs of a section that have bounds. Cached, because the layout search creates
+    thousands of sections."""
+    pairs = [(declared.name, bounds_of(declared)) for declared in fields(section)]
+    return tuple((name, bounds) for name, bounds in pairs if bounds is not None)
+
+
 class Section:
     """Base class of the sections of a recipe, which check themselves when they are created."""
 
@@ -83,10 +92,10 @@ class Section:
         return self.PATH
 
     def __post_init__(self) -> None:
-        for declared in fields(cast(Any, self)):
-            bounds, value = bounds_of(declared), getattr(self, declared.name)
-            if bounds is not None and isinstance(value, int | float):
-                self.require(value in bounds, declared.name, f"must be {bounds}")
+        for name, bounds in _bounded(type(self)):
+            value = getattr(self, name)
+            if isinstance(value, int | float) and value not in bounds:
+                self.require(False, name, f"must be {bounds}")
         self.check()
 
     def check(self) -> None:
