@@ -1,4 +1,4 @@
-"""Keeps the engines busy and gives the training loop its batches.
+"""Samples and scores completions ahead of the training loop, and hands it finished batches.
 
 A prompt is submitted as soon as `keel.rl.buffer.GroupBuffer` has room for it, and its group is
 scored as soon as all of its completions are sampled. A batch is ready once the buffer has enough
@@ -21,18 +21,19 @@ from keel.rl.futures import failed, then
 from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
-"""Extra seconds on top of `Config.group_timeout_s` before `BatchStream.take` gives up."""
+"""Extra seconds that `BatchStream.take` waits beyond `Config.group_timeout_s` before it gives
+up."""
 POLL_S = 0.2
-"""Seconds between two checks of `should_abort` while waiting."""
+"""Seconds between two calls of `should_abort` during a wait."""
 T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """Raised by a waiting call when the run is aborted."""
+    """Raised by functions that wait when the run is aborted."""
 
 
 class EmptyBatch(RuntimeError):
-    """Raised when a batch contains no completion to learn from."""
+    """Raised if no completion in a batch can be learned from."""
 
     def __init__(self, groups: Sequence[ScoredGroup]) -> None:
         reasons = {reason for group in groups for reason in group.group.dropped}
@@ -48,7 +49,8 @@ def never() -> bool:
 
 
 def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
-    """Wait for a future, which must have its own timeout. Raises `Cancelled` on abort."""
+    """Wait for a future and return its result. The future must have its own timeout. Raises
+    `Cancelled` if the run is aborted."""
     while not future.done():
         if should_abort():
             raise Cancelled
@@ -57,15 +59,15 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
 
 
 class SamplingProgress:
-    """Estimates how much of a sampling phase is done. It counts finished prompts or the engines'
-    decoding steps, whichever shows more progress."""
+    """Estimates how much of a sampling phase is done. It uses either the finished prompts or the
+    engines' decoding steps, whichever shows more progress."""
 
     def __init__(
         self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
     ) -> None:
-        """`count_steps` returns the number of decoding steps that all engines have taken so far. If
-        it is None, only finished prompts are counted. The same holds for episodes, since their
-        number of turns is unknown."""
+        """`count_steps` returns the number of decoding steps that all engines have taken so far.
+        Only finished prompts are counted if it is None, or if there are environments, because the
+        number of turns in an episode is unknown."""
         rollout, completions = config.rollout, prompts * samples
         waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
         self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
@@ -82,7 +84,7 @@ class SamplingProgress:
 
 class BatchStream:
     """Samples and scores groups of completions and collects them into training batches. Its
-    callbacks run on the threads of the engines and the reward functions."""
+    callbacks run on the threads of the engines and of the reward functions."""
 
     def __init__(
         self,
@@ -159,7 +161,6 @@ class BatchStream:
         return batch
 
     def _wait_for_change(self, should_abort: Callable[[], bool]) -> None:
-        """Wait until something changes or the run is aborted."""
         end = time.monotonic() + self._timeout_s
         while not self._changed.wait(min(POLL_S, self._timeout_s)) and not should_abort():
             if time.monotonic() >= end:
@@ -191,13 +192,14 @@ class BatchStream:
 
     def position(self, untrained: Sequence[Prompt] = ()) -> Mapping[str, Any]:
         """Return a position in the data from which a resumed run repeats no prompt that was already
-        trained on. `untrained` holds the prompts of a batch that was taken but not trained on."""
+        trained on. `untrained` holds the prompts of a batch that was returned but not trained on.
+        """
         with self._changed:  # no prompt may move from the stream to the buffer meanwhile
             return self._position([*untrained, *self._buffer.unfinished()])
 
     def _fill(self) -> None:
-        """Submit as many prompts as the buffer has room for. This also runs in callbacks, where
-        futures swallow exceptions, so errors are stored and raised by `take`."""
+        """Submit as many prompts as the buffer has room for. Errors are stored and later raised by
+        `take`, because this also runs in callbacks, where futures swallow exceptions."""
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0
             try:

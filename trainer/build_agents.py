@@ -48,9 +48,9 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, ends_of
 
 _SHOWN_TOOLS = 8
-"""The maximum number of tools listed by name in the notes before a run."""
+"""The maximum number of tools named in the notes before a run."""
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
-"""The phases in which a crash is blamed on the policy, by the value of `on_crash`."""
+"""Maps each value of `on_crash` to the phases in which a crash is blamed on the policy."""
 _MAX_STARTING = 8
 """The maximum number of environments that start at the same time."""
 
@@ -85,9 +85,9 @@ def _unusable(config: Config, error: ValueError) -> ConfigError:
 def check_environments(
     config: Config, chat: TemplateChat | None, dataset: Dataset
 ) -> dict[str, str]:
-    """Open and close one episode in each environment, and check that the chat format can extend a
-    conversation with the environment's tools. Returns a note for each source. Raises ConfigError if
-    a check fails."""
+    """Open and close one episode in each environment, and return a note for each source. Also check
+    that the chat format can extend a conversation with the environment's tools. Raises ConfigError
+    if a check fails."""
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
@@ -124,7 +124,8 @@ def check_environments(
 async def _try_source(
     config: Config, source: SourceConfig, task: Prompt, chat: TemplateChat | None
 ) -> dict[str, str]:
-    """Try a source's environment and agent program. Raises ValueError if they do not work."""
+    """Open an episode of a source's environment and try its agent program. Raises ValueError if
+    either does not work."""
     notes: dict[str, str] = {}
     seed, limits = environment_seed(config.run.seed, task), config.budget(source.domain_name)
     if (spec := environment_spec(config, source)) is not None:
@@ -287,7 +288,6 @@ def _environment_factory(
 
 
 def _system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
-    """Return a function that builds a source's system prompt from its environment's tools."""
     arguments = source.environment.arguments
     cell_s, ending_s = (
         local if isinstance(local := arguments.get(name), int | float) else default
@@ -333,12 +333,12 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
 def wrap(
     config: Config, source: SourceConfig, *, network: Network | None = None
 ) -> EnvSandbox | None:
-    """Return a sandbox for an environment, or None if isolation is turned off. `network` overrides
-    the recipe's setting. Raises ValueError if this machine cannot isolate the environment.
+    """Return a sandbox for an environment, or None if isolation is turned off.
 
-    Code written by the policy can read every file that its environment can read. The run folder,
-    the prompt files and the generators for procedural prompts contain answers, so they are hidden
-    from the environment unless `readable` lists them.
+    `network` overrides the recipe's setting. Code written by the policy can read every file that
+    its environment can read. The run folder, the prompt files and the generators of procedural
+    prompts contain answers, so the sandbox hides them unless they are listed in `readable`. Raises
+    ValueError if this machine cannot isolate the environment.
     """
     environment = source.environment
     answers = [

@@ -59,8 +59,8 @@ class _StatePiece(NamedTuple):
 
 class ElementRun(NamedTuple):
     """Consecutive elements of one of this rank's flattened parameters, and their position in the
-    parameter of the original model. That parameter has another name (`whole`) if this rank has only
-    some experts of a fused tensor."""
+    original model's parameter. If this rank has only some experts of a fused tensor, that parameter
+    has another name (`whole`)."""
 
     start: int
     count: int
@@ -123,8 +123,8 @@ class Checkpoints:
         return sealed
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore this rank's state and return `progress`. Raises ValueError if the checkpoint
-        cannot be read or is from another model."""
+        """Restore this rank's state and return `progress`. Raises ValueError if the checkpoint is
+        unreadable or was written for another model."""
         progress = json.loads((folder / PROGRESS).read_text())
         shares = _all_gather(self._share())
         try:
@@ -149,7 +149,6 @@ class Checkpoints:
         return _Share(self._pieces(masters), steps, ends)
 
     def _pieces(self, masters: Sequence[Master]) -> list[list[_StatePiece]]:
-        """Return the pieces in each tensor of master weights."""
         return [
             [
                 _StatePiece(
@@ -193,7 +192,7 @@ class Checkpoints:
     def _read(self, folder: Path, shares: Sequence[_Share]) -> None:
         index = json.loads((folder / INDEX).read_text())
         written: dict[str, list[tuple[int, int, _StatePiece]]] = {}
-        """The start, rank and description of each parameter's pieces, in order."""
+        """The start, rank and description of each piece of a parameter, in order."""
         for rank, content in enumerate(index["ranks"]):
             for piece in (_StatePiece(*values) for values in content["pieces"]):
                 written.setdefault(piece.parameter, []).append((piece.start, rank, piece))
@@ -235,7 +234,8 @@ class Checkpoints:
 
 
 def _choose_writers(shares: Sequence[_Share]) -> list[set[int]]:
-    """Choose the tensors each rank writes: those that no rank before it has, and no padding."""
+    """Choose which tensors each rank writes. A rank skips padding and all tensors that an earlier
+    rank also has."""
     seen: set[tuple[_StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
     for share in shares:
@@ -276,7 +276,8 @@ def _check_same_model(
 
 
 class _Source(NamedTuple):
-    """Consecutive elements in a tensor that a rank has written, and where they belong."""
+    """Consecutive elements in a tensor that a rank has written, and their place in the requested
+    tensor."""
 
     rank: int
     tensor: int
@@ -289,7 +290,8 @@ class _Source(NamedTuple):
 def _sources(
     piece: _StatePiece, written: Sequence[tuple[int, int, _StatePiece]]
 ) -> Iterator[_Source]:
-    """Yield where to read each part of a piece. `written` holds the pieces of its parameter."""
+    """Yield the sources from which a piece can be read. `written` holds the saved pieces of its
+    parameter."""
     end = piece.start + piece.count
     first = bisect_right(written, piece.start, key=lambda entry: entry[0]) - 1
     for start, rank, source in written[first:]:

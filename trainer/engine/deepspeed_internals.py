@@ -1,8 +1,5 @@
-"""Everything in the trainer that uses DeepSpeed beyond its documented API.
-
-The attributes used here may differ in any other release, so `check_deepspeed` requires one exact
-version.
-"""
+"""All code in the trainer that goes beyond DeepSpeed's documented API. The attributes used here may
+change with any release, so `check_deepspeed` requires one exact version."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ VERSION = "0.19.8"
 
 
 def check_deepspeed() -> None:
-    """Raise RuntimeError if the version is not supported. Mark the all-reduce kernel for CPUs as
-    unavailable, since it is not used here, but compiling it would take a minute."""
+    """Raise RuntimeError if the DeepSpeed version is not supported. Also mark the all-reduce kernel
+    for CPUs as unavailable, because compiling it would take a minute and it is not used here."""
     if deepspeed.__version__ != VERSION:
         raise RuntimeError(
             f"DeepSpeed {deepspeed.__version__} is installed, but Keel needs {VERSION}. Run "
@@ -51,7 +48,8 @@ def trainable(module: nn.Module) -> Iterator[tuple[str, Any]]:
 # float32 sums of bfloat16 gradients
 
 _KERNEL_ELEMENTS = 2**16
-"""The minimum size for our kernel. For smaller tensors, PyTorch's own kernel launches faster."""
+"""The smallest tensor for which our kernel is used. For smaller ones, PyTorch's own kernel launches
+faster."""
 
 
 def sum_in_one_pass(optimizer: Any) -> None:
@@ -91,20 +89,21 @@ def sum_in_one_pass(optimizer: Any) -> None:
 
 
 def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Return the float32 gradient buffers, which are unused between an update and the next pass."""
+    """Return the float32 gradient buffers, which are unused between an update and the next backward
+    pass."""
     zero_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if zero_3 is None else [zero_3]
 
 
 def buckets(optimizer: Any) -> list[Tensor]:
-    """Return the buffers used to communicate gradients. They are not used between two steps."""
+    """Return the communication buffers for gradients, which are unused between two steps."""
     ipg_buckets = getattr(optimizer, "ipg_buckets", {}).values()
     return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
 
 
 def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
-    """Return the tensors that may hold master weights, and the optimizer's state. ZeRO-3's
-    parameter groups hold their master weights only during an update."""
+    """Return the tensors that may hold master weights, and the optimizer's state. Under ZeRO-3, the
+    parameter groups contain the master weights only during an update."""
     groups = [p for group in optimizer.param_groups for p in group["params"]]
     zero_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
     state = getattr(optimizer, "optimizer", optimizer).state
@@ -112,7 +111,7 @@ def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str,
 
 
 def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return the master weights and moments, which only an update needs."""
+    """Return the master weights and moments. Only an update needs them."""
     masters, state = _masters(optimizer)
     moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
     weights = set(map(_storage, weights_of(module)))
@@ -134,7 +133,7 @@ def other_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the data of all parameters and, under ZeRO-3, also this rank's shards."""
+    """Yield the data of all parameters. Under ZeRO-3, also yield this rank's shards."""
     parameter: Any
     for parameter in module.parameters():
         yield parameter.data
@@ -224,8 +223,8 @@ def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) ->
 
 
 def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
-    """Return a parameter's group and its part in the master weights under ZeRO-1 and 2. There, each
-    rank has one partition of a group's concatenated parameters."""
+    """Return a parameter's group and its part in the master weights under ZeRO-1 and 2, where each
+    rank has one partition of the group's concatenated parameters."""
     mapping = parameter._hp_mapping
     if mapping is None:  # in the partition of another rank
         return 0, None
@@ -235,7 +234,7 @@ def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
 
 
 def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | None]:
-    """Return a parameter's group and its part in the master weights under ZeRO-3. There, each rank
+    """Return a parameter's group and its part in the master weights under ZeRO-3, where each rank
     has a shard of each parameter."""
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = parameter.ds_zero_partition_rank * size
@@ -249,7 +248,8 @@ def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | Non
 def replacing_masters(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
-    """Allow changing master weights, and copy the changes to the model's weights at the end."""
+    """Return a context in which master weights can be changed. At its end, the changes are copied
+    to the model's weights."""
     optimizer: Any = engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -269,7 +269,7 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter"
 
 
 def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
-    """Return the state of the dynamic loss scaler, or an empty dict if float16 is not used."""
+    """Return the state of the dynamic loss scaler, or an empty dict if the dtype is not float16."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is None or not scaler.dynamic:
         return {}
@@ -285,7 +285,7 @@ def set_loss_scale(engine: DeepSpeedEngine, state: Mapping[str, float]) -> None:
 
 def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
     """Double the loss scale after every `window` steps without overflow. DeepSpeed itself would do
-    so too early, before unscaling that step's gradient."""
+    so too early, before it unscales the gradient of that step."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     steady = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", 0) - 2
     if steady > 0 and steady % window == 0:
@@ -293,8 +293,8 @@ def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
 
 
 def forget_sums(engine: DeepSpeedEngine) -> None:
-    """Drop the non-finite gradient sums of a skipped step. DeepSpeed keeps them under ZeRO-1 and 2
-    if the optimizer is offloaded."""
+    """Drop the non-finite gradient sums of a skipped step. Under ZeRO-1 and 2, DeepSpeed would keep
+    them if the optimizer is offloaded."""
     if engine.zero_cpu_offload() and engine.zero_optimization_stage() < 3:
         optimizer: Any = engine.optimizer
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -303,19 +303,19 @@ def forget_sums(engine: DeepSpeedEngine) -> None:
 # Expert parallelism (AutoEP)
 
 WEIGHTS = ("w1", "w2", "w3")
-"""The names that AutoEP uses for the gate, down and up projections."""
+"""AutoEP's names for the gate, down and up projections."""
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """Return AutoEP's layers, which have replaced the MoE blocks, keyed by module name."""
+    """Return the AutoEP layers that have replaced MoE blocks, keyed by module name."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: PLC0415
 
     return {name: m for name, m in model.named_modules() if isinstance(m, AutoEPMoELayer)}
 
 
 def original_names(layer: Any) -> dict[str, str]:
-    """Map the names of an AutoEP layer's modules and experts to their names in Transformers, where
-    gate and up projections are fused."""
+    """Map the names of modules and experts in an AutoEP layer to their names in Transformers, where
+    the gate and up projections are fused."""
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset  # noqa: PLC0415
 
     preset: Any = get_preset(layer.model_family)
@@ -335,14 +335,14 @@ def original_names(layer: Any) -> dict[str, str]:
 def split_experts(
     parameters: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split parameters into those that all ranks share, and experts."""
+    """Split parameters into those that all ranks share and those of experts."""
     from deepspeed.moe.utils import split_params_into_shared_and_expert_params  # noqa: PLC0415
 
     return split_params_into_shared_and_expert_params(list(parameters))
 
 
 def layer_group(layer: Any) -> ProcessGroup | None:
-    """Return the process group over which the experts of an AutoEP layer are distributed."""
+    """Return the process group over which an AutoEP layer distributes its experts."""
     return layer.ep_group
 
 

@@ -185,17 +185,19 @@ class TrainerEngine:
         """The number of optimizer steps so far, including skipped ones."""
         self._updated = False
         self.tokens: dict[int, TokenNumbers] = {}
-        """Per-token numbers from the last step for segments that will be saved, by segment."""
+        """Per-token numbers from the last step, keyed by segment, for the segments that will be
+        saved."""
 
     @property
     def gave_up(self) -> str:
-        """Why the run must stop. Empty while training can continue."""
+        """The reason the run must stop, or an empty string while training can continue."""
         return self._skips.gave_up
 
     # Training
 
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
-        """Take an optimizer step for each batch until `gave_up` is set, and return the metrics."""
+        """Take an optimizer step for each batch and return the metrics. The remaining batches are
+        left out once `gave_up` is set."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
         lr = learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
@@ -207,9 +209,9 @@ class TrainerEngine:
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
     def recover(self) -> bool:
-        """Clean up after `step` ran out of memory. Returns True if training can continue. This
-        requires a single rank, an error before the update, and gradient sums outside ZeRO's
-        buffers."""
+        """Clean up after `step` ran out of memory, and return True if training can continue. It can
+        if there is only one rank, the error came before the update, and the gradient sums are not
+        in ZeRO's buffers."""
         self._offload.mark_crowded()
         outside_zero = self._stage == 0 or self._sums_apart
         alone = self._world_size == 1 and outside_zero and not self._updated
@@ -218,11 +220,13 @@ class TrainerEngine:
         return alone
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Use activation checkpointing from now on, and keep attention outputs if told to."""
+        """Use activation checkpointing from now on. With `keep_attention`, the outputs of attention
+        are kept instead of recomputed."""
         self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Return `nll` for a batch of conversations and, while indexers warm up, `indexer/held`."""
+        """Return `nll` for a batch of conversations. While indexers are warming up, also return
+        `indexer/held`."""
         self._offload.load()
         scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
         if self._part.rank > 0:  # its group has the same
@@ -359,9 +363,12 @@ class TrainerEngine:
     # Weights
 
     def buckets(self, *, requested: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
-        """Yield the current weights in the engines' dtype on this rank's device. If `requested` is
-        False, yield nothing and only take part in gathering them. With `rollout.time_share`,
-        engines wake up meanwhile, so tensors that do not fit next to them are offloaded."""
+        """Yield the current weights in the engines' dtype on this rank's device.
+
+        If `requested` is False, yield nothing and only help other ranks gather them. With
+        `rollout.time_share`, engines wake up during this call, so tensors that do not fit next to
+        them are offloaded.
+        """
         if requested or self._weights.gathered:
             self._offload.load()
         self._offload.offload(weights=False)
@@ -374,11 +381,11 @@ class TrainerEngine:
         self._offload.offload(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        """Yield the weights as buckets in host memory. Only rank 0 yields any."""
+        """Yield the weights as buckets in host memory on rank 0. The other ranks yield nothing."""
         return in_host_memory(self.buckets(requested=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> dict[str, Entry]:
-        """Write a model folder. Returns the files that this rank wrote."""
+        """Write a model folder, and return the files that this rank wrote."""
         self._offload.load()
         model, config = self._network.model, self._config.model
         if config.lora.enabled and self._rank == 0:
@@ -388,7 +395,7 @@ class TrainerEngine:
     # Checkpoints
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write everything that `load` needs. Returns the files that this rank wrote."""
+        """Write everything that `load` needs, and return the files that this rank wrote."""
         self._offload.load(state=True)
         return self._checkpoints.save(folder, {"steps": self.steps, "version": self.version})
 

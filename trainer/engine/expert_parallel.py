@@ -34,9 +34,11 @@ _LAYERS = r"model\.model\.layers\.\d+\.mlp"
 
 
 def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[str, Any]:
-    """Return the `expert_parallel` section of DeepSpeed's config. `text` is the configuration of
-    the language model. With `grouped`, a rank computes all its experts in one grouped GEMM (for
-    bfloat16 on a GPU) instead of one expert after the other."""
+    """Return the `expert_parallel` section of DeepSpeed's config.
+
+    `text` is the configuration of the language model. With `grouped`, a rank computes all its
+    experts in one grouped GEMM (for bfloat16 on a GPU) instead of one expert after the other.
+    """
     greedy = text.model_type == "deepseek_v2" and getattr(text, "topk_method", "") == "greedy"
     groups: dict[str, int] = {}
     if greedy and (getattr(text, "n_group", None) or 1) > 1:
@@ -52,7 +54,7 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
 
 
 class ExpertLayers:
-    """The AutoEP layers of a model. For a model without such layers, the methods return their input
+    """The AutoEP layers of a model. If the model has none, the methods return their input
     unchanged."""
 
     def __init__(self, model: nn.Module, *, expected: int) -> None:
@@ -71,9 +73,9 @@ class ExpertLayers:
         return bool(self._layers)
 
     def original(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a module's own tensors, unsharded and under the names they had before AutoEP. This
-        gathers the experts from all ranks, so all ranks must call it for the same modules in the
-        same order."""
+        """Return a module's own tensors unsharded, under the names they had before AutoEP. This
+        gathers experts from all ranks, so all ranks must call it for the same modules in the same
+        order."""
         prefix, layer = self._find(next(iter(part)))
         if layer is None:
             return dict(part)
@@ -89,8 +91,8 @@ class ExpertLayers:
         return {_renamed(name, prefix, names): tensor for name, tensor in part.items()}
 
     def runs(self, name: str, shape: Sequence[int]) -> list[ElementRun]:
-        """Map one of this rank's parameters, which has this `shape`, to the original model. Returns
-        where its elements belong in the parameters of the model before AutoEP."""
+        """Return where the elements of one of this rank's parameters belong in the model before
+        AutoEP. `shape` is the parameter's shape."""
         count = math.prod(shape)
         prefix, layer = self._find(name)
         if layer is None:
@@ -110,7 +112,6 @@ class ExpertLayers:
         ]
 
     def _find(self, name: str) -> tuple[str, Any]:
-        """Return the AutoEP layer that a parameter belongs to, if any, and its module's name."""
         found = (each for each in self._layers.items() if name.startswith(f"{each[0]}."))
         return next(found, ("", None))
 
@@ -119,7 +120,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Clip the gradients in place to a global norm of `limit`, and return the norm before clipping.
 
     The ranks of an expert group hold different experts, so the squared norms of experts are summed
-    over the group. This function is used only without ZeRO. With ZeRO, DeepSpeed clips the
+    over the group. This function is used only without ZeRO, because otherwise DeepSpeed clips the
     gradients.
     """
     parameters = [p for p in parameters if p.grad is not None]
@@ -134,7 +135,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 
 
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups for AdamW, with experts in a group that ZeRO reduces separately."""
+    """Return parameter groups for AdamW. Experts are in a group of their own, which ZeRO reduces
+    separately."""
     shared, experts = split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
     if experts:
@@ -150,7 +152,7 @@ def _renamed(name: str, prefix: str, names: Mapping[str, str]) -> str:
 
 
 def _gather(share: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather [E/P, …] from each rank into [E, …], in rank order, which is that of the experts."""
+    """Gather [E/P, …] from each rank into [E, …]. Ranks and experts have the same order."""
     share = share.detach().contiguous()
     whole = share.new_empty(len(share) * dist.get_world_size(group), *share.shape[1:])
     dist.all_gather_into_tensor(whole, share, group=group)

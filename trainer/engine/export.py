@@ -26,8 +26,8 @@ _SHARD_BYTES = 4 * 2**30
 def export_model(
     folder: Path, model: PreTrainedModel, weights: Weights, config: ModelConfig, path: str
 ) -> dict[str, Entry]:
-    """Write a model folder. All ranks must call this together. Returns the files that this rank
-    wrote. `path` is the folder of the initial model."""
+    """Write a model folder and return the files that this rank wrote. All ranks must call this
+    together. `path` is the folder of the initial model."""
     first = dist.get_rank() == 0
     if first:
         named = weights.named(getattr(torch, config.dtype))
@@ -40,8 +40,8 @@ def export_model(
 
 
 def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> int | None:
-    """Copy a model's tokenizer, and replace its chat template if `chat_template` is given. Returns
-    the EOS token id."""
+    """Copy a model's tokenizer and return its EOS token id. If `chat_template` is given, it
+    replaces the tokenizer's own."""
     tokenizer = tokenizer_with(chat_template, source)
     tokenizer.save_pretrained(folder)
     return tokenizer.eos_token_id

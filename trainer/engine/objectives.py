@@ -19,13 +19,13 @@ from keel.trainer.engine.policy import Inputs
 
 CUT = 4
 """A sampling mask may have been cut by top-k if it has more than 1/`CUT` of the ids that top-k
-allows. Top-k is applied before top-p, but it has no effect where a few ids hold nearly all of the
+allows. Top-k is applied before top-p, but it changes nothing where a few ids hold nearly all of the
 probability."""
 
 
 class SplitGaps:
-    """Computes the mean of log π_old − log π_θ, which the sequence mask needs, for each of the P
-    trajectories that are split over micro-batches or ranks."""
+    """Computes the mean of log π_old − log π_θ for each of the P trajectories that are split over
+    micro-batches or ranks. The sequence mask needs these means."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class SplitGaps:
             self._totals = GapTotals(count, device)
 
     def add(self, inputs: Inputs, logp: Tensor) -> None:
-        """Include the [R] sampled tokens of a micro-batch in the means."""
+        """Add the [R] sampled tokens of a micro-batch to the means."""
         # All ranks of a sequence-parallel group have the same.
         if self._count and inputs.split_S is not None and inputs.part.rank == 0:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
@@ -144,7 +144,7 @@ def indexer_metrics(held: Tensor) -> dict[str, Metric]:
 
 
 def mass_metrics(totals: Tensor) -> dict[str, Metric]:
-    """Turn the totals from `mass_share` into metrics."""
+    """Compute metrics from the totals that `mass_share` returns."""
     mass, tokens, short, counted = totals.tolist()
     metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
     return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})

@@ -31,26 +31,25 @@ from keel.trainer.placement.memory import STEP_PARTS, trainer_memory, update_cop
 
 MIB, GIB = 2**20, 2**30
 _MIN_BYTES = 2**12
-"""Smaller storages, in bytes, stay on the device."""
+"""Storages with fewer bytes than this stay on the device."""
 BLOCK = 2**28
-"""Size of a block of host memory in bytes. PyTorch rounds pinned memory up to a power of two, so a
-large tensor is split into blocks of this size."""
+"""Size of a block of host memory in bytes. Large tensors are split into blocks, because PyTorch
+rounds pinned memory up to a power of two."""
 SPARE = 2 * GIB
-"""Bytes of device memory that stay free in addition to the known need."""
+"""Bytes of device memory that are kept free in addition to the known need."""
 _TRIES = 3
-"""How many times to try to free enough memory, since fragmented memory stays reserved."""
+"""How many times to try to free enough memory. One try may not be enough, because fragmented memory
+stays reserved."""
 _SLACK = 1.1
-"""Safety factor on the activation memory measured so far, since micro-batches differ in size."""
+"""Safety factor on the activation memory measured so far, because micro-batches differ in size."""
 
 
 class _Buffer:
-    """A set of storages that can be offloaded from the device and loaded again."""
-
     def __init__(
         self, device: torch.device, content: Literal["changing", "constant", "scratch", "zeros"]
     ) -> None:
-        """`content` tells what to copy to host memory: `changing` content is copied at each
-        offload, `constant` content only once, and `scratch` and `zeros` never."""
+        """`content` tells how often the storages are copied to host memory: `changing` content at
+        each offload, `constant` content only once, and `scratch` and `zeros` never."""
         self._device, self._content = device, content
         self._copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         """Copies in host memory, keyed by storage. Copies of constant content are kept after
@@ -62,7 +61,8 @@ class _Buffer:
         return sum(size for _, size in self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor], enough: float = math.inf) -> float:
-        """Offload `tensors` until `enough` bytes are freed. Returns how many are still missing."""
+        """Offload `tensors` until `enough` bytes are freed. Returns how many bytes are still
+        missing."""
         freed: list[tuple[UntypedStorage, int]] = []
         copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         for storage in _on_device(tensors, self._device):
@@ -108,7 +108,7 @@ class _Buffer:
 
 
 class NoOffload:
-    """Replaces `Offload` on a rank that does not share its GPU with an engine. Does nothing."""
+    """Does nothing. It replaces `Offload` on a rank that does not share its GPU with an engine."""
 
     def offload(self, *, weights: bool) -> None: ...
     def load(self, *, state: bool = False) -> None: ...
@@ -122,8 +122,8 @@ class Offload:
 
     Forward and backward passes need the weights, the reference policy, gradient sums, buckets and
     other DeepSpeed tensors. The update needs the weights, master weights and moments. While an
-    engine samples, only as much memory is freed as it needs. The reference policy is offloaded
-    first, since its copy in host memory is kept.
+    engine samples, only as much memory is freed as the engine needs. The reference policy is
+    offloaded first, because its copy in host memory is kept.
     """
 
     def __init__(
@@ -136,12 +136,13 @@ class Offload:
         planned = trainer_memory(config, facts_of(self._module.model.config), gpu=gpu).parts
         # All sizes are bytes of device memory.
         self._room = room(config, device)
-        """How much this rank may keep while an engine samples. If it is infinite, only scratch
-        memory is offloaded."""
+        """How much memory this rank may keep while an engine samples. If it is infinite, only
+        scratch memory is offloaded."""
         self._limit = config.run.gpu_gib * GIB or math.inf
-        """How much of the GPU may be in use in total."""
+        """How much of the GPU's memory may be in use in total."""
         self._activations = sum(planned.get(name, 0.0) for name in (*STEP_PARTS, "gathered"))
-        """The planned need of the passes, or the largest need measured so far."""
+        """The activation memory of forward and backward passes: the planned size, or the largest
+        measured so far."""
         self._update_bytes = update_copy_bytes(config, planned, gpu=gpu)
         self._before = 0
         self._weights = _Buffer(device, "changing")
@@ -180,9 +181,9 @@ class Offload:
             self._rest.load()
 
     def before_gradients(self) -> None:
-        """Load what forward and backward passes need. Optimizer state is offloaded if it does not
-        fit next to the activations, whose size is the planned one or the largest measured so far.
-        """
+        """Load the tensors that forward and backward passes need. Optimizer state is offloaded if
+        it does not fit next to the activations. Their size is the planned one or the largest
+        measured so far."""
         self._weights.load()
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
         need = SPARE + _SLACK * self._activations + sum(b.offloaded_bytes for b in needed)
@@ -196,7 +197,7 @@ class Offload:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def before_update(self) -> None:
-        """Load the optimizer state. If memory is short, offload the reference policy first."""
+        """Load the optimizer state. If memory is short, first offload the reference policy."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
             self._activations = max(self._activations, float(peak))
@@ -212,7 +213,8 @@ class Offload:
         self._state.load()
 
     def mark_crowded(self) -> None:
-        """After an out-of-memory error, offload all optimizer state during passes from now on."""
+        """After an out-of-memory error, keep all optimizer state offloaded during forward and
+        backward passes from now on."""
         self._activations = math.inf
 
     def _optimizer_state(self) -> list[Tensor]:

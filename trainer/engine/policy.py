@@ -52,7 +52,7 @@ BACKEND = "inductor"
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
     """Return whether to use FlashAttention-4, and a warning if only its package is missing. Raises
-    RuntimeError if the recipe requires FlashAttention-4 and it cannot be used."""
+    RuntimeError if the recipe requires FlashAttention-4 but it cannot be used."""
     trainer, longest = config.trainer, config.max_context
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
         return False, ""
@@ -79,7 +79,7 @@ class Inputs:
     trajectories.
 
     Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
-    parallelism, `token_ids`, `positions`, `head` and `routes_NLK` cover only this rank's part of
+    parallelism, `token_ids`, `positions`, `head` and `routes_NLK` cover only this rank's shard of
     the row, while `segments` and `*_R` cover the whole row.
     """
 
@@ -90,16 +90,16 @@ class Inputs:
     segments: Segments
     loss: Loss
     part: Slice
-    """The part of the row that this rank has. The other ranks of `part.group` have the rest."""
+    """This rank's shard of the row. The other ranks of `part.group` have the rest."""
     mine: slice
-    """The slice of the R sampled tokens that this rank's hidden states predict. Other ranks of the
-    group predict the others."""
+    """The slice of the R sampled tokens that this rank's hidden states predict. The other ranks of
+    the group predict the rest."""
     ends: int
-    """How many of this rank's N tokens were never an input to an engine, so that no routes were
-    recorded for them. These are the last token of each segment, and padding."""
+    """How many of this rank's N tokens were never an input to an engine: padding and the last token
+    of each segment. No routes were recorded for them."""
     filled: int
-    """How many of this rank's N tokens are padding at the end of the row. It makes all ranks' parts
-    equally long."""
+    """How many of this rank's N tokens are padding at the end of the row. Padding makes all ranks'
+    shards equally long."""
     head: HeadInputs
     logp_old_R: Tensor
     advantage_R: Tensor
@@ -126,7 +126,7 @@ class Inputs:
     def of(
         batch: MicroBatch, device: torch.device, part: Slice = WHOLE, *, probes: int = 1
     ) -> Inputs:
-        """Copy this rank's part of `batch` to `device`. `probes` is explained in `head_inputs`."""
+        """Copy this rank's shard of `batch` to `device`. `probes` is explained in `head_inputs`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(array, dtype=dtype), device)
@@ -179,7 +179,8 @@ class PolicyNetwork(nn.Module):
     learning_indexers: int = 0
     """The number of layers with a sparse-attention indexer that is being trained."""
     replays: bool = True
-    """If set, sparse attention uses the selected tokens that the engines recorded, if any."""
+    """True if sparse attention uses the selected tokens that the engines recorded, if there are
+    any."""
 
     def __init__(
         self,
@@ -237,12 +238,13 @@ class PolicyNetwork(nn.Module):
         )
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Use activation checkpointing, and keep attention outputs if told to."""
+        """Use activation checkpointing. With `keep_attention`, the outputs of attention are kept
+        instead of recomputed."""
         options = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
 
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Compute log-probabilities of the sampled tokens in this rank's part of the row.
+        """Compute log-probabilities of the sampled tokens in this rank's shard of the row.
 
         Returns five float32 tensors:
 
@@ -310,7 +312,7 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> None:
-        """With `replays`, tokens go to the experts that the engine recorded."""
+        """With `replays`, each token goes to the experts that the engine recorded."""
         self.network, self._forward, self._replays = network, forward, replays
 
     @classmethod
@@ -322,8 +324,9 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> Self:
-        """Create a reference with its own network. Under ZeRO-3 or expert parallelism, `sharded` is
-        DeepSpeed's configuration. Otherwise it is None, and each rank has a full copy."""
+        """Create a reference policy with its own network. Under ZeRO-3 or expert parallelism,
+        `sharded` is DeepSpeed's configuration. Otherwise it is None, and each rank has a full copy.
+        """
         network.eval().requires_grad_(False)
         network.replays = False  # uses its own indexers
         forward = network.to(device) if sharded is None else initialize(network, sharded, device)
@@ -331,7 +334,8 @@ class ReferencePolicy:
 
     @classmethod
     def base(cls, network: PolicyNetwork, *, replays: bool) -> Self:
-        """Create a reference from a policy that trains with LoRA: its network without adapters."""
+        """Create a reference policy from a policy that trains with LoRA. It uses the policy's
+        network without the adapters."""
 
         def forward(*, inputs: Inputs) -> tuple[Tensor, ...]:
             with adapters_off(network.model):
@@ -341,7 +345,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
-        """Return float32 log-probabilities [R] of the sampled tokens in this rank's part. They are
+        """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard. They are
         normalized over the sampling masks."""
         replays = self._replays and inputs.loss == "grpo"
         with recorded_routes(self.network, inputs) if replays else nullcontext():
@@ -353,13 +357,13 @@ class References:
     """The reference models for the KL terms, indexed as in `DataConfig.references`."""
 
     def __init__(self, models: Sequence[ReferencePolicy | None], *, together: bool) -> None:
-        """Set `together` if the weights are sharded, so that every rank calls every model."""
+        """Set `together` if the weights are sharded. Every rank then calls every model."""
         self._models, self._together = models, together
 
     def logp(self, inputs: Inputs) -> Tensor | None:
-        """Return float32 log-probabilities [R] of the sampled tokens in this rank's part, or None
-        if there are no models. Each trajectory is scored by its own reference model. Values are NaN
-        for trajectories without one."""
+        """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard, or None
+        if there are no models. Each trajectory is scored by its own reference model. The values of
+        trajectories without a reference model are NaN."""
         if not any(self._models):
             return None
         first, *teachers = self._models
@@ -397,7 +401,7 @@ def seen_tokens(
 ) -> dict[int, TokenNumbers]:
     """Return log-probabilities and routing overlap of the segments that will be saved
     (`batch.watched`), keyed by segment number. `logp` [R] covers the whole micro-batch. `replay`
-    must come from its completed forward pass."""
+    must come from a completed forward pass of that micro-batch."""
     if batch.watched is None:
         return {}
     count = len(batch.token_ids_N)
@@ -421,7 +425,7 @@ def seen_tokens(
 def whole_sequences(
     inputs: Inputs, logp: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather the values [r] of all parts of a micro-batch and return them as [R]. Gradients flow
+    """Gather the values [r] of all shards of a micro-batch and return them as [R]. Gradients flow
     back only to this rank's own values."""
     if inputs.part.group is None or inputs.padding:
         return logp, reference

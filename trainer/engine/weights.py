@@ -39,8 +39,8 @@ def _unset(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> n
 
 
 def outline(model: PreTrainedModel) -> bytes:
-    """Return an outline of the model: a pickle without the values of its weights. Returns empty
-    bytes if the model cannot be pickled."""
+    """Pickle the model without the values of its weights. Returns empty bytes if the model cannot
+    be pickled."""
     data = io.BytesIO()
     try:
         _OutlinePickler(data, protocol=5).dump(model)
@@ -52,7 +52,7 @@ def outline(model: PreTrainedModel) -> bytes:
 
 def _from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Build a model with uninitialized weights, which take no host memory until they are written.
-    `data` must come from this run, since unpickling can run arbitrary code."""
+    `data` must come from this run, because unpickling can run arbitrary code."""
     with torch.device(device):
         return pickle.loads(data)
 
@@ -65,9 +65,10 @@ def read_once(
 
     The first `readers` ranks load the model, unless they pass a model that they have already loaded
     (`read`). The other ranks build it from rank 0's outline, and `zero.initialize` sets their
-    weights. If there is no outline, they load it, too. The returned outline is empty if some
-    weights do not have `dtype`, because DeepSpeed would round them. If loading fails on one rank,
-    all ranks raise an error.
+    weights. If there is no outline, they also load the model.
+
+    The returned outline is empty if some weights do not have `dtype`, because DeepSpeed would round
+    them. If loading fails on one rank, all ranks raise an error.
     """
     model = read if read is not None and read.dtype == dtype else None
     failed: Exception | None = None
@@ -95,14 +96,14 @@ def read_once(
 
 
 def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
-    """Return another copy of the model. It is built from the outline `data`, with uninitialized
-    weights on `device`. If the outline is empty, the model is loaded again."""
+    """Return another copy of the model, built from the outline `data` with uninitialized weights on
+    `device`. If the outline is empty, the model is loaded again."""
     return _from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
-    """Copy the weights of `source` to `target`, which has the same architecture. All ranks must
-    call this together."""
+    """Copy the weights of `source` to `target`, which must have the same architecture. All ranks
+    must call this together."""
     for weight, copy in zip(source.parameters(), target.parameters(), strict=True):
         with gathered([weight], stage=stage), gathered([copy], stage=stage, modifier_rank=0):
             copy.data.copy_(weight.data)
@@ -111,7 +112,7 @@ def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
 def gathered(
     parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a context with unsharded parameters, which only `modifier_rank` may change."""
+    """Return a context in which parameters are unsharded. Only `modifier_rank` may change them."""
     return deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
     )
@@ -131,13 +132,14 @@ class Weights:
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield checkpoint names and full tensors, converted as in `keel.model.load.precision`."""
+        """Yield pairs of checkpoint name and full tensor, converted as in
+        `keel.model.load.precision`."""
         convert = precision(self._model, dtype)
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
             yield name, convert(name, tensor)
 
     def buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[FlatBucket]:
-        """Yield the same tensors as `named`, packed into buckets on this rank's device."""
+        """Pack the tensors of `named` into buckets on this rank's device, and yield the buckets."""
         key = bucket_bytes, dtype
         if key not in self._packers:
             self._packers[key] = BucketPacker(self._model, dtype, bucket_bytes, whole=self._whole)

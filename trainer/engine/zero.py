@@ -34,7 +34,7 @@ from keel.trainer.placement.memory import bucket_elements
 from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16
-"""In float16, the loss scale starts at 2 to this power. It is halved after each overflow."""
+"""The initial loss scale in float16 is 2 to this power. It is halved after each overflow."""
 SCALE_WINDOW = 100
 """In float16, the loss scale doubles after this many optimizer steps without overflow."""
 _NEVER = 2**31
@@ -74,9 +74,9 @@ def initialize(
     device: torch.device,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> DeepSpeedEngine:
-    """Wrap a model in host memory with DeepSpeed. Under ZeRO-3, parameters are sharded and moved to
-    the device one at a time. `optimizer` creates the optimizer once AutoEP has replaced parameters.
-    """
+    """Wrap a model that is in host memory in a DeepSpeed engine. Under ZeRO-3, parameters are
+    sharded and moved to the device one at a time. `optimizer` is called to create the optimizer
+    after AutoEP has replaced parameters."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with redirect_stdout(io.StringIO()):
         if config["zero_optimization"]["stage"] == 3:
@@ -154,7 +154,7 @@ def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
-    """Return the ZeRO stage to use. It is at least 1 in half precision, since DeepSpeed keeps no
+    """Return the ZeRO stage to use. In half precision it is at least 1, because DeepSpeed keeps no
     float32 master weights at stage 0."""
     return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
@@ -202,7 +202,7 @@ def apply_gradients(
     engine: DeepSpeedEngine, module: nn.Module, *, stage: int, clip: float
 ) -> float:
     """Take an optimizer step and return the gradient norm before clipping. If the norm is not
-    finite, the gradients are dropped and no weights change. A `clip` of 0 disables clipping."""
+    finite, the gradients are dropped and no weights change. Clipping is disabled if `clip` is 0."""
     if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
         engine.step()
         norm = engine.get_global_grad_norm()
