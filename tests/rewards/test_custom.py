@@ -122,9 +122,6 @@ def test_a_prompt_always_has_columns() -> None:
     assert prompt_fields(prompt)["reward"]["columns"] == {"level": 2}
 
 
-# --- Functions passed from Python ---
-
-
 def in_two_verifiers(reward: Any) -> list[Any]:
     with passing([reward]):
         spec = {"name": f"python.{reward.__name__}", "prompt": FIELDS}

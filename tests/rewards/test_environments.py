@@ -58,9 +58,8 @@ def test_verdict_parts_are_weighted() -> None:
 def test_a_rule_overrides_the_verdict() -> None:
     prompt = replace(PROMPT, environment="shop")
     group = graded(prompt, {"steps": 1.0}, {"steps": 0.0, "correct": 0.0})
-    assert score(group, {"correct": 1.0, "steps": 0.1}).rewards_G.tolist() == pytest.approx(
-        [1.1, 1]
-    )
+    scored = score(group, {"correct": 1.0, "steps": 0.1})
+    assert scored.rewards_G.tolist() == pytest.approx([1.1, 1])
 
 
 @pytest.mark.parametrize(
@@ -78,10 +77,8 @@ def test_missing_parts_name_the_prompt(group: Group, part: str) -> None:
 
 def test_an_empty_verdict_leaves_the_group() -> None:
     """A program may be ended by its deadline before it grades."""
-    scored = score(
-        graded(replace(PROMPT, environment="shop"), {"tidy": 1.0}, {}),
-        {"correct": 1.0, "tidy": 0.5},
-    )
+    group = graded(replace(PROMPT, environment="shop"), {"tidy": 1.0}, {})
+    scored = score(group, {"correct": 1.0, "tidy": 0.5})
     assert scored.rewards_G.tolist() == [1.5]
     (reason,) = scored.group.dropped
     assert "'tidy'" in reason
@@ -176,15 +173,12 @@ def test_a_programs_answer_is_graded_but_not_sampled() -> None:
     question = ({"role": "user", "content": "What is one and two, and why is it so?"},)
     prompt = replace(PROMPT, environment="shop", messages=question)
     said = {"role": "assistant", "content": "The sum of one and two is three, as we all know."}
-    one, other = (
-        replace(
-            each,
-            messages=(*question, said, {"role": "assistant", "content": text, "name": PROGRAM}),
-        )
-        for each, text in zip(graded(prompt, {}, {}).trajectories, ("3", DEUTSCH), strict=True)
+    told = [{"role": "assistant", "content": text, "name": PROGRAM} for text in ("3", DEUTSCH)]
+    group = graded(prompt, {}, {})
+    both = tuple(
+        replace(each, messages=(*question, said, last))
+        for each, last in zip(group.trajectories, told, strict=True)
     )
-    scored = score(
-        Group(prompt=prompt, trajectories=(one, other)), {"correct": 1.0, "language": 0.5}
-    )
+    scored = score(replace(group, trajectories=both), {"correct": 1.0, "language": 0.5})
     assert [part["correct"] for part in scored.parts_G] == [1.0, 0.0]
     assert [part["language"] for part in scored.parts_G] == [1.0, 1.0]

@@ -74,11 +74,8 @@ def test_a_failing_function_stops_the_run() -> None:
 
 
 def test_rare_failures_and_verifiers_do_not_stop_the_run() -> None:
-    unreadable = {
-        "kind": "reasoning_gym",
-        "task": "prime_factorization",
-        "entry": {"answer": "2 × 3", "metadata": {}},
-    }
+    entry = {"answer": "2 × 3", "metadata": {}}
+    unreadable = {"kind": "reasoning_gym", "task": "prime_factorization", "entry": entry}
     prompt = replace(PROMPT, reward=unreadable)
     lines: list[str] = []
     with Scorer(weights("some"), workers=0, max_failure_fraction=0.2, say=lines.append) as scorer:
@@ -122,9 +119,8 @@ def test_output_of_functions_goes_to_the_log(
     log = tmp_path / "run" / "rewards"
     groups = [group("</think>3", "</think>4"), group("</think>5")]
     for path in (log, None):
-        with Scorer(
-            weights("talks"), workers=1, timeout_s=PATIENCE_S, say=lines.append, log=path
-        ) as scorer:
+        options = {"workers": 1, "timeout_s": PATIENCE_S, "say": lines.append, "log": path}
+        with Scorer(weights("talks"), **options) as scorer:
             scorer.score(groups)
     assert (log / "worker_0.log").read_text() == "heard 3\nheard 4\nheard 5\n"
     assert len(lines) == 1 and str(log) in lines[0]

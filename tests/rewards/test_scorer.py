@@ -27,11 +27,8 @@ from tests.rewards.judge.judge_server import (
 from tests.waiting import PATIENCE_S
 
 WEIGHTS = {"maths": {"correct": 1.0, "format": 0.1}}
-TRUSTED = {
-    "isolation": "none-i-trust-the-answers",
-    "completion_s": PATIENCE_S,
-    "time_s": PATIENCE_S,
-}
+TRUSTED = {"isolation": "none-i-trust-the-answers"}
+TRUSTED |= {"completion_s": PATIENCE_S, "time_s": PATIENCE_S}
 CRITERIA = [
     {"name": "blue", "text": "says blue", "weight": 0.75},
     {"name": "sky", "text": "says sky", "weight": 0.25},
@@ -148,12 +145,8 @@ def service(server: Server, **knobs: Any) -> JudgeService:
 
 
 def test_judge_failures_leave_the_group(server: Server) -> None:
-    answers = group(
-        "<think>a</think>blue sky",
-        "<think></think>blue",
-        "<think></think>HTTP 500",
-        prompt=prompt(kind="rubric", criteria=CRITERIA),
-    )
+    texts = [f"<think></think>{text}" for text in ("blue sky", "blue", "HTTP 500")]
+    answers = group(*texts, prompt=prompt(kind="rubric", criteria=CRITERIA))
     with (
         service(server, max_failure_fraction=1.0) as judge,
         Scorer(WEIGHTS, workers=0, judge=judge) as scorer,
@@ -191,11 +184,8 @@ def test_refusals_as_verdict_and_as_part() -> None:
         group(*answers, prompt=prompt(domain, kind="refusal", refuse=refuse))
         for domain, refuse in (("harmful", True), ("harmless", False))
     ]
-    weights = {
-        "harmful": {"correct": 1.0},
-        "harmless": {"correct": 1.0},
-        "maths": {"correct": 1.0, "refusal": 0.0},
-    }
+    weights = {domain: {"correct": 1.0} for domain in ("harmful", "harmless", "maths")}
+    weights["maths"]["refusal"] = 0.0
     with (
         running(declines) as server,
         service(server) as judge,

@@ -74,13 +74,12 @@ def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
     task = spec(*tests, subtasks={"small": 30, "large": 70})
     verdict = verify_code(task, answer(SUM), settings)
     assert verdict.score == pytest.approx(1) and all(passed(verdict))
-    assert verdict.parts == pytest.approx(
-        {"samples": 1, "subtask/small": 0.3, "subtask/large": 0.7}
-    )
+    points = {"samples": 1, "subtask/small": 0.3, "subtask/large": 0.7}
+    assert verdict.parts == pytest.approx(points)
     small = answer("a, b = map(int, input().split())\nprint(a + b if a < 10 else 0)")
     verdict = verify_code(task, small, settings)
     assert verdict.score == pytest.approx(0.3)
-    assert verdict.parts == pytest.approx({"samples": 0, "subtask/small": 0.3, "subtask/large": 0})
+    assert verdict.parts == pytest.approx({**points, "samples": 0, "subtask/large": 0})
     assert list(verdict.failures) == [*("", "", "wrong output", "not run", "wrong output", "")]
 
 
@@ -150,10 +149,7 @@ class Solution:
 
 def test_long_integers_work(settings: CodeSettings) -> None:
     large = 3**20_000
-    tests = [
-        {"call": "f", "args": [large, 1], "returns": large + 1},
-        {"call": "f", "args": [large, -1], "returns": large},
-    ]
+    tests = [{"call": "f", "args": [large, n], "returns": large + 1} for n in (1, -1)]
     verdict = verify_code(spec(*tests, partial=True), answer("def f(a, b): return a + b"), settings)
     assert passed(verdict) == [True, False], str(verdict.failures)
 

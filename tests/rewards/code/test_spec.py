@@ -1,13 +1,18 @@
-"""Specs of programming tasks, and the program in an answer. Nothing here runs a program."""
+"""Specs of programming tasks, the program in an answer, and comparison of outputs."""
 
+import itertools
+import json
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from keel.configs.schema import CodeConfig
+from keel.rewards.code import compare
 from keel.rewards.code.call_driver import _find, from_jsonable, to_jsonable
+from keel.rewards.code.compare import same_text, same_value
 from keel.rewards.code.spec import code_block, read_task
-from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.sandbox.sandbox import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN
 
@@ -68,6 +73,112 @@ def test_the_driver_encodes_values() -> None:
     assert _find("str.upper", {"str": str})() == ""
 
 
-def test_knobs() -> None:
-    knobs = {name: getattr(CodeConfig(), name) for name in CodeConfig.__dataclass_fields__}
-    assert CodeSettings.from_knobs(knobs) == CodeSettings()
+LOW = 1.0 - 1e-12
+NUMBERS = st.sampled_from([0, 1, 1.0, 1.004, 1.008, 1.012, 2.0, 2.009, math.nan])
+ITEMS = st.one_of(NUMBERS, st.tuples(NUMBERS, NUMBERS).map(list))
+
+
+def a_set(*items: Any) -> dict[str, Any]:
+    return {"~set": list(items)}
+
+
+SAME: list[tuple[Any, Any]] = [
+    *((1, 1), (1, 1.0), (0.1 + 0.2, 0.3), (10**400, 10**400), (math.nan, math.nan)),
+    *(([1, [2]], {"~tuple": [1, {"~tuple": [2]}]}), ({"a": 1}, {"~dict": [["a", 1]]})),
+    *((a_set(1, 2), a_set(2, 1)), (a_set(10.0, 5.0), a_set(9.999999999999998, 5.0))),
+    (a_set([10.0, "a"], [5, "b"]), a_set([9.999999999999998, "a"], [5, "b"])),
+    (a_set(a_set("a", "z"), a_set("b")), a_set(a_set("z", "a"), a_set("b"))),
+    (a_set(1, "1", None, [1]), a_set({"~tuple": [1]}, None, "1", 1)),
+    *((a_set(math.nan, 2), a_set(2, math.nan)), ({"a": 1, "b": [2]}, {"b": [2], "a": 1})),
+    ({"~dict": [[1, "a"]]}, {"~dict": [[1, "a"]]}),
+    # Rounding may change the order.
+    (a_set([1.0, 7], [1.0, 5]), a_set([1.0000000001, 5], [1.0, 7])),
+    (a_set(math.nan, math.inf), a_set(math.inf, math.nan)),
+    (a_set([1, 2], a_set(1, 2)), a_set(a_set(2, 1), [1, 2])),
+    ({"~dict": [[[1.0, 1], "a"], [[1.0, 0], "b"]]}, {"~dict": [[[LOW, 1], "a"], [[1.0, 0], "b"]]}),
+    (
+        a_set([1.0, a_set([1.0, 2], [1.0, 1])], [1.0, a_set()]),
+        a_set([LOW, a_set([LOW, 2], [1.0, 1])], [1.0, a_set()]),
+    ),
+]
+DIFFERENT: list[tuple[Any, Any]] = [
+    *((1, True), (0, None), (0, False), ("1", 1), (1, 2), (10**400, 1.0), (math.inf, 1e308)),
+    *(([1], [1, 1]), ([], {}), ([], None), (a_set(1, 2), [1, 2]), ({"1": 1}, {"~dict": [[1, 1]]})),
+    *(({"a": 1}, {"~dict": [["a"]]}), ({"a": 1}, {"~dict": 3}), ({"a": 1}, {"a": {"~any": []}})),
+    (a_set([1.0, 7], [1.0, 5]), a_set([1.0000000001, 5], [1.0, 5])),
+    (a_set([1, 7], [1, 5]), a_set([1, 5], [1, 6])),
+    *(({"~set": 5}, bad) for bad in ({"~dict": 7}, {"~tuple": "x"}, {"~set": 5})),
+]
+
+
+def test_values() -> None:
+    for expected, value in SAME:
+        assert same_value(expected, value) is True, (expected, value)
+    for expected, value in DIFFERENT:
+        assert same_value(expected, value) is False, (expected, value)
+
+
+def test_tolerance() -> None:
+    assert not same_value([0.5], [0.501]) and same_value([0.5], [0.501], 0.01)
+    assert same_text("0.5 x\n", " 0.501  x", 0.01) and not same_text("0.5 x", "0.5 y", 0.01)
+    assert not same_text("0.5", "nan", 0.01) and not same_text("0.5", "0.5 0.5", 0.01)
+    assert same_text("a \nb\n", "a\nb\n\n") and not same_text("a b", "a  b")
+    assert not same_text("a\nb", "ab") and not same_text("a", " a")
+
+
+@pytest.mark.parametrize("value", ["１２", "1_2", "1_2.0", "٣٤"])
+def test_python_only_numbers_are_text(value: str) -> None:
+    assert not same_text("12", value, 1e-6) and not same_text("34", value, 1e-6)
+    assert same_text("12", "12.0000001", 1e-6) and same_text(value, value, 1e-6)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(ITEMS, ITEMS), max_size=5), st.booleans(), st.randoms())
+def test_sets_are_equal_in_some_order(
+    pairs: list[tuple[Any, Any]], shuffled: bool, random: Any
+) -> None:
+    expected = [one for one, _ in pairs]
+    value = [two if shuffled else one for one, two in pairs][::-1]
+    orders = (zip(expected, order, strict=True) for order in itertools.permutations(value))
+    right = any(all(same_value(a, b, 0.005) for a, b in order) for order in orders)
+    assert right or not same_value(a_set(*expected), a_set(*value), 0.005)
+    value = [json.loads(json.dumps(one), parse_float=lambda x: float(x) * LOW) for one in expected]
+    random.shuffle(value)
+    assert same_value(a_set(*expected), a_set(*value))
+
+
+def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+    close = compare._close
+
+    def counted(*numbers: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return close(*numbers)
+
+    monkeypatch.setattr(compare, "_close", counted)
+    monkeypatch.setattr(compare, "_MAX_COMPARISONS", 5_000)
+    expected = [[1.0, number] for number in range(2_000)]
+    reversed_ = [[1.0 - number * 1e-14, number] for number in range(2_000)]
+    for value in (reversed_, [[LOW, 0.5]] * 2_000):
+        compared = 0
+        assert not same_value(a_set(*expected), a_set(*value))
+        assert compared < 2 * len(expected) + 5_000
+
+
+def test_large_sets_match() -> None:
+    expected = [[float(number // 4), number] for number in range(2_000)]
+    value = [[one * (1 - number * 1e-14), number] for one, number in expected]
+    assert same_value(a_set(*expected), a_set(*value))
+    value[7][1] = 8
+    assert not same_value(a_set(*expected), a_set(*value))
+
+
+def test_integers_have_absolute_tolerance() -> None:
+    assert not same_value(1000000007, 1000000007.9) and same_value(1000000007, 1000000007.0)
+    assert not same_value(1000000006, 1000000506.0, 1e-6) and same_value(3, 3.0000000001)
+    assert not same_value(5, 1e9, 0.9) and not same_value(5.0, 1e9, 0.9)
+    assert not same_text("1000000006", "1000000506", 1e-6)
+    assert not same_text("1000000006", "1000000506.0", 1e-6)
+    assert same_text("1000000006.0", "1000000506", 1e-6) and same_value(0.1, 0.1000000001, 1e-6)
+    assert not same_value(float("inf"), -float("inf"), 0.5) and same_text("inf", "Infinity", 0.1)

@@ -40,7 +40,6 @@ def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
     assert results[0]["verdicts"] == [{"name": "blue", "score": 1.0, "reason": "looked for blue"}]
     assert results[3]["failed"]["kind"] == "refused"
     assert "mean score 0.667 · blue 0.667" in shown.getvalue() and "\x1b" not in shown.getvalue()
-    assert "judged 3, failed 1 (1 refused); 4 calls" in shown.getvalue()
 
 
 def test_a_rubric_for_all_lines(tmp_path: Path) -> None:
@@ -64,12 +63,7 @@ def test_a_rubric_for_all_lines(tmp_path: Path) -> None:
     [
         *(("{", ""), ("[]", "object"), ({"prompt": "p"}, "`criteria`")),
         *(({**LINE, "answr": "x"}, "answer"), ({"prompt": "p", "criteria": [BLUE]}, "`answer`")),
-        *(
-            ({"answer": "p", "criteria": [BLUE]}, "`prompt`"),
-            ({**LINE, "criteria": []}, "criteria"),
-        ),
         ({"answer": "a", "messages": [3], "criteria": [BLUE]}, "`messages`"),
-        ({**LINE, "reward": {"kind": "answer"}}, "'answer'"),
     ],
 )
 def test_bad_lines_are_named_before_any_call(tmp_path: Path, line: Any, match: str) -> None:

@@ -41,16 +41,10 @@ def weighted(*weights: Any) -> dict[str, Any]:
         *((rubric({**ONE, "text": " "}), "text"), (rubric({**ONE, "wieght": 1}), "wieght")),
         *((rubric(ONE, criterion=1), "criterion"), (rubric(ONE, ONE), "same name")),
         *((rubric({**ONE, "thinking": 1}), "thinking"), (rubric(ONE, reference=3), "reference")),
-        *(
-            (weighted(*bad), "weight")
-            for bad in ((1.5, -0.5), (1, 0), (math.nan,), ("1",), (True,))
-        ),
+        *((weighted(*w), "weight") for w in ((1.5, -0.5), (1, 0), (math.nan,), ("1",), (True,))),
         *((weighted(0.5, 0.4), "sum"), (weighted(*[1 / 33] * 33), "criteria")),
         *(({"kind": "rubrik"}, "rubrik"), ({"kind": "refusal", "refuse": "yes"}, "refuse")),
-        *(
-            ({"kind": "proof", "alpha": 1.2}, "alpha"),
-            ({"kind": "proof", "refrence": ""}, "refrence"),
-        ),
+        ({"kind": "proof", "alpha": 1.2}, "alpha"),
         *(({**VERIFICATION, "proof": ""}, "proof"), ({**VERIFICATION, "score": 2}, "score")),
     ],
 )
@@ -103,12 +97,8 @@ def test_the_memory_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [cache.get(f"key {number}") for number in range(5)] == [None, None, "y", "y", "y"]
 
 
-PROMPT = Prompt(
-    prompt_id="p",
-    domain="proofs",
-    messages=({"role": "user", "content": "Prove it."},),
-    reward={"kind": "proof"},
-)
+MESSAGES = ({"role": "user", "content": "Prove it."},)
+PROMPT = Prompt(prompt_id="p", domain="d", messages=MESSAGES, reward={"kind": "proof"})
 
 
 def answer(solution: str = "QED", score: str = "1", evaluation: str = "Fine.") -> str:
@@ -200,10 +190,7 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
     result = judged(service, answer("right"), PROMPT)
     assert result.value == 1.0
     materials = [material_of(request["messages"]) for request in server.requests]
-    assert {tuple(material) for material in materials} == {
-        ("solution",),
-        ("solution", "evaluation"),
-    }
+    assert set(map(tuple, materials)) == {("solution",), ("solution", "evaluation")}
     assert {"solution": "right"} in materials, "the verifier does not see the self-evaluation"
 
     server.reset()

@@ -1,6 +1,7 @@
-"""Formats, JSON schemas, regular expressions and exact texts, and hostile answers."""
+"""Formats, choices, JSON schemas, patterns and exact texts, and hostile answers."""
 
 import json
+import string
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -24,12 +25,11 @@ def score(verifier: Verifier, text: str) -> float:
     return float(reply_to(verifier, text).get("score", 0.0))
 
 
-def entry_of(task: str, **params: Any) -> dict[str, Any]:
+def entry_of(task: str) -> dict[str, Any]:
     if task in REFUSED_TASKS:  # refused as a source, but not in a file
         return {"kind": "reasoning_gym", "task": task, "entry": {"answer": "1", "metadata": {}}}
-    source = SourceConfig(
-        name="x", source="reasoning_gym", task=task, size=1, params={"seed": 7, **params}
-    )
+    gym = {"name": "x", "source": "reasoning_gym", "size": 1, "params": {"seed": 7}}
+    source = SourceConfig(task=task, **gym)
     return dict(load_reasoning_gym(source, seed=0).items[0].prompt.reward)
 
 
@@ -77,7 +77,6 @@ def test_answers_are_never_executed(task: str, canary: Path) -> None:
 
 EVALUATED = [
     ("countdown", "(3 + 4) * 2 - 1/5"),
-    ("simple_integration", "x**2/2 + 3*sin(x) + C"),
     ("simple_integration", "(x**2 + x**3)**2 + exp(x**2)"),
     *(("spiral_matrix", "1 2 3"), ("spiral_matrix", "[1, -2, 3]"), ("n_queens", "_ Q\nQ _")),
     *(("string_insertion", "ABCDE"), ("string_insertion", "['A', 'B']"), ("gcd", "exec(x)")),
@@ -178,3 +177,54 @@ def test_an_endless_pattern_costs_its_own_answer() -> None:
         assert [bool(score.error) for score in scores] == [False, True, False, False]
 
     within_some(check, (1.0, 10.0, 60.0))
+
+
+CITIES = ["London", "Paris", "York", "New York"]
+CHOICES = [
+    json.loads(line) for line in Path(__file__).with_name("choices.jsonl").read_text().splitlines()
+]
+"""Each line has choices, an answer and the letter that it names, or "" if it names none."""
+
+
+def chosen(text: str, right: str = "B", choices: Any = CITIES) -> float:
+    spec = {"kind": "answer", "match": "choice", "answer": right, "choices": choices}
+    return verifier_for(spec)(text)
+
+
+def test_corpus_of_choices() -> None:
+    for case in CHOICES:
+        letters = string.ascii_uppercase[: len(case["choices"] or string.ascii_uppercase)]
+        named = [right for right in letters if chosen(case["text"], right, case["choices"])]
+        assert named == list(case["named"]), case
+
+
+def test_the_right_answer_may_be_a_letter_or_a_text() -> None:
+    for right in ("Paris", "(b)", "paris."):
+        assert chosen("The answer is option B, Paris.", right) == 1.0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *({"answer": "E"}, {"answer": "Rome"}, {"answer": "Rome", "choices": None}, {"answer": 2}),
+        *({"choices": bad} for bad in ("ABCD", ["x"], {}, ["x", " "], ["x", ["y"]], ["x", "X."])),
+        *({"choices": {"AB": "x", "B": "y"}}, {"choices": {"a": "x", "b": "y"}}),
+        {"choices": ["x"] * 27},
+    ],
+)
+def test_bad_choices_are_refused(spec: dict[str, Any]) -> None:
+    fields = {"kind": "answer", "match": "choice", "answer": "A", "choices": CITIES, **spec}
+    with pytest.raises(ValueError):
+        verifier_for(fields)
+
+
+def test_time_is_linear_in_the_answer() -> None:
+    began = time.thread_time()  # independent of machine load
+    for text in (
+        *("answer:" * 1_000, "answer" + " " * 7_500, "answer:" + "\n" * 7_500 + "?"),
+        *("Paris " * 1_250 + "London", "\\boxed{" * 1_000, "\\boxed{" * 750 + "}" * 750),
+        *("<answer>" * 1_000, "<answer>" + "</answer" * 1_000, "A " * 3_750, "A, " * 1_250),
+        *("not " * 2_000, "not A (" * 1_000, "*" * 8_000, "\\text{" * 1_250),
+    ):
+        assert chosen(text) == 0.0
+    assert time.thread_time() - began < 3

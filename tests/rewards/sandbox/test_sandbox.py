@@ -1,9 +1,11 @@
-"""Limits, isolation and accounting of sandboxed programs."""
+"""Sandboxes of programs and environments: limits, isolation and accounting."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,10 @@ import psutil
 import pytest
 import yaml
 
+from keel.rewards.sandbox import processes
 from keel.rewards.sandbox import sandbox as module
-from keel.rewards.sandbox.processes import _descendants, usage
+from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap, runtime
+from keel.rewards.sandbox.processes import _descendants, _MemoryLimiter, _ProcessUsage, usage
 from keel.rewards.sandbox.sandbox import (
     IsolationError,
     Limits,
@@ -24,6 +28,99 @@ from keel.rewards.sandbox.sandbox import (
 )
 from keel.rewards.sandbox.seccomp import _DENIED, seccomp_filter
 from tests.waiting import PATIENCE_S, wait_for, within_some
+
+NO_ISOLATION = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
+HALF = """
+for word in "$@"; do
+  shift
+  case "$before $word" in
+    *--seccomp | --seccomp* | *--unshare-net) ;;
+    *) set -- "$@" "$word" ;;
+  esac
+  before=$word
+done
+exec {bwrap} "$@"
+"""
+NO_PROC = """
+for word in "$@"; do
+  if [ "$word" = --proc ]; then
+    echo "bwrap: Can't mount proc on /newroot/proc: Operation not permitted" >&2; exit 1
+  fi
+done
+exec {bwrap} "$@"
+"""
+
+
+needs_bubblewrap = pytest.mark.usefixtures("box")
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Replace bubblewrap by a script."""
+
+    def put(script: str) -> None:
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["exit 3", NO_ISOLATION],
+)
+def test_isolation_of_environments_is_probed(script: str, stand_in) -> None:
+    stand_in(script)
+    with pytest.raises(IsolationError, match=r"agents\.isolation"):
+        environment_wrap("bubblewrap", processes=8)
+
+
+@needs_bubblewrap
+def test_partial_isolation_is_refused(stand_in) -> None:
+    stand_in(HALF.format(bwrap=shutil.which("bwrap")))
+    with pytest.raises(IsolationError, match="sockets"):
+        environment_wrap("bubblewrap")
+
+
+@needs_bubblewrap
+def test_works_without_proc(stand_in) -> None:
+    stand_in(NO_PROC.format(bwrap=shutil.which("bwrap")))
+    wrap = environment_wrap("bubblewrap")
+    assert isinstance(wrap, EnvironmentSandbox) and not wrap.mounts
+
+
+@pytest.mark.parametrize("settings", [{"isolation": "none"}, {"writable": (Path("/no/such"),)}])
+def test_bad_settings_are_refused(settings: dict) -> None:
+    with pytest.raises(ValueError):
+        environment_wrap(**{"isolation": "bubblewrap", **settings})
+
+
+def test_runtime_of_an_interpreter() -> None:
+    program = runtime(sys.executable)
+    assert program.executable == sys.executable
+    real = Path(sys.executable).resolve()
+    for path in (Path(os.__file__), Path(pytest.__file__), real):
+        assert any(path.is_relative_to(one) for one in (*program.paths, Path("/usr"))), path
+    assert runtime("/bin/sh").executable == "/bin/sh"
+    with pytest.raises(FileNotFoundError, match="nobody"):
+        runtime("nobody")
+
+
+def test_a_reused_pid_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+    excess = _ProcessUsage(resident=65 << 20, cpu_s=0.0, processes=2)
+    monkeypatch.setattr(processes, "usage", lambda pid, include_root: excess)
+    monkeypatch.setattr(processes, "_kill_sandbox", lambda pid, inside: pids.append(pid))
+    own = os.getpid()
+    for exited, killed in ((True, []), (False, [own])):
+        limiter = _MemoryLimiter()
+        limiter._thread = threading.current_thread()  # polled by hand
+        monkeypatch.setattr(processes, "_has_exited", lambda pidfd, within_s, it=exited: it)
+        limiter.hold(own, 64)
+        limiter._poll(own, limiter._limits[own])
+        assert pids == killed and bool(limiter.release(own)) is bool(killed)
+
 
 ROOT = Path(__file__).parents[3]
 TRUSTING = "none-i-trust-the-answers"
@@ -147,17 +244,9 @@ def sleeping(mark: str) -> bool:
     return any(mark in word for process in processes for word in process.info["cmdline"] or ())
 
 
-@pytest.mark.parametrize(
-    "stand_in",
-    # The second runs the program without isolation.
-    ["exit 1", 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'],
-)
-def test_isolation_is_probed(
-    stand_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{stand_in}\n")
-    (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+@pytest.mark.parametrize("script", ["exit 1", NO_ISOLATION])
+def test_isolation_is_probed(script: str, stand_in) -> None:
+    stand_in(script)
     open_sandbox.cache_clear()
     with pytest.raises(IsolationError):
         open_sandbox("bubblewrap")
@@ -171,9 +260,6 @@ def test_the_filter_fits_the_kernel() -> None:
         assert len(program) // 8 < 4096  # BPF_MAXINSNS
     with pytest.raises(ValueError, match="riscv64"):
         seccomp_filter("riscv64")
-
-
-# --- Attacks on the accounting of memory and CPU time ---
 
 
 def test_time_of_ignored_children_counts(box: Sandbox) -> None:
