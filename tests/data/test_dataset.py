@@ -94,24 +94,6 @@ def test_template_is_ignored_in_comparisons(tmp_path: Path) -> None:
     assert other.report["given"].dropped["held out by another source"] == 8 - len(both)
 
 
-def test_white_space_is_ignored_in_comparisons(tmp_path: Path) -> None:
-    def source(name: str, texts: list[str], **knobs: Any) -> SourceConfig:
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("\n".join(json.dumps({"prompt": text, "answer": "1"}) for text in texts))
-        return SourceConfig(name=name, source="jsonl", path=str(path), **knobs)
-
-    plain = [f"What is {i} + 1?" for i in range(20)]
-    spaced = [f" What  is\u00a0{i} +\r\n1?\n" for i in range(20)]
-    dataset = load(
-        source("test", plain, holdout=20, weight=0),
-        source("train", [*spaced, "Why?", "Why? \n"]),
-        source("other", ["What is 0+1?"]),
-    )
-    assert trained(dataset) == {"Why?", "What is 0+1?"}
-    dropped = dataset.report["train"].dropped
-    assert (dropped["held out by another source"], dropped["duplicate"]) == (20, 1)
-
-
 def test_long_prompts() -> None:
     lengths = sorted(len(question(item.prompt)) for item in load_reasoning_gym(gym(), seed=0).items)
     limit = lengths[len(lengths) // 2]

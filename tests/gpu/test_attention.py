@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from keel.model.attention import Segments, packed_attention, packed_attention4
-from keel.model.layers.flash4 import fits, missing
+from keel.model.layers.flash4 import missing
 from keel.model.tiny.build import default_cache_dir
 from tests.gpu.marks import GPU
 
@@ -63,15 +63,5 @@ def test_packed_equals_padded(
     attend, given = kernels(name), inputs(8, kv_heads, 64, 64)
     fused = trained(attend, given, torch.bfloat16, window, follows)
     plain = trained(packed_attention, given, torch.float32, window, follows)
-    for one, other in zip(fused, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
-
-
-@pytest.mark.parametrize("widths", [(128, 128), (192, 128), (256, 256)])
-def test_flash4_covers_wide_and_unequal_heads(widths: tuple[int, int]) -> None:
-    attend, given = kernels("flash4"), inputs(4, 4, *widths)
-    assert fits(*widths, torch.device("cuda"))
-    fused = trained(attend, given, torch.bfloat16, None)
-    plain = trained(packed_attention, given, torch.float32, None)
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))

@@ -1,6 +1,5 @@
 """Loading of models and tokenizers, and facts about models."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from keel.configs.schema import ConfigError
-from keel.model.load import checkpoint_tensors, facts_of, load_model_config, load_policy
+from keel.model.load import checkpoint_tensors, facts_of, load_policy
 from tests.model.families import VOCAB, build
 
 MOE_LAYERS: dict[str, tuple[int, ...]] = {
@@ -64,16 +62,3 @@ def test_facts_match_the_model(family: str) -> None:
     assert (facts.experts, facts.experts_per_token) == ((8, 2) if experts else (0, 0))
     assert facts.expert_parameters == 8 * experts
     assert facts.active_parameters == total - 6 * experts
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
-        {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]},
-    ],
-)
-def test_other_kinds_of_model_are_refused(content: dict[str, object], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="causal language model"):
-        facts_of(load_model_config(str(tmp_path)))

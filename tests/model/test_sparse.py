@@ -260,16 +260,3 @@ def test_unrecorded_rows_use_the_live_selection() -> None:
     some = run(model, ids, SparsePass(recorded_LNk=recorded_selection(model, selected, POSITIONS)))
     assert not torch.allclose(some[:22], live[:22], atol=1e-3)
     torch.testing.assert_close(some[22:], live[22:])
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda s: np.where(s == 15, 16, s), "token 45 .*layer 1: a later"),
-        (lambda s: np.zeros_like(s), "token 0 .*layer 0: a repeated"),
-        (lambda s: np.where(s == 3, -2, s), "before the segment"),
-    ],
-)
-def test_invalid_selections_are_located(change: Any, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        recorded_selection(ours(theirs()), change(drawn()), POSITIONS)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import mmap
 import os
 import signal
 import subprocess
@@ -62,11 +61,6 @@ def some(prompt: Any, trajectory: Any) -> float:
     return 0.5
 
 
-def talks(prompt: Any, trajectory: Any) -> float:
-    print("heard", trajectory.answer)
-    return 0.5
-
-
 def unlike(prompt: Any, trajectories: Any) -> list[float]:
     return [float(one.answer == trajectories[0].answer) for one in trajectories]
 
@@ -103,8 +97,3 @@ def deaf(prompt: Any, trajectory: Any) -> float:
     """Compute a huge number, which no signal handler interrupts."""
     number = trajectory.sampled_tokens
     return float(number == 2 if number < 9 else number**number**number > 0)
-
-
-def map_memory(prompt: Any, trajectory: Any) -> float:
-    MODEL.append(mmap.mmap(-1, 12 << 30, flags=0x4022))  # without reserving it
-    return 1.0

@@ -9,9 +9,7 @@ import pytest
 
 from keel.rewards.checks import FAILED, try_functions
 from keel.rewards.failure_budget import (
-    _MAX_REPORTS,
     _MIN_WINDOW,
-    FailureBudget,
     FailureRate,
     RewardStopped,
 )
@@ -56,14 +54,6 @@ def test_an_error_is_reported_once_with_its_line(workers: int) -> None:
             assert place(name, line) in only
             assert [parts["error"] for parts in scored.parts_G] == [1.0, 1.0], name
             assert [parts["correct"] for parts in scored.parts_G] == [1.0, 1.0], name
-
-
-def test_reports_are_limited() -> None:
-    lines: list[str] = []
-    budget = FailureBudget(1.0, lines.append)
-    for number in range(100):
-        budget.record("a.b", "x/1", [("ValueError: x", f"a.py:{number} in b")], counted=True)
-    assert len(lines) == _MAX_REPORTS
 
 
 def test_a_failing_function_stops_the_run() -> None:
@@ -112,21 +102,6 @@ def test_a_lost_worker_reports_its_location(
     within_some(check, (1.0, 10.0, 60.0) if name == "hangs" else (PATIENCE_S,))
 
 
-def test_output_of_functions_goes_to_the_log(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    lines: list[str] = []
-    log = tmp_path / "run" / "rewards"
-    groups = [group("</think>3", "</think>4"), group("</think>5")]
-    for path in (log, None):
-        options = {"workers": 1, "timeout_s": PATIENCE_S, "say": lines.append, "log": path}
-        with Scorer(weights("talks"), **options) as scorer:
-            scorer.score(groups)
-    assert (log / "worker_0.log").read_text() == "heard 3\nheard 4\nheard 5\n"
-    assert len(lines) == 1 and str(log) in lines[0]
-    assert "heard 3" in capfd.readouterr().err
-
-
 def test_functions_are_tried_before_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     """The first call may load a model; the second has the run's deadline."""
     names = ("raises", "unlike", "loads", "slow")
@@ -141,14 +116,3 @@ def test_functions_are_tried_before_the_run(capfd: pytest.CaptureFixture[str]) -
     assert "most recent call first" not in "".join(capfd.readouterr())
     with pytest.raises(ValueError, match=f"NameError.*{place('misspelt', 1)}"):
         try_functions([PROMPT], {f"{functions.NAME}.misspelt": 1.0}, timeout_s=PATIENCE_S)
-
-
-def test_a_hang_does_not_shorten_later_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.workers.pool._FIRST_CALL_S", 2.0)
-    domains = {PROMPT.domain: {f"{functions.NAME}.hangs": 1.0}}
-    with Scorer(domains, workers=1, timeout_s=0.3, say=lambda _: None) as scorer:
-        scores = [
-            scorer.score([group(f"</think>{answer}")])[0].rewards_G[0]
-            for answer in ("3", "hangs", "hangs", "3")
-        ]
-    assert scores == [1.0, 0.0, 0.0, 1.0]

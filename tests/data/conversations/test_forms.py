@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from keel.data.conversations.forms import conversation_of, thinking_of, tools_of
-from keel.data.rows.read import BadLine
 
 USER = {"role": "user", "content": "2+2?"}
 SAID = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
@@ -58,22 +57,3 @@ def test_calls_and_results() -> None:
     result = {"role": "tool", "content": "4", "tool_call_id": "call_1_0", "name": "add"}
     assert messages[2] == result
     assert tools_of({"tools": '[{"name": "add"}]'})[0]["function"]["name"] == "add"
-
-
-def called(**call: Any) -> list[dict[str, Any]]:
-    return [USER, {**SAID, "tool_calls": [{"function": call}]}]
-
-
-@pytest.mark.parametrize(
-    ("record", "named"),
-    [
-        ({"messages": [{"role": "bot", "content": "x"}]}, r"`messages\[0\].role`"),
-        ({"messages": [USER]}, "assistant"),
-        ({"messages": [SAID, USER]}, "assistant"),
-        ({"messages": called(name="a", arguments="{")}, "function.arguments"),
-        ({"messages": [USER, {"role": "tool", "content": "x"}, SAID]}, r"`messages\[1\]`"),
-    ],
-)
-def test_malformed_conversations(record: dict[str, Any], named: str) -> None:
-    with pytest.raises(BadLine, match=named):
-        conversation_of(record, "")

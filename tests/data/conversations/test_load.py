@@ -111,26 +111,6 @@ def test_tables_and_columns(tmp_path: Path) -> None:
         assert found.report["told"].unread == {"out"}
 
 
-@pytest.mark.parametrize("ascii", [True, False])
-def test_surrogates_are_replaced(tmp_path: Path, ascii: bool) -> None:
-    samples = [
-        {
-            "correct": 1.0,
-            "messages": [{"role": "assistant", "content": said}],
-            "record": {"id": "a/1", "asked": [{"role": "user", "content": "?"}]},
-        }
-        for said in ("\ud800 half", "whole \U0001f600")
-    ]
-    line = json.dumps({"samples": samples}, ensure_ascii=ascii) + "\n"
-    path = tmp_path / "samples.jsonl"
-    path.write_bytes(line.encode("utf-8", "surrogatepass"))
-    found = load(source(str(path), source="trajectories"))
-    assert said(found.train.sources["s"]) == {"\ufffd half", "whole \U0001f600"}
-    path.write_text(json.dumps(chat("?", "\ud800")) + "\n")
-    with pytest.raises(ConfigError, match=r"samples\.jsonl:1: "):
-        load(source(str(path)))
-
-
 def trajectory(name: str, correct: float, tokenizer: str = "mine", **more: Any) -> dict[str, Any]:
     segments = [{"ids": [7, 8, 9], "said": [[1, 3]]}]
     return {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
+from keel.configs.schema import ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded, answers, retrieval_texts
 
@@ -96,18 +96,3 @@ def test_each_asked_digit_is_given_once_before() -> None:
         for at in positions:
             assert text[at - 2] == "?" and given.count(text[at - 1]) == 1
             assert given[given.index(text[at - 1]) + 1] == text[at]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("a.txt", b"abc\xff", r"a\.txt: .*byte 3"),
-        ("a.jsonl", b'{"text": "fine"}\n{"messages": []}', r"a\.jsonl:2: .*`text`"),
-        ("a.csv", b"id,body\n1,x\n", r"a\.csv:2: .*`text`"),
-        ("a.txt.gz", b"plain", "path"),
-    ],
-)
-def test_malformed_documents(tmp_path: Path, name: str, content: bytes, named: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=named):
-        load(tmp_path)

@@ -15,7 +15,6 @@ from keel.data.rows.proposal import Proposal, propose
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 
-CRITERION = {"name": "cause", "text": "Names the cause.", "weight": 1}
 OWN = {"rewards": {"correct": 1.0, "mine.brief": 0.1}}
 
 
@@ -66,30 +65,6 @@ def test_null_is_absent(tmp_path: Path) -> None:
     filled = [{key: row.get(key) for key in keys} for row in rows]
     plain = [item.prompt for item in load(tmp_path, *rows).items]
     assert [item.prompt for item in load(tmp_path, *filled).items] == plain
-
-
-WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"question": "a", "answer": "b"}, {"columns": {"prompt": "questoin"}}, "has question, answer"),
-    ({"prompt": "a", "x": "b"}, {}, "data.sources[s].columns"),
-    ({"prompt": "a", "answer": "1"}, {"template": "{prompt} {hint}"}, "'hint'"),
-    ({"messages": [{"role": "user", "content": "a"}] * 2, "answer": "1"}, {"raw": True}, "raw"),
-]
-
-
-def test_unfitting_rows(tmp_path: Path) -> None:
-    for row, knobs, named in WRONG:
-        assert named in error_of(tmp_path, row, **knobs)
-
-
-def test_unread_columns(tmp_path: Path) -> None:
-    row = {"prompt": "a", "answer": "1", "tools": [], "level": 1, "pass_rate": 0.5}
-    rows = [row, {**row, "prompt": "b", "topic": "x"}]
-    path = tmp_path / "rows.jsonl"
-    wanted = {"tools": f"{path}:1", "level": f"{path}:1", "topic": f"{path}:2"}
-    assert load(tmp_path, *rows).unread == wanted
-    template = "{level} {topic} {prompt}"
-    assert set(load(tmp_path, rows[1], template=template).unread) == {"tools"}
-    assert not load(tmp_path, *rows, **OWN).unread
 
 
 def test_templates(tmp_path: Path) -> None:
@@ -149,12 +124,3 @@ def test_columns_and_reward(case: str, tmp_path: Path) -> None:
     found = of(tmp_path, row, row, row)
     assert (found.judged, dict(found.columns), found.answer_after) == (judged, columns, after)
     assert (found.kind, found.rows, found.whole) == ("jsonl", 3, True)
-
-
-def test_named_columns(tmp_path: Path) -> None:
-    row = {"prompt": "?", "answer": "wrong one", "text": "ask this", "gold": "7"}
-    found = of(tmp_path, row, prompt="text", answer="gold")
-    assert found.columns == {"prompt": "text", "answer": "gold"}
-    assert found.judged == "maths"
-    with pytest.raises(ConfigError, match="a, b"):
-        of(tmp_path, {"a": 1, "b": 2})

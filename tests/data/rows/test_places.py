@@ -1,6 +1,5 @@
 """The files of a folder or a dataset on the hub, and errors for missing files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from huggingface_hub import constants
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.data.rows import places
-from keel.data.rows.places import _choose_files, _FilesNotFound, cached_places, files_of
+from keel.data.rows.places import _choose_files, _FilesNotFound, cached_places
 
 LINES = b'{"question": "1+1?", "answer": "so #### 2"}\n{"question": "1+2?", "answer": "#### 3"}\n'
 GSM8K: dict[str, Any] = {"columns": {"prompt": "question"}, "answer_after": "####"}
@@ -63,20 +62,6 @@ def test_folders(tmp_path: Path) -> None:
         load_jsonl(source(folder, split="dev"))
     with pytest.raises(ConfigError, match=r"data.sources\[s\].split"):
         load_jsonl(source(folder / "test.jsonl", split="test"))
-
-
-def test_datasets_saved_to_disk(tmp_path: Path) -> None:
-    """Only files listed in `state.json` are read."""
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    for split in ("train", "test"):
-        part = filled(tmp_path / split, "data-00000-of-00001.arrow", "cache-1.arrow")
-        files = [{"filename": "data-00000-of-00001.arrow"}]
-        (part / "state.json").write_text(json.dumps({"_data_files": files}))
-    wanted = [tmp_path / "test/data-00000-of-00001.arrow"]
-    assert files_of(source(tmp_path, split="test"), lambda: True) == wanted
-    assert files_of(source(tmp_path / "test"), lambda: True) == wanted
-    with pytest.raises(ConfigError, match="'dev'"):
-        files_of(source(tmp_path, split="dev"), lambda: True)
 
 
 def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

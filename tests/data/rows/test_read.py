@@ -15,7 +15,6 @@ from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 
 GOOD = '{"prompt": "2+2?", "answer": "4"}'
-SCHEMA = {"type": "object", "properties": {"n": {"minimum": 1}}}
 CRITERIA = [{"name": "n", "text": "t", "weight": 1}]
 TESTS = [{"stdin": "1", "stdout": "1.50"}]
 
@@ -60,13 +59,6 @@ def test_lines_become_prompts(tmp_path: Path) -> None:
     assert (third.prompt_id, third.reward["answer"]) == ("s/4", "0.10")
 
 
-def test_long_integers(tmp_path: Path) -> None:
-    digits = "9" * 5000
-    assert reward_of(tmp_path, f'{{"prompt": "x", "answer": {digits}}}')["answer"] == digits
-    tests = f'{{"prompt": "y", "tests": [{{"call": "f", "args": [], "returns": {digits}}}]}}'
-    assert reward_of(tmp_path, tests)["tests"][0]["returns"] == int(digits)
-
-
 @pytest.mark.parametrize(
     ("line", "reward"),
     [
@@ -89,13 +81,6 @@ def test_long_integers(tmp_path: Path) -> None:
 )
 def test_reward_of_a_line(tmp_path: Path, line: dict[str, Any], reward: dict[str, Any]) -> None:
     assert reward_of(tmp_path, json.dumps({"prompt": "a", **line})) == reward
-
-
-def test_invalid_answers(tmp_path: Path) -> None:
-    for line in ('"E", "match": "choice", "choices": ["a", "b"]}', '"[0-9", "match": "regex"}'):
-        path = write(tmp_path, GOOD, '{"prompt": "x", "answer": ' + line)
-        with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: "):
-            load_jsonl(source(path), check_spec)
 
 
 BAD_LINES = {
@@ -217,12 +202,3 @@ def test_position_of_a_malformed_row(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
         with pytest.raises(ConfigError, match=re.escape(place)):
             load_jsonl(source(tmp_path / name))
-
-
-def test_skipping_malformed_csv_rows(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(" prompt,answer \n1+1?,2\nb\n2+2?,4\n")
-    loaded = load_jsonl(source(path, on_bad_line="skip"), check_spec)
-    assert [item.prompt.reward["answer"] for item in loaded.items] == ["2", "4"]
-    (reason,) = loaded.skipped
-    assert reason.startswith(f"{path}:3: ")

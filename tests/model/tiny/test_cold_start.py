@@ -1,7 +1,6 @@
 """The cold start: tokenizer, solutions, scripted conversations, training, and cached models."""
 
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from transformers import AutoModelForCausalLM
 from keel.agents.environments.demonstrations import Demonstration, trip_demonstrations
 from keel.configs.schema import (
     ColdStartConfig,
-    Config,
     ConfigError,
-    DataConfig,
     EnvironmentConfig,
     SourceConfig,
     TinyModelConfig,
@@ -27,11 +24,10 @@ from keel.model.load import facts_of, load_model_config, load_tokenizer
 from keel.model.tiny import build, cold_start
 from keel.model.tiny.build import build_model, content_key, ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum, ExamplePair, MaskedIds, make_examples, train
-from keel.model.tiny.demonstrations import conversation_ids, demonstrate
+from keel.model.tiny.demonstrations import conversation_ids
 from keel.model.tiny.solutions import TAUGHT, solution
 from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
 from keel.rollout.chat.chat import TemplateChat
-from tests.agents.test_tool_objects import BLOCK, GUIDE
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
@@ -215,41 +211,6 @@ def test_ids_equal_those_of_a_rollout(thinking: bool, inside: bool) -> None:
                     extended = chat.extend([*context, *sampled], [results[turn]], thinking=thinking)
                     context = extended
             assert end == len(ids)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of docs/environments.md."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name, text in BLOCK.findall(GUIDE.read_text()):
-        (tmp_path / name).write_text(text)
-        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
-    return tmp_path
-
-
-def config_of(folder: Path, demonstrations: str = "demos:shopping") -> Config:
-    environment = EnvironmentConfig(
-        target="shop:Shop",
-        demonstrations=demonstrations,
-        folder=str(folder),
-        arguments={"stalls": 4},
-    )
-    source = SourceConfig(name="shop", source="environment", size=9, environment=environment)
-    return Config(data=DataConfig(sources=(source,)))
-
-
-def test_the_documented_script(folder: Path) -> None:
-    pairs = demonstrate(config_of(folder), "shop", 3)
-    assert len(pairs) == 3
-    for pair in pairs:
-        assert sorted(tool.name for tool in pair.tools) == ["ask", "buy"]
-        turns = [message for message in pair.worked if message["role"] == "assistant"]
-        names = [turn["tool_calls"][0]["function"]["name"] for turn in turns]
-        assert names == [*4 * ["ask"], "buy"]
-        prices = [int(each["content"]) for each in pair.worked if each["role"] == "tool"]
-        bought = turns[-1]["tool_calls"][0]["function"]["arguments"]["stall"]
-        assert bought == f"stall {prices.index(min(prices))}"
-        assert len(pair.hasty) == 2
 
 
 QUESTION = [{"role": "user", "content": "1 + 1 ="}]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language.share import _letters_by_script, language, language_share, words_of
+from keel.rewards.language.share import language, language_share, words_of
 
 SAMPLES: dict[str, list[str]] = json.loads(Path(__file__).with_name("samples.json").read_text())
 """Maps each language to three sentences of an answer and a prompt."""
@@ -68,26 +68,6 @@ def test_code_and_formulas_are_set_aside() -> None:
     assert prices == ["cost", ",", "and", "another", "sign"]
     assert words_of("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
     assert words_of("`open and\n\nclosed`").split() == ["open", "and", "closed"]
-
-
-def test_scripts_are_weighed_by_words() -> None:
-    assert _letters_by_script("ab вг 中 か 한") == {
-        "latin": 2, "cyrillic": 2, "han": 3, "kana": 2, "hangul": 2,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("prompt", "own"),
-    [
-        ("ተማሪው ስንት ፖም አለው? እባክህ አስረዳ።", "ተማሪው ሰባት ፖም አለው፤ ምክንያቱም ሦስት እና አራት ሰባት ናቸው።"),
-        ("តើសិស្សមានផ្លែប៉ោមប៉ុន្មាន? សូមពន្យល់។", "សិស្សមានផ្លែប៉ោមប្រាំពីរ ព្រោះបីបូកបួនស្មើប្រាំពីរ។"),
-        ("ນັກຮຽນມີໝາກໂປມຈັກໜ່ວຍ? ກະລຸນາອະທິບາຍ.", "ນັກຮຽນມີໝາກໂປມເຈັດໜ່ວຍ ເພາະສາມບວກສີ່ເທົ່າກັບເຈັດ."),
-    ],
-    ids=["Amharic", "Khmer", "Lao"],
-)
-def test_rare_scripts_count(prompt: str, own: str) -> None:
-    assert language_share(prompt, own) == 1.0
-    assert language_share(prompt, "The student has seven apples, as three and four make it.") == 0.0
 
 
 def test_a_foreign_word_costs_its_share() -> None:
@@ -197,20 +177,3 @@ def test_running_text_in_code_is_kept() -> None:
     assert words_of("`build essential cmake ninja curl wget the`").split() == []
     few = "alder birch cedar elm fir gum hazel iris juniper kauri the larch its maple nutmeg"
     assert words_of(f"`{few}`").split() == []  # too few function words
-
-
-def test_english_comments_cost_little() -> None:
-    first, second, _, prompt = SAMPLES["Chinese"]
-    code = """```python
-def square(x):
-    \"\"\"Return the square of the number.\"\"\"
-    return x * x  # we use the fact that it is a number
-```"""
-    assert 0.75 < language_share(prompt, f"{first}\n{code}\n{second}") < 1.0
-    assert language_share(prompt, code) == 0.0
-    short = f"如下。\n{code}\n完成了。"
-    assert 0.5 < language_share(prompt, short) < 0.6
-    english = " ".join(SAMPLES["English"][:2])
-    for mark in ("backticks", "text in a formula"):
-        assert language_share(prompt, f"{first} {MARKS[mark].format(english)}") < 0.5
-    assert language_share(prompt, f"{first}\n{MARKS['fence'].format(english * 4)}") < 0.5

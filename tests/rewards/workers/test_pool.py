@@ -123,24 +123,6 @@ def test_a_killed_worker_is_replaced() -> None:
         pool.close()
 
 
-def test_a_stopped_worker_is_replaced_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both at its start and during a completion."""
-    monkeypatch.setattr(pool_module, "_POLL_S", 0.02)
-    pool = WorkerPool(1, timeout_s=PATIENCE_S)
-    try:
-        first = pool._workers[0]._process
-        os.kill(first.pid, signal.SIGSTOP)
-        hanging = pool.submit(function("wait"), [HANGS])
-        wait_for(sleepers)
-        second = pool._workers[0]._process
-        assert second is not None and second.pid != first.pid
-        os.kill(second.pid, signal.SIGSTOP)
-        wait_for(lambda: pool._workers[0]._process not in (None, second))
-        assert not hanging.done(), "it was reassigned"
-    finally:
-        pool.close()
-
-
 def test_closing_ends_workers_and_their_descendants() -> None:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     process = pool._workers[0]._process
@@ -151,30 +133,3 @@ def test_closing_ends_workers_and_their_descendants() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         future.result(PATIENCE_S)
     wait_for(lambda: not sleepers())
-
-
-def test_functions_may_take_memory_that_rules_may_not() -> None:
-    pool = WorkerPool(1, timeout_s=PATIENCE_S)
-    try:
-        process = pool._workers[0]._process
-
-        def address_space() -> int:
-            limits = Path(f"/proc/{process.pid}/limits").read_text()
-            (line,) = [line for line in limits.splitlines() if line.startswith("Max address space")]
-            return int(line.split()[3])
-
-        assert verify(pool, SUM, "3") == [VerifierScore(1.0)]
-        assert 8 << 30 < address_space() < 9 << 30
-        assert verify(pool, function("map_memory"), tokens(1)) == [VerifierScore(1.0)]
-        assert verify(pool, SUM, "3", "4") == [VerifierScore(1.0), VerifierScore(0.0)]
-        assert 20 << 30 < address_space() < 21 << 30, "as much again beyond the function's"
-    finally:
-        pool.close()
-
-
-def test_without_workers_verification_is_in_process() -> None:
-    pool = WorkerPool(0, timeout_s=1.0)
-    assert verify(pool, SUM, "3", "4") == [VerifierScore(1.0), VerifierScore(0.0)]
-    with pytest.raises(ValueError, match="magic"):
-        verify(pool, {"kind": "magic"}, "3")
-    pool.close()
