@@ -15,8 +15,8 @@ from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream, Cancelled, EmptyBatch
 
 Save = Callable[[int, Mapping[str, Any]], bool]
-"""Writes a checkpoint, given a step and a position in the data. Returns True if it was written.
-Returns False if writing failed and the run should continue without this checkpoint."""
+"""Writes a checkpoint, given a step and a position in the data. Returns True if it was written, and
+False if writing failed but the run should continue without this checkpoint."""
 
 
 class RunJournal(Protocol):
@@ -50,7 +50,7 @@ class Saver:
     write: Save
     run: RunConfig
     saved: int
-    """The last step that has a checkpoint, or the step at which the run started."""
+    """The step of the newest checkpoint, or the step at which the run started."""
     tried_at: float = field(default_factory=lambda: time.monotonic())
     unwritten: int = 0
 
@@ -75,7 +75,7 @@ class RunGuard:
 
     This happens when the run is aborted. It also happens when sampling, scoring, publishing or
     evaluating fails and `handle_failure(error)` returns True. An error in an optimizer step is
-    raised without a checkpoint, since the learner's state is lost.
+    raised without a checkpoint, because the learner's state is lost.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RunGuard:
     ) -> None:
         """The arguments are described in `keel.trainer.loop.Parts`."""
         self.reached = start
-        """The last step that is done."""
+        """The last completed step."""
         self.saver = Saver(save, run, start)
         self._stream, self._journal = stream, journal
         self._should_abort, self._handle_failure = should_abort, handle_failure
@@ -98,7 +98,8 @@ class RunGuard:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Return a context for the whole run. If the run is aborted, the last step is saved."""
+        """Return a context for the whole run. If the run is aborted, the last completed step is
+        saved."""
         try:
             yield
         except Cancelled:
@@ -110,7 +111,7 @@ class RunGuard:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Return a context for sampling a batch. If it fails, the previous step is saved."""
+        """Return a context for sampling a batch. If sampling fails, the previous step is saved."""
         self._journal.begin("sampling")
         try:
             yield
@@ -123,7 +124,8 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """Return a context for an activity after a step, whose error `finish` raises later."""
+        """Return a context for an activity after a step. If the activity fails, `finish` raises its
+        error later."""
         self._journal.begin(activity)
         try:
             yield
@@ -159,8 +161,8 @@ class RunGuard:
         return self.saver.save(step, self._stream.position())
 
     def final_checkpoint(self, error: Exception) -> None:
-        """Save the last step before `error` ends the run, and add a note to `error` that tells how
-        to resume."""
+        """Save the last completed step before `error` ends the run. Also add a note to `error` that
+        tells the user how to resume."""
         self._stream.close()
         untrained = error.prompts if isinstance(error, EmptyBatch) else ()
         try:

@@ -81,7 +81,8 @@ class Runtime:
         )
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
-        """Sample a group of `size` completions. If `size` is 0, the recipe sets the number."""
+        """Sample a group of `size` completions. If `size` is 0, the recipe determines the
+        number."""
         config = self.task.config
         size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
         if prompt.environment:
@@ -95,7 +96,8 @@ class Runtime:
         awaited(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
-        """Return `should_abort` with a check that no process of the run is lost or hangs."""
+        """Return a function that checks that no process of the run is lost or hangs, and then calls
+        `should_abort`."""
 
         def check() -> bool:
             if self.watchdog is not None:
@@ -107,7 +109,7 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRuntime:
-    """A model behind an API endpoint, and a scorer. Can sample in place of a `Runtime`."""
+    """A model behind an API endpoint, and a scorer. It can replace a `Runtime` for sampling."""
 
     config: Config
     completions: EndpointCompletions
@@ -159,11 +161,11 @@ def launch(
     learner: bool = True,
     layouts: ElasticLayouts | None = None,
 ) -> Iterator[Runtime]:
-    """Start the engines and the scorer and yield them as a `Runtime`. The trainer ranks are also
-    started if `learner` is set, or if engines take turns with them on a GPU.
+    """Start the engines and the scorer and yield them as a `Runtime`.
 
-    `log` is the folder for the output of reward functions. `layouts` chooses the recipe's layout at
-    each start of the run.
+    The trainer ranks are also started if `learner` is set, or if engines take turns with them on a
+    GPU. `log` is the folder for the output of reward functions. `layouts` chooses the layout of the
+    recipe each time the run starts.
     """
     config, timeout_s = task.config, task.config.run.startup_timeout_s
     serves_judge = task.judged and config.rewards.judge.serve
@@ -336,7 +338,8 @@ def build_scorer(
 
 @contextmanager
 def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
-    """Return a context that yields a runner of episodes on the engines, or None without any."""
+    """Return a context that yields a runner of episodes on the engines, or None if there are no
+    environments."""
     if task.chat is None:
         yield None
         return
@@ -365,7 +368,8 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 
 
 def download(path: str) -> None:
-    """Download a model to this machine's cache before actors start, which have a timeout."""
+    """Download a model to this machine's cache. This happens before actors start, because their
+    start has a timeout."""
     if path == TINY_MODEL or (model := Download.of(path)) is None:
         return
     with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:
@@ -376,8 +380,8 @@ def download(path: str) -> None:
 
 def sft_model_folder(task: SftTask) -> str:
     """Return the folder that contains the initial weights. The tiny model gets the same cold start
-    as in `keel train`. Its weights are random if the recipe has no `data.sources` or no cold start.
-    """
+    as in `keel train`. If the recipe has no `data.sources` or no cold start, the tiny model's
+    weights are random."""
     config, tiny = task.config, task.config.model.tiny
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
@@ -388,7 +392,7 @@ def sft_model_folder(task: SftTask) -> str:
 
 
 def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
-    """Return the folder of the recipe's model. If the tiny model is not cached, it is built."""
+    """Return the folder of the recipe's model. The tiny model is built if it is not cached."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     steps = config.model.tiny.cold_start.steps

@@ -1,4 +1,4 @@
-"""Runs the trainer's ranks as Ray actors, and decides which error to raise when one fails."""
+"""Runs the trainer's ranks as Ray actors, and decides which error to raise when a rank fails."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from keel.weights.sync import Outcome, Receiver, UpdatableEngine, sends_directly
 GRACE_S = 5.0
 """Seconds to wait for reports from the other ranks after one rank has failed."""
 _LOST_S = 90.0
-"""Seconds to wait instead if a lost rank may have caused the failure. Ray takes 65 s to declare an
-unresponsive node dead."""
+"""Seconds to wait for these reports if a lost rank may have caused the failure. Ray takes 65 s to
+declare an unresponsive node dead."""
 STEP = "an optimizer step"
 _OWN_FAILURES = ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
 """Errors of a rank that the death of another rank cannot have caused."""
@@ -89,14 +89,16 @@ class Learner:
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
             ray_timeouts.call(rank.read, model_path, config)
         self._order = threading.Lock()
-        """Held while calling all ranks, so that all ranks receive calls in the same order."""
+        """Held while all ranks are called, so that all of them receive the calls in the same
+        order."""
         self._senders: list[threading.Thread] = []
         self._locations: list[RankLocation] = []
         self._version = 0
         sending_s = config.sending_timeout_s if self.direct else 0.0
         self._deadlines = StepDeadlines(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
-        """Per-token numbers from the last step for segments that will be saved, by segment."""
+        """Per-token numbers from the last step, keyed by segment, for the segments that will be
+        saved."""
 
     @property
     def version(self) -> int:
@@ -129,7 +131,8 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Train on one batch of rollouts, taking `algorithm.updates_per_batch` optimizer steps."""
+        """Train on one batch of rollouts by taking `algorithm.updates_per_batch` optimizer
+        steps."""
         asleep = self._put_to_sleep()
         shares = pack_shares(groups, self._config)
         ray_timeouts.awaited(asleep)
@@ -140,9 +143,12 @@ class Learner:
         shares: Sequence[Sequence[TrainBatch]],
         groups: Sequence[ScoredGroup | SftExample] = (),
     ) -> StepResult:
-        """Take one optimizer step for each batch. `shares` has one list of batches for each group
-        of ranks. `groups` holds the content of the batches, and is used in messages about
-        non-finite numbers. Raises OutOfMemory if a step did not fit."""
+        """Take one optimizer step for each batch.
+
+        `shares` has one list of batches for each group of ranks. `groups` holds the content of the
+        batches, and is used in messages about non-finite numbers. Raises OutOfMemory if a step did
+        not fit on a rank's GPU.
+        """
         updates = max(map(len, shares), default=1)
         reports: list[StepReport] = self._call_with_shares("step", shares, STEP, updates)
         if reports[0].out_of_memory:
@@ -158,7 +164,7 @@ class Learner:
         )
 
     def lowered(self, config: Config) -> None:
-        """Switch to `config`, which uses less memory through smaller micro-batches or more
+        """Switch to `config`, which uses less memory because it has smaller micro-batches or more
         activation checkpointing."""
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
@@ -173,8 +179,8 @@ class Learner:
         """Score named batches of conversations and return `<name>/nll` for each batch. Returns an
         empty dict if `should_abort()` returns True.
 
-        Each call to the ranks scores only one micro-batch, since it must finish within the timeout
-        for a step.
+        Each call to the ranks scores only one micro-batch, because it must finish within the
+        timeout for a step.
         """
         scored: list[dict[str, Metric]] = []
         for name in shares[0] if shares else ():
@@ -196,7 +202,7 @@ class Learner:
         ray_timeouts.awaited(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Put rank 0's weights into Ray's object store, in buckets, and return the references."""
+        """Put rank 0's weights into Ray's object store in buckets, and return the references."""
         return self._call_all("put_weights", deadline=self._deadlines.of("the weights"))[0]
 
     def send(self, engines: Sequence[UpdatableEngine]) -> list[Future[int]]:
@@ -255,7 +261,7 @@ class Learner:
         return self._call_all(method, str(folder.absolute()), deadline=self._deadlines.of(what))
 
     def shutdown(self) -> None:
-        """Kill every rank. This can safely be called twice or after a failure."""
+        """Kill every rank. It is safe to call this twice or after a failure."""
         for rank in self._ranks:
             ray_timeouts.kill(rank)
         for sender in self._senders:  # these threads wait on Ray, which ends next
@@ -292,7 +298,7 @@ class Learner:
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
         """Wait for one call on each rank and return the results in rank order. If one rank fails,
-        its error is raised soon afterwards, since the other ranks then hang in a collective."""
+        its error is raised soon afterwards, because the other ranks then hang in a collective."""
         remaining = deadline.left or ray_timeouts.Deadline(deadline.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
@@ -334,8 +340,8 @@ class Learner:
         return f" (process {self._locations[rank].pid} on {self._locations[rank].host})"
 
     def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
-        """Combine the failures of several ranks into one error. If a rank died, that is the cause.
-        Set `stuck` if some ranks have not answered."""
+        """Combine the failures of several ranks into one error. If a rank died, its death is the
+        cause. Set `stuck` if some ranks have not answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]

@@ -25,7 +25,7 @@ from keel.trainer.batch_stream import BatchStream, SamplingProgress, never, wait
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 IDLE = ("rollout", "reward")
-"""Timings in which the trainer is idle, waiting for completions or rewards."""
+"""The timings during which the trainer is idle because it waits for completions or rewards."""
 
 
 class Prompts(Protocol):
@@ -40,7 +40,7 @@ class Prompts(Protocol):
 
 class Rollouts(Protocol):
     def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
-        """Start sampling a group of completions. Returns immediately."""
+        """Start sampling a group of completions, and return immediately."""
         ...
 
 
@@ -68,7 +68,7 @@ class Parts:
     rewards: Rewards
     learner: PolicyLearner
     push: Callable[[int], Future[None]]
-    """Send the learner's current weights to every engine. The argument is the weights' version."""
+    """Send the learner's current weights, which have this version, to every engine."""
     journal: RunJournal
     heldout: Mapping[str, Sequence[Prompt]]
     save: Save
@@ -79,17 +79,18 @@ class Parts:
     should_abort: Callable[[], bool] = never
     """Return True to end the run at once. Raises an error if a process was lost."""
     should_skip_evaluation: Callable[[], bool] = never
-    """Return True to cut an evaluation short. The last evaluation is never cut short. A resumed run
-    repeats the evaluation."""
+    """Return True to cut an evaluation short. A resumed run repeats it. The last evaluation is
+    never cut short."""
     decoding_steps: Callable[[], int] | None = None
-    """Return how many decoding steps all engines have taken so far. None if this is unknown."""
+    """Return how many decoding steps all engines have taken so far. The field is None if this is
+    unknown."""
     handle_failure: Callable[[Exception], bool] = lambda _: True
-    """Called with an error from sampling, publishing or evaluating, which will end the run. Return
-    True if the learner is intact, so that a final checkpoint can be saved."""
+    """Handle an error from sampling, publishing or evaluating, which will end the run. Return True
+    if the learner is intact, so that a final checkpoint can be saved."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
-    """Run steps `start + 1` to `config.run.steps` and return the last step done.
+    """Run steps `start + 1` to `config.run.steps` and return the last completed step.
 
     The run ends early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
     returns True. If sampling, scoring, publishing or evaluating fails, or if a batch has no
@@ -191,11 +192,8 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
 @dataclass(slots=True)
 class Clock:
     """Measures how many seconds a step spends on each activity. Time in nested activities is
-    counted only once.
-
-    Evaluation and saving are not timed, so `time/step` and `throughput/tokens_per_second` do not
-    include them.
-    """
+    counted only once. Evaluation and saving are not timed, so `time/step` and
+    `throughput/tokens_per_second` do not include them."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE, 0.0))
 

@@ -25,14 +25,14 @@ _FINDINGS_PER_BATCH = 3
 
 
 class SkipCounter:
-    """Counts the optimizer steps that were skipped because the gradient was not finite. The
-    gradient norm is global, so all ranks have the same count."""
+    """Counts the optimizer steps that were skipped because the gradient was not finite. All ranks
+    have the same count, because the gradient norm is global."""
 
     def __init__(self, limit: int) -> None:
         """`limit` is the number of consecutive skipped steps after which the run must end."""
         self._limit, self._in_a_row = limit, 0
         self.gave_up = ""
-        """Why the run must end. Empty while it can continue."""
+        """The reason the run must end, or an empty string while it can continue."""
 
     def count(self, norm: float, version: int) -> bool:
         """Count the step that leads to `version`, given its gradient norm. Returns True if the step
@@ -49,9 +49,8 @@ class SkipCounter:
 
 
 def finite_factor(loss: Tensor) -> Tensor:
-    """Return 1 if the loss is finite and NaN otherwise. Multiplying the loss by this factor makes
-    every gradient NaN if the loss is not finite. All ranks then see a NaN gradient norm and skip
-    the step."""
+    """Return 1 if the loss is finite and NaN otherwise. Multiplying a non-finite loss by this
+    factor makes every gradient NaN. All ranks then see a NaN gradient norm and skip the step."""
     return loss.detach() * 0 + 1
 
 
@@ -71,8 +70,8 @@ class Finding:
 def describe_findings(
     findings: Sequence[Finding], groups: Sequence[ScoredGroup | SftExample]
 ) -> tuple[str, ...]:
-    """Describe the findings from all ranks, one line each, and name the completion that each
-    belongs to. Uncertain findings are included only if there are no certain ones."""
+    """Return one line for each finding from all ranks, and name the completion it belongs to.
+    Uncertain findings are included only if there are no certain ones."""
     names: dict[bytes, str] = {}
 
     def add(name: str, segments: Sequence[Segment]) -> None:
@@ -98,24 +97,24 @@ def describe_findings(
 
 
 class NanTracer:
-    """Finds the first non-finite number in the forward and backward pass of micro-batches."""
+    """Finds the first non-finite number in the forward and backward passes of micro-batches."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        """`layers` are the decoder layers in order. Pass none if they are compiled."""
+        """`layers` are the decoder layers in order. Pass an empty list if they are compiled."""
         self._layers = layers
         self.findings: list[Finding] = []
         self.factor = 1.0
-        """What to multiply the loss by. Set it to NaN to make every gradient NaN."""
+        """The factor by which the loss is multiplied. Set it to NaN to make every gradient NaN."""
 
     @contextmanager
     def trace(self, batch: MicroBatch, start: int) -> Iterator[None]:
         """Return a context that traces the micro-batch that runs inside it. `start` is the index of
-        the first token in this rank's part of the micro-batch."""
+        the first token in this rank's shard of the micro-batch."""
         self._start = start
         self._outputs: list[tuple[int, str]] = []
         """Rows of the first layer output that is not finite, each with a description."""
         self._gradients: list[tuple[int, str]] = []
-        """Rows of the last layer output whose gradient is not finite, likewise."""
+        """Rows of the last layer output whose gradient is not finite, each with a description."""
         self._values: list[tuple[str, Tensor]] = []
         """Names and values [R] for the sampled tokens, in the order in which they are computed."""
         self._loss = 0.0

@@ -1,6 +1,6 @@
 """Turns a recipe into a checked task with a model, a plan and data, before any process starts.
 
-Apart from `keel.trainer.launch`, this is the only module that combines data, rewards and rollouts.
+This module and `keel.trainer.launch` are the only ones that combine data, rewards and rollouts.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Task(PlannedModel):
         return self.dataset.train.state()
 
     def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
-        """Return a description of the plan for the user."""
+        """Return the description of the plan that is shown to the user."""
         config, facts, time = self.config, self.facts, None
         if (
             trains and not self.gpu and not config.with_agents
@@ -173,9 +173,9 @@ class SftTask(PlannedModel):
     recipe: Config
     """The complete recipe. `config` has only the part that affects supervised training."""
     prompts: Dataset | None
-    """The prompts from `data.sources`, whose held-out sets are excluded from training."""
+    """The prompts from `data.sources`. Their held-out sets are excluded from training."""
     format: str
-    """The name of the chat format. Empty if there are no chats."""
+    """The name of the chat format, or an empty string if there are no chats."""
 
     @property
     def command(self) -> str:
@@ -188,7 +188,7 @@ class SftTask(PlannedModel):
         return self.batches.position()
 
     def text(self, *, seats: Sequence[str] = ()) -> str:
-        """Return a description of the plan for the user."""
+        """Return the description of the plan that is shown to the user."""
         config, sft, trainer = self.config, self.config.sft, self.config.trainer
         what = "windows" if sft.only_text else "conversations"
         size = f"{sft.conversations_per_step} {what}"
@@ -329,7 +329,7 @@ def prepare_sft(
 
 
 def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
-    """Load and check a recipe that trains only on text. Raises ConfigError if it cannot."""
+    """Load and check a recipe that trains only on text. Raises ConfigError if a check fails."""
     sources = load_config(recipe, overrides).sft.sources
     if others := [source.name for source in sources if not source.is_text]:
         raise ConfigError(
@@ -402,8 +402,6 @@ def plan_model(
 
 
 def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelFacts]:
-    """Return the tokenizer and the facts of the model, with the parameters of the recipe's
-    teachers. Raises ConfigError if the model or a teacher cannot be used."""
     settings = config.model
     if settings.path == TINY_MODEL:
         check_residual(config, settings.tiny.family)
@@ -444,7 +442,7 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
 
 
 def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
-    """Load the prompts and check their lengths and rewards. Raises ConfigError if one fails."""
+    """Load the prompts and check their lengths and rewards. Raises ConfigError if a check fails."""
     return load_dataset(
         config.data,
         seed=config.run.seed,
@@ -455,8 +453,8 @@ def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
-    """Return the length of a prompt in tokens. Returns 0 if the conversation is started by an
-    environment. Raises ConfigError if the chat template cannot render the prompt."""
+    """Return the length of a prompt in tokens, or 0 if an environment starts the conversation.
+    Raises ConfigError if the chat template cannot render the prompt."""
     if prompt.environment:
         return 0
     try:
@@ -526,9 +524,8 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
 
 
 def _total_steps(config: Config, batches: Batches) -> int:
-    """Return the total number of steps at the end of `sft.epochs`. Steps up to the newest
-    checkpoint are taken as they were, since the last batch of earlier epochs may have been smaller.
-    """
+    """Return the number of the step that completes `sft.epochs`. Steps up to the newest checkpoint
+    count as they were taken, because the last batch of an earlier epoch may have been smaller."""
     beginning, done = batches.position(), 0
     if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it
@@ -610,7 +607,8 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Yield a warning if engines and ranks need more than the machine's memory, if known."""
+    """Yield a warning if engines and ranks need more memory than the machine has. `machine_gib` is
+    0 if its memory is unknown."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
     if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):

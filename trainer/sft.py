@@ -1,4 +1,5 @@
-"""The loop for supervised training: draw conversations, train on them, evaluate held-out sets."""
+"""The loop for supervised training: draw conversations, train on them, and evaluate on held-out
+sets."""
 
 from __future__ import annotations
 
@@ -20,8 +21,6 @@ from keel.trainer.nonfinite import SHOWN_FINDINGS
 
 
 class _SftStream(Protocol):
-    """An endless stream of conversations in a seeded order."""
-
     def take(self, n: int) -> list[SftExample]: ...
 
     def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]: ...
@@ -35,15 +34,13 @@ class _SftLearner(Protocol):
 
     def train(
         self, shares: Sequence[Sequence[TrainBatch]], examples: Sequence[SftExample], /
-    ) -> StepResult:
-        """Take an optimizer step. Messages about non-finite numbers name the `examples`."""
-        ...
+    ) -> StepResult: ...
 
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool], /
     ) -> dict[str, Metric]:
-        """Score named batches and return `<name>/nll` for each. During indexer warm-up, also return
-        `<name>/indexer/held`. Returns an empty dict on abort."""
+        """Score named batches and return `<name>/nll` for each. While indexers are warming up, also
+        return `<name>/indexer/held`. Returns an empty dict if `should_abort()` returns True."""
         ...
 
 
@@ -58,9 +55,9 @@ class SftParts:
     """Return True to end the run after the current step."""
     say: Callable[[str], None]
     should_abort: Callable[[], bool] = never
-    """Return True to end the run and do nothing more than save a checkpoint."""
+    """Return True to end the run at once, with nothing but a last checkpoint."""
     attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
-    """Run a step. If it runs out of memory, run it again with a config that needs less memory."""
+    """Run a step. If it runs out of memory, repeat it with a config that needs less memory."""
 
 
 class Batches:
@@ -74,7 +71,7 @@ class Batches:
         self._drawn = 0
 
     def take(self) -> list[SftExample]:
-        """Return the next batch. The last batch of `sft.epochs` may be smaller."""
+        """Return the next batch. The last batch of `sft.epochs` may be smaller than the others."""
         batch: list[SftExample] = []
         room = self._config.tokens_per_step
         remaining = self._end_of(self._config.epochs) - self._drawn
@@ -105,8 +102,8 @@ class Batches:
         return steps
 
     def passes(self, steps: int) -> float:
-        """Return the average number of passes over the data in `steps` steps. Returns 0 if batches
-        are sized in tokens and `sft.epochs` is not set."""
+        """Return how often `steps` steps go through the data on average. Returns 0 if batches are
+        sized in tokens and `sft.epochs` is not set."""
         if self._config.epochs or self._config.tokens_per_step:
             return self._config.epochs
         return steps * self._config.conversations_per_step / self._epoch
@@ -126,10 +123,8 @@ class Batches:
 
 
 def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
-    """Run steps `start + 1` to `config.run.steps` and return the last step done.
-
-    The run ends early, with a checkpoint, when `parts.should_stop()` returns True.
-    """
+    """Run steps `start + 1` to `config.run.steps` and return the last completed step. The run ends
+    early, with a checkpoint, when `parts.should_stop()` returns True."""
     run, learner = config.run, parts.learner
     packed = {
         name: pack_sft(
