@@ -19,7 +19,6 @@ HARDWARE = (
     *("colocated", "ranks", "gpu_memory_utilization", "time_share"),
     *("zero_stage", "compile"),
 )
-"""Knobs that stay auto."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,15 +36,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def written(*flags: str, status: int = 0) -> Config:
-    """Write a recipe and load it. status: the result of the check."""
+def written(*flags: str) -> Config:
     checked: list[str] = []
 
     def check(path: str) -> int:
         checked.append(path)
-        return status
+        return 0
 
-    assert new(parser().parse_args(["new", *flags]), check) == status
+    assert new(parser().parse_args(["new", *flags]), check) == 0
     (path,) = checked
     text = Path(path).read_text()
     assert not any(knob in text for knob in HARDWARE)
@@ -53,7 +51,7 @@ def written(*flags: str, status: int = 0) -> Config:
     return load_config(path)
 
 
-def test_flags_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_make_a_recipe() -> None:
     config = written("--model", "a/b", "--data", "school.jsonl", "--gpus", "2", "--gpu-gib", "80")
     (source,) = config.data.sources
     assert (source.name, source.path, source.holdout) == ("school", "school.jsonl", 30)
@@ -61,30 +59,19 @@ def test_flags_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert (source.template, source.thinking, source.rewards) == ("boxed", False, {"correct": 1})
     assert (config.run.gpus_per_node, config.run.gpu_gib, config.model.path) == (2, 80, "a/b")
     assert config.trainer.lr == 1e-6 and config.rollout.sampling.max_tokens == 1024
-    output = capsys.readouterr()
-    assert output.out.startswith("wrote school.yaml:") and not output.err
-    assert output.out.endswith("next: keel train school.yaml\n")
-
-
-def test_reward_function_adds_to_the_answer() -> None:
     flags = ("--model", "a/b", "--gpus", "0", "--reward", "my_rewards.brief")
-    (source,) = written("--data", "school.jsonl", *flags).data.sources
+    (source,) = written("--data", "school.jsonl", *flags, "own.yaml").data.sources
     assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
 
 
 REFUSED = {
     "--model a/b --gpus 0": "--data is missing",
-    "--gpus 0 --environment shop:Shop": "--environment shop:Shop",
     "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has prompt",
     "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`",
     "--model ./nope --gpus 0 --data school.jsonl": "'./nope' does not exist",
     "--model tiny --data school.jsonl": "--data school.jsonl: the tiny model",
-    "--model a/b --gpus 0 --data school.jsonl --task chain_sum": "keep one",
-    "--model a/b --gpus -1 --data school.jsonl": "must be at least 0 and 1",
     "nowhere/x.yaml --gpus 0 --task chain_sum": "no such folder as nowhere",
     "school.jsonl --gpus 0": "school.jsonl: exists already",
-    "--gpus 0 --steps 0": "run.steps = 0",
-    "--model a/b --gpus 0 --data school.jsonl --subset main": "subset",
 }
 
 
@@ -97,33 +84,16 @@ def test_refusal_writes_nothing(flags: str, here: Path, capsys: pytest.CaptureFi
     assert {path: path.read_text() for path in here.iterdir()} == before
 
 
-class Terminal:
-    """Types scripted replies."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *replies: str) -> None:
-        self.asked: list[str] = []
-        self._replies = iter(replies)
-        monkeypatch.setattr("builtins.input", self._typed)
-        for stream in (sys.stdin, sys.stdout):
-            monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-
-    def _typed(self, question: str) -> str:
-        self.asked.append(question)
-        try:
-            return next(self._replies)
-        except StopIteration:
-            raise EOFError from None
-
-
 def test_terminal_is_asked_for_missing_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    replies = ("4", "open.jsonl", "", "y", "", "70", "its.yaml")
-    terminal = Terminal(monkeypatch, *replies)
+    replies = iter(["4", "open.jsonl", "", "y", "", "70", "its.yaml"])
+    monkeypatch.setattr("builtins.input", lambda _: next(replies))
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     config = written("--model", "a/b")
-    assert len(terminal.asked) == len(replies)
+    assert next(replies, "") == "" and Path("its.yaml").exists()
     assert (config.run.gpus_per_node, config.run.gpu_gib) == (4, 80)
     assert config.data.sources[0].rewards == {"my_rewards.reward": 1}
     assert (config.rollout.sampling.max_tokens, config.run.steps) == (4096, 70)
-    assert Path("its.yaml").exists()
 
 
 def test_evaluation_file_never_trains() -> None:

@@ -1,19 +1,23 @@
-"""Loading recipes and overrides, and the errors of wrong ones."""
+"""Recipes, overrides and work folders, and the errors of wrong ones."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from keel.configs.convert import RENAMED, knobs
 from keel.configs.diff import check_resumable, diff_configs, flatten_config, stepping
-from keel.configs.load import dump_config, load_config, split_overrides
-from keel.configs.paths import data_path
+from keel.configs.load import dump_config, load_config, load_distillation, split_overrides
+from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.configs.shipped import shipped
 from keel.configs.synthesis import SynthesisConfig
+from keel.configs.system_prompts import with_system
+from keel.configs.work_folder import WorkFolder
 
 RECIPE = """\
 run: {steps: 7}
@@ -65,29 +69,23 @@ def test_recipe_and_overrides_become_a_config(tmp_path: Path) -> None:
     [
         ("run.steps=true", "run.steps = True"),
         ("run.steps=1e3", "run.steps = 1000.0"),
-        ("trainer.lr=fast", "trainer.lr = 'fast'"),
         ("trainer.lr=.nan", "trainer.lr = nan"),
         ("data.sources[sums].holdout=al", "data.sources[sums].holdout = 'al'"),
-        ("rollout.sampling=3", "rollout.sampling = 3"),
         ("data.sources[sums].rewards.correct=x", "data.sources[sums].rewards.correct = 'x'"),
         ("data.sources=[{name: a}]", "data.sources[a].source: missing"),
         ("run.steps=0", "run.steps = 0"),
         ("data.sources[gcds].kl_coef=-1", "data.sources[gcds].kl_coef = -1.0"),
-        ("run={stepz: 3}", "run.stepz: no such knob; did you mean run.steps?"),
     ],
 )
 def test_wrong_value_names_override_and_knob(tmp_path: Path, override: str, knob: str) -> None:
     assert refused(write(tmp_path, RECIPE), override).startswith(f"override {override!r}: {knob}")
 
 
-def test_broken_rule_names_file_and_line(tmp_path: Path) -> None:
+def test_mistakes_are_reported_with_their_lines(tmp_path: Path) -> None:
     path = write(tmp_path, RECIPE.replace("kl_coef: 1e-3", "\n       kl_coef: -1"))
     assert refused(path).startswith(f"{path}:5: data.sources[sums].kl_coef = -1.0: ")
     path = write(tmp_path, RECIPE + "rollout:\n  sampling:\n    top_p: 0.9\n    top_k: 0\n")
     assert refused(path).startswith(f"{path}:9: rollout.sampling.top_k = 0: ")
-
-
-def test_all_typos_are_reported_with_their_lines(tmp_path: Path) -> None:
     path = write(tmp_path, RECIPE + "trainer:\n  lrr: 1\n  zero_stage: 9\nevil: {samples: 2}\n")
     typo, value, section = sorted(refused(path).splitlines())
     assert typo.startswith(f"{path}:7: trainer.lrr: ")
@@ -95,20 +93,15 @@ def test_all_typos_are_reported_with_their_lines(tmp_path: Path) -> None:
     assert section.startswith(f"{path}:9: evil: ")
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("trainer.lrr", "did you mean trainer.lr?"),
-        ("trainer.learning_rate", "did you mean trainer.lr?"),
+def test_unknown_key_is_answered_with_a_knob(tmp_path: Path) -> None:
+    for key, knob in (
+        ("trainer.learning_rate", "trainer.lr?"),
         ("rollout.max_tokens", "rollout.sampling.max_tokens"),
-        ("lr", "did you mean trainer.lr or "),
-        ("algorithm.num_generations", "did you mean algorithm.group_size?"),
-        ("data.sources[gcds].holdoutt", "did you mean data.sources[gcds].holdout?"),
-        ("run.zzz", "keel knobs run"),
-    ],
-)
-def test_unknown_key_is_answered_with_a_knob(tmp_path: Path, key: str, hint: str) -> None:
-    assert hint in refused(write(tmp_path, RECIPE), f"{key}=1")
+        ("lr", "trainer.lr or "),
+        ("algorithm.num_generations", "algorithm.group_size?"),
+        ("data.sources[gcds].holdoutt", "data.sources[gcds].holdout?"),
+    ):
+        assert knob in refused(write(tmp_path, RECIPE), f"{key}=1")
 
 
 def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
@@ -121,11 +114,12 @@ def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
     assert refused(path, "model.path=embedded").endswith("renamed to tiny")
 
 
-@pytest.mark.parametrize("section", ["rollout.sampling", "rollout", "eval"])
 @pytest.mark.parametrize("option", ["bad_words", "guided_json", "logits_processors", "min_p"])
-def test_unrecorded_sampling_is_refused(tmp_path: Path, section: str, option: str) -> None:
-    message = refused(write(tmp_path, RECIPE), f"{section}.{option}=1")
-    assert f"{section}.{option}: changes the distribution" in message
+def test_unrecorded_sampling_is_refused(tmp_path: Path, option: str) -> None:
+    path = write(tmp_path, RECIPE)
+    for section in ("rollout.sampling", "rollout", "eval"):
+        message = refused(path, f"{section}.{option}=1")
+        assert f"{section}.{option}: changes the distribution" in message
 
 
 def test_recipes_inherit(tmp_path: Path) -> None:
@@ -156,20 +150,15 @@ def test_replaced_values_are_reported_where_they_are_written(tmp_path: Path) -> 
     ("text", "message"),
     [
         ("run:\n  steps: [1\ntrainer: {}", ":3: not valid YAML"),
-        ("run:\n  steps: 1\n eval_every: 2", ":3: not valid YAML: inconsistent indentation"),
         ("run: {steps: 1}\nrun: {steps: 2}", ":2: not valid YAML"),
         ("run: {dir: }", 'write ""'),
         ("- 1", ":1: a recipe"),
-        ("just text", ":1: a recipe"),
         ("", "data.sources = []"),
         (RECIPE + "1: x", ":6: 1: no such knob"),
-        ("run: {}\ndefaults: base.yml", ":2: defaults: "),
         ("defaults: [a]", ":1: defaults = ['a']"),
         ("defaults: recipe.yaml", "circular"),
         (RECIPE + "x: &a [*a]", "nested too deeply"),
-        (RECIPE + "x: " + "[" * 1000, "nested too deeply"),
         (f"run: {{seed: {'9' * 5000}}}", ":1: run.seed = "),
-        (RECIPE + f"algorithm: {{max_lag: {'9' * 23}}}", "algorithm.max_lag: has 23 digits"),
         ("run: {steps: 1:30}", ":1: run.steps = 1:30"),
         ("run: {seed: 0100}", ":1: run.seed = 0100"),
         ('run: {dir: "a\\0b"}', ":1: run.dir = 'a\\x00b'"),
@@ -184,13 +173,10 @@ def test_malformed_recipe_names_the_line(tmp_path: Path, text: str, message: str
     ("override", "message"),
     [
         ("run.steps", "key=value"),
-        ("=3", "key=value"),
         ("--run.steps=3", "'run.steps=3'"),
         ("run.steps=[", "not valid YAML"),
         ("run.steps=1:30", "base-60"),
-        ("run.dir=a #b", "comment"),
         ("data.sources.7.size=1", "has no entry '7'; it has sums, gcds"),
-        ("data.sources[²].size=5", "has no entry '²'"),
         ("data.sources[sum].size=1", "did you mean data.sources[sums]?"),
         ("data.sources.0.name.x=1", "data.sources.0.name = 'sums' is a value"),
         ("run.dir=${run.nothing}", "run.nothing"),
@@ -214,7 +200,6 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         "run: {dir: !!python/object/apply:os.system ['touch ran']}",
         "run: {dir: '${oc.env:HOME}'}",
         "run: {dir: '${oc.decode:[1]}'}",
-        "defaults: '${oc.env:HOME}'",
         "defaults: ~no-user-of-this-name/x.yaml",
     ],
 )
@@ -232,10 +217,9 @@ AWKWARD = ["${run.seed}", "a\\${b}", "\\\\${", "${", "\\", "1e-6", "null", "yes"
 CHARACTERS = "ab1 .-:#{}[]$\\\"'&*!%@`,?|>~é\u2028\ufeff中😀"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_dumped_config_reads_back_the_same(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    texts = ["".join(rng.choices(CHARACTERS, k=rng.randrange(12))) for _ in range(30)]
+def test_dumped_config_reads_back_the_same(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(CHARACTERS, k=rng.randrange(12))) for _ in range(120)]
     params = {"texts": [*texts, *AWKWARD], "others": [None, True, -(10**30), [[], [0]]]}
     source = SourceConfig(
         name="a", source="reasoning_gym", task="gcd", size=3, system=texts[0], params=params
@@ -244,15 +228,12 @@ def test_dumped_config_reads_back_the_same(tmp_path: Path, seed: int) -> None:
     assert load_config(write(tmp_path, dump_config(config))) == config
 
 
-@pytest.mark.parametrize("form", ["{}.rewards.{}", "{}.rewards[{}]"])
 @pytest.mark.parametrize("name", ["mine.b", "mine.partial", "mine.near.partial"])
-@pytest.mark.parametrize("source", [".1", "[gcds]", ".gcds"])
-def test_dotted_reward_function_is_one_key(
-    tmp_path: Path, source: str, name: str, form: str
-) -> None:
-    knob = f"data.sources{form.format(source, name)}"
-    rewards = load_config(write(tmp_path, RECIPE), [f"{knob}=0.7"]).data.sources[1].rewards
-    assert rewards == {"correct": 1.0, "mine.b": 0.1} | {name: 0.7}
+def test_dotted_reward_function_is_one_key(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, RECIPE)
+    for knob in (f".1.rewards.{name}", f"[gcds].rewards[{name}]", f".gcds.rewards.{name}"):
+        rewards = load_config(path, [f"data.sources{knob}=0.7"]).data.sources[1].rewards
+        assert rewards == {"correct": 1.0, "mine.b": 0.1} | {name: 0.7}
 
 
 @pytest.mark.parametrize(
@@ -313,23 +294,17 @@ def test_differences_are_named_by_knob() -> None:
     ]
 
 
-def test_resumed_run_may_change_length_only() -> None:
+def test_resumed_run_may_change_length_and_learning_rate_only() -> None:
     old = config()
     longer = replace(old, run=replace(old.run, steps=500, dir="runs/moved"))
     check_resumable(old, longer, "runs/x")
     other = replace(longer, trainer=replace(old.trainer, grad_clip=9.0))
-    with pytest.raises(ConfigError, match="runs/x") as caught:
+    with pytest.raises(ConfigError, match=r"trainer\.grad_clip: 1\.0 → 9\.0") as caught:
         check_resumable(old, other, "runs/x")
-    assert "trainer.grad_clip: 1.0 → 9.0" in str(caught.value)
     assert "run.steps" not in str(caught.value)
-
-
-def test_learning_rate_may_change_and_is_named() -> None:
-    old = config()
     new = replace(old, trainer=replace(old.trainer, lr=5e-7, schedule="cosine"))
     check_resumable(old, new, "runs/x")
     assert stepping(old, new) == ["trainer.lr 1e-06 → 5e-07", "trainer.schedule constant → cosine"]
-    assert stepping(old, old) == []
 
 
 def test_evaluation_sources_may_change() -> None:
@@ -339,7 +314,118 @@ def test_evaluation_sources_may_change() -> None:
     check_resumable(old, with_test, "runs/x")
     check_resumable(with_test, old, "runs/x")
     trained = replace(with_test.data.sources[1], holdout=1)
+    trained_too = replace(old, data=DataConfig(sources=(*old.data.sources, trained)))
     with pytest.raises(ConfigError, match=r"data.sources\[test\]"):
-        check_resumable(
-            old, replace(old, data=DataConfig(sources=(old.data.sources[0], trained))), "runs/x"
-        )
+        check_resumable(old, trained_too, "runs/x")
+
+
+def test_obstacles_of_a_run_folder_are_named(tmp_path: Path) -> None:
+    assert unwritable(tmp_path / "a" / "b") == unwritable(tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for inside in ("file", "file/run", "file/a/run"):
+        assert str(tmp_path / "file") in unwritable(tmp_path / inside)
+    assert str(tmp_path / "link") in unwritable(tmp_path / "link" / "run")
+
+
+def work_folder(path: Path) -> WorkFolder:
+    return WorkFolder(path, "it.dir", "count")
+
+
+def test_work_folder_resumes_after_the_last_whole_line(tmp_path: Path) -> None:
+    line = {"text": "é \ud800", "n": 1}
+    with work_folder(tmp_path) as folder:
+        folder.claim({"seed": 1})
+        folder.lines("x.jsonl").add(line)
+    with (tmp_path / "x.jsonl").open("ab") as file:
+        file.write('{"text": "é'.encode()[:-1])  # cut inside a character
+    with work_folder(tmp_path) as folder:
+        assert folder.changed({"seed": 1}) == []
+        assert folder.changed({"seed": 2, "k": 3}) == ["seed: 1 → 2", "k: (absent) → 3"]
+        lines = folder.lines("x.jsonl")
+        assert lines.read() == [line]
+        lines.add([2])
+        assert lines.read() == [line, [2]]
+
+
+def test_work_folder_is_exclusive_and_names_bad_files(tmp_path: Path) -> None:
+    with work_folder(tmp_path / "a"), pytest.raises(ConfigError, match=r"it\.dir"):
+        work_folder(tmp_path / "a").__enter__()
+    with work_folder(tmp_path / "a") as folder:  # released
+        (folder.path / "settings.json").write_text("{")
+        with pytest.raises(ConfigError, match=r"settings\.json"):
+            folder.changed({})
+        (folder.path / "x.jsonl").write_text("{}\n{]\n")
+        with pytest.raises(ValueError, match=r"x\.jsonl:2: "):
+            folder.lines("x.jsonl").read()
+
+
+def test_neighbouring_files_precede_shipped_recipes(tmp_path: Path) -> None:
+    config = load_config("qwen3-8b-8x80")
+    assert config.run.dir == "runs/qwen3-8b-8x80" and config.run.gpus_per_node == 8
+    assert set(shipped("distill/")) == {"quickstart", "specialists"}
+    with pytest.raises(ConfigError, match="no such file"):
+        load_distillation("qwen3-8b-8x80")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("defaults: qwen3-8b-8x80\nrun: {dir: runs/mine}\n")
+    assert load_config(mine).trainer == config.trainer
+    (tmp_path / "quickstart.yaml").write_text("run: {steps: 7}\n")
+    source = "{name: a, source: jsonl, path: a}"
+    mine.write_text(f"defaults: quickstart.yaml\ndata: {{sources: [{source}]}}\n")
+    assert load_config(mine).run.steps == 7
+    mine.write_text("defaults: qwen3-8b-9x80\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml:1: defaults: "):
+        load_config(mine)
+
+
+def test_system_prompt_precedes_an_existing_message() -> None:
+    user = {"role": "user", "content": "1 + 1?"}
+    assert with_system("", [user]) == (user,)
+    assert with_system("A", [user]) == ({"role": "system", "content": "A"}, user)
+    system = {"role": "system", "content": "B"}
+    assert with_system("A", [system, user]) == ({"role": "system", "content": "A\n\nB"}, user)
+
+
+RECIPES = sorted(
+    path.stem for path in (Path(__file__).parents[2] / "configs/recipes").glob("*.yaml")
+)
+shipped_recipe = cache(load_config)
+MATHEMATICS = {"gsm8k", "proofs", "sums", "sums-direct", "gcd"}
+"""The report weakens the KL penalty for mathematics, or omits it."""
+
+
+def test_recipes_load_by_their_bare_names() -> None:
+    assert [shipped_recipe(name).run.dir for name in RECIPES] == [f"runs/{n}" for n in RECIPES]
+    algorithm = shipped_recipe("gpu-dense").algorithm
+    assert algorithm.updates_per_batch > 1
+    assert algorithm.prompts_per_step % algorithm.updates_per_batch == 0
+
+
+def test_only_removes_the_other_sources(tmp_path: Path) -> None:
+    config = load_config("mixed", ["data.only=[chat, code]"])
+    assert [source.name for source in config.data.sources] == ["code", "chat"]
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+    with pytest.raises(ConfigError, match=r"data\.only = 'cod'.*code"):
+        load_config("mixed", ["data.only=[cod]"])
+
+
+def test_transfer_evaluates_families_never_trained() -> None:
+    config = shipped_recipe("transfer")
+    trained = {s.name for s in config.data.sources if config.data.weight_of(s) > 0}
+    held = {source.name for source in config.data.sources if source.holdout}
+    assert trained == {"general"} and held == {"general", "search", "code", "interpreter"}
+    assert all(s in shipped_recipe("mixed-agents").data.sources for s in config.data.sources)
+
+
+def test_domains_have_the_rewards_of_the_report() -> None:
+    """DeepSeek-V3.2, section 3.1."""
+    plain = ("sft", "pretrain", "quickstart")
+    recipes = [shipped_recipe(name) for name in RECIPES if not name.startswith(plain)]
+    for source in (source for recipe in recipes for source in recipe.data.sources):
+        assert "language" in source.rewards, source.name
+        if "rubric" not in source.rewards:
+            assert source.rewards["correct"] > 0 and source.length.linear > 0, source.name
+        assert source.kl_coef > 0 or source.name in MATHEMATICS, source.name

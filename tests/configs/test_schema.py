@@ -74,17 +74,16 @@ def algorithmic(top_p: float = 1.0, **algorithm: Any) -> Config:
 
 
 def test_every_section_with_bounds_checks_them() -> None:
+    author = {"base_url": URL, "model": "a"}
+    source = {"name": "a", "source": "jsonl", "path": "a"}
+    writer = synthesis.AuthorConfig(**author)  # type: ignore[arg-type]
     needed: dict[str, dict[str, Any]] = {
-        "SourceConfig": {"name": "a", "source": "jsonl", "path": "a"},
-        "ConversationsConfig": {"name": "a", "source": "jsonl", "path": "a"},
+        "SourceConfig": source,
+        "ConversationsConfig": source,
         "EvalVariant": {"name": "a"},
         "CodeSourceConfig": {"name": "a", "git": "a"},
-        "AuthorConfig": {"base_url": URL, "model": "a"},
-        "SynthesisConfig": {
-            "family": "general",
-            "dir": "a",
-            "author": synthesis.AuthorConfig(base_url=URL, model="a"),
-        },
+        "AuthorConfig": author,
+        "SynthesisConfig": {"family": "general", "dir": "a", "author": writer},
     }
     classes = {v for m in (schema, synthesis) for v in vars(m).values() if is_dataclass(v)}
     checked = 0
@@ -120,11 +119,7 @@ def test_every_section_with_bounds_checks_them() -> None:
         (CodeConfig, {"time_s": 1e300}, "rewards.code.time_s"),
         (JudgeConfig, {"serve": True}, "rewards.judge.model"),
         (JudgeConfig, {"base_url": "http://[::1", "model": "m"}, "rewards.judge.base_url"),
-        (
-            JudgeServerConfig,
-            {"options": {"tensor-parallel-size": 2}},
-            "rewards.judge.server.options",
-        ),
+        (JudgeServerConfig, {"options": {"tensor-parallel-size": 2}}, "judge.server.options"),
         (EnvironmentConfig, {"target": "a:B", "url": "http://x"}, "environment.target"),
         (EnvironmentConfig, {"program": "agent", "on_crash": "zero"}, "environment.on_crash"),
         (EnvironmentConfig, {"target": "a:B", "tells_reward": True}, "environment.tells_reward"),
@@ -138,24 +133,18 @@ def test_conflicting_knobs_are_refused(section: Any, options: dict[str, Any], kn
         section(**options)
 
 
-@pytest.mark.parametrize(
-    ("unsound", "knob"),
-    [
-        ({"keep_routing": False}, "keep_routing"),
-        ({"keep_sampling_mask": False, "top_p": 0.9}, "keep_sampling_mask"),
-    ],
-)
-def test_missing_replay_is_refused_unless_allowed(unsound: dict[str, Any], knob: str) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm.{knob} = False"):
-        algorithmic(**unsound)
-    assert not getattr(algorithmic(**unsound, allow_unsound=True).algorithm, knob)
+def test_missing_replay_is_refused_unless_allowed() -> None:
+    for knob, top_p in (("keep_routing", 1.0), ("keep_sampling_mask", 0.9)):
+        with pytest.raises(ConfigError, match=f"algorithm.{knob} = False"):
+            algorithmic(top_p, **{knob: False})
+        assert not getattr(algorithmic(top_p, **{knob: False}, allow_unsound=True).algorithm, knob)
 
 
-@pytest.mark.parametrize("knob", ["max_lag", "publish_every"])
-def test_time_sharing_excludes_sampling_ahead(knob: str) -> None:
-    recipe = config(algorithm=AlgorithmConfig(**{knob: 2}))
-    with pytest.raises(ConfigError, match=f"algorithm.{knob} = 2"):
-        replace(recipe, rollout=replace(recipe.rollout, time_share=True))
+def test_time_sharing_excludes_sampling_ahead() -> None:
+    for knob in ("max_lag", "publish_every"):
+        recipe = config(algorithm=AlgorithmConfig(**{knob: 2}))
+        with pytest.raises(ConfigError, match=f"algorithm.{knob} = 2"):
+            replace(recipe, rollout=replace(recipe.rollout, time_share=True))
 
 
 NO_REWARD = {"correct": 0.0, "format": 0.0}
@@ -200,17 +189,14 @@ def test_batch_invariance_refuses_other_orders(changes: dict[str, Any], knob: st
         replace(invariant, **changes)
 
 
-@pytest.mark.parametrize(
-    ("agents", "knob"),
-    [
-        ({"window": 100}, "agents.window"),
-        ({"context": "summary"}, "agents.summary_tokens"),
-        ({"stop": ("x",)}, "rollout.sampling.stop"),
-    ],
-)
-def test_agent_limits_must_leave_room(agents: dict[str, Any], knob: str) -> None:
-    with pytest.raises(ConfigError, match=f"{knob} = "):
-        agentic(**agents)
+def test_agent_limits_must_leave_room() -> None:
+    for knob, agents in {
+        "agents.window": {"window": 100},
+        "agents.summary_tokens": {"context": "summary"},
+        "rollout.sampling.stop": {"stop": ("x",)},
+    }.items():
+        with pytest.raises(ConfigError, match=f"{knob} = "):
+            agentic(**agents)  # type: ignore[arg-type]
 
 
 def test_sources_decide_whether_tools_are_called_inside_thinking() -> None:
@@ -267,22 +253,18 @@ def test_domain_budgets_replace_the_runs_limits() -> None:
     assert [capped.budget(name).max_tokens for name in sorted(limits)] == [30, 30, 20]
 
 
-@pytest.mark.parametrize(
-    ("sources", "knob"),
-    [
-        (lambda: [replace(SUMS, budget=BudgetConfig(max_turns=3))], "budget.max_turns = 3"),
-        (lambda: [replace(SUMS, budget=BudgetConfig(max_tokens=101))], "budget.max_tokens = 101"),
-        (lambda: [shop(budget=BudgetConfig(window=401))], "budget.window = 401"),
-        (lambda: [shop(budget=BudgetConfig(window=100))], "budget.window = 100"),
-        (
-            lambda: [shop(), shop("two", domain="shop", budget=BudgetConfig(max_turns=2))],
-            "sources[two].budget",
-        ),
-    ],
-)
-def test_impossible_budgets_are_refused(sources: Any, knob: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(knob)):
-        budgeted(*sources())
+def test_impossible_budgets_are_refused() -> None:
+    for domain, options, knob in (
+        ("sums", {"max_turns": 3}, "budget.max_turns = 3"),
+        ("sums", {"max_tokens": 101}, "budget.max_tokens = 101"),
+        ("two", {"window": 401}, "budget.window = 401"),
+        ("two", {"window": 100}, "budget.window = 100"),
+        ("shop", {"max_turns": 2}, "sources[two].budget"),
+    ):
+        own = BudgetConfig(**options)
+        with pytest.raises(ConfigError, match=re.escape(knob)):
+            tight = shop("two", domain=domain) if domain != "sums" else SUMS
+            budgeted(shop(), replace(tight, budget=own))
 
 
 def test_train_on_leaves_the_others_for_evaluation() -> None:

@@ -43,10 +43,7 @@ class ScriptedAuthor:
 def completion(message: dict[str, Any], finish: str = "stop", **usage: int) -> Reply:
     """Return a chat completion of an endpoint."""
     body = {
-        "id": "1",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
+        **{"id": "1", "object": "chat.completion", "created": 0, "model": "m"},
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {"total_tokens": sum(usage.values()), **usage} if usage else None,
     }

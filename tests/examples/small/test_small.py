@@ -45,7 +45,6 @@ def calls_of(messages: Any) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_demonstrations_fit_the_recipe(name: str) -> None:
-    """Uses the tiny model's tokenizer, where each phrase of the tasks is one token."""
     source, _ = SHOWN[name]
     tokenizer = build_tokenizer(RECIPE.model.tiny.phrases)
     budget = RECIPE.budget(source.domain_name)
@@ -76,17 +75,14 @@ def test_worked_answers_are_right_and_hasty_wrong() -> None:
         assert f"{builder} built " in document and builder not in one.hasty[-1]["content"]
     for one in shown("general", 30):
         seen = [int(m["content"]) for m in one.worked if m["role"] == "tool"]
-        items = [
-            arguments["item"] for called, arguments in calls_of(one.worked) if called == "price"
-        ]
+        items = [words["item"] for name, words in calls_of(one.worked) if name == "price"]
         best = str(seen[0]) if len(seen) == 1 else items[seen.index(min(seen))]
         (*_, (_, right)), ((_, wrong),) = calls_of(one.worked), calls_of(one.hasty)
         assert right["answer_text"] == best != wrong["answer_text"]
     for one in shown("code", 30):
-        outputs = [
-            [m["content"] for m in x if m["role"] == "tool"][-1] for x in (one.worked, one.hasty)
-        ]
-        assert outputs[0].startswith("pace.py now reads:") and "in pace.py 0 times" in outputs[1]
+        both = (one.worked, one.hasty)
+        right, wrong = ([m["content"] for m in x if m["role"] == "tool"][-1] for x in both)
+        assert right.startswith("pace.py now reads:") and "in pace.py 0 times" in wrong
 
 
 def test_search_finds_the_answer(tmp_path: Path) -> None:
@@ -101,9 +97,8 @@ def test_search_finds_the_answer(tmp_path: Path) -> None:
 
 def test_program_tests_match_their_prompts(tmp_path: Path) -> None:
     programs.write(tmp_path / "programs", 270, seed=1)
-    lines = [
-        json.loads(one) for one in (tmp_path / "programs/tasks.jsonl").read_text().splitlines()
-    ]
+    text = (tmp_path / "programs/tasks.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     assert len({one["id"] for one in lines}) == len({one["prompt"] for one in lines}) == 270
     for one in lines:
         expected = one["prompt"].partition("print n ")[2].removesuffix(".")
@@ -132,10 +127,8 @@ def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
         if name == "code":
             formulas = [one.messages[0]["content"].split("print n ")[1][:-1] for one in read]
             outputs = [one.messages[1]["content"] for one in read]
-            right = [
-                f"int(input()){a.replace(' ', '')})" in b
-                for a, b in zip(formulas, outputs, strict=True)
-            ]
+            pairs = zip(formulas, outputs, strict=True)
+            right = [f"int(input()){a.replace(' ', '')})" in b for a, b in pairs]
         else:  # worked lessons look the answer up first
             first = {"general": "price", "search": "search", "coding": "view"}[name]
             right = [(calls_of(one.messages) or [("", {})])[0][0] == first for one in read]
@@ -143,30 +136,20 @@ def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
 
 
 def towers_shown(tower: str, builder: str) -> str:
-    """Search result shown in the demonstrations."""
     library = demonstrations._OneDocument(towers.document(tower, builder))
     return Search(ready=library, results=1).search(tower)
 
 
 @pytest.mark.e2e
 def test_code_demonstration_matches_the_real_environment(tmp_path: Path) -> None:
-    """Real tools reply as demonstrated, and the issue is resolved."""
     wrap = wrap_of()
     assert make(tmp_path, general=2, search=2, code=1, programs=2, lessons=2, seed=0) == 0
     task = json.loads((tmp_path / "code/tasks.jsonl").read_text())
     folder = tmp_path / "code/environment"
-    program = Program(
-        target="keel.agents.environments.code.environment:Repository",
-        folder=folder,
-        arguments={"folder": str(folder)},
-        wrap=wrap,
-    )
-    prompt = Prompt(
-        prompt_id="code/0",
-        domain="code",
-        messages=({"role": "user", "content": task["prompt"]},),
-        reward=task["reward"],
-    )
+    target, where = "keel.agents.environments.code.environment:Repository", {"folder": str(folder)}
+    program = Program(target=target, folder=folder, arguments=where, wrap=wrap)
+    asked = ({"role": "user", "content": task["prompt"]},)
+    prompt = Prompt(prompt_id="code/0", domain="code", messages=asked, reward=task["reward"])
     expected = task["prompt"].partition("pace() should be ")[2][:2]
 
     async def played() -> None:

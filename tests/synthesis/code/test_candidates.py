@@ -1,9 +1,10 @@
-"""Candidates from repositories and releases, and the gates before any execution."""
+"""Candidates from repositories, the gates before any execution, trees and grades."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,19 @@ from typing import Any
 
 import pytest
 
+from keel.agents.environments.code.grading import Results, _read_results, grade, graded_tree
+from keel.agents.environments.code.tree import (
+    Tree,
+    UnreadableTree,
+    erase,
+    overlay,
+    read_tree,
+    seal,
+    tree_as_json,
+    tree_from_json,
+    unseal,
+    write_tree,
+)
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource
 from keel.synthesis.code.filters import check_change, check_leaks, judge
@@ -44,7 +58,6 @@ def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
     (key,) = mirror.keys
     loaded = mirror.load(key)
     assert key.startswith("adding-") and loaded.origin["refers"] == [7]
-    # Unexported names are included.
     assert loaded.base["tests/test_adding.py"][1].decode() in NEW_TEST
     assert list(loaded.gold) == [".gitattributes", "adding.py"]
     assert list(loaded.harness) == loaded.test_files() == ["tests/test_adding.py"]
@@ -99,7 +112,6 @@ def test_pairs_of_issues_and_pull_requests_become_candidates(tmp_path: Path) -> 
 
 @pytest.mark.e2e
 def test_repository_config_runs_no_program(tmp_path: Path) -> None:
-    """`git log` would run one to verify signatures."""
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
     ran, evil = tmp_path / "ran", tmp_path / "evil"
     evil.write_text(f"#!/bin/sh\ntouch {ran}\n")
@@ -167,34 +179,20 @@ def test_judge_refuses_low_marks() -> None:
 
 
 def test_flaky_test_is_excluded() -> None:
-    def run(**tests: str) -> dict[str, Any]:
-        return {
-            "tests": tests,
-            "canary": "as wanted",
-            "inside": True,
-            "said": "",
-            "seconds": len(tests),
-        }
+    verdicts = {"+": "passed", "-": "failed", "s": "skipped"}
 
-    before = [
-        run(a="failed", b="passed", c="passed", d="passed", e="failed"),
-        run(b="passed", c="passed", d="failed", e="failed"),
-    ]
-    after = [
-        run(a="passed", b="passed", c="skipped", d="passed", e="passed"),
-        run(a="passed", b="passed", d="passed", e="failed"),
-    ]
-    split = outcomes_of(before, after)
+    def run(marks: str) -> dict[str, Any]:
+        """Outcomes of tests a to e."""
+        tests = {name: verdicts[m] for name, m in zip("abcde", marks, strict=True) if m != " "}
+        fixed = {"canary": "as wanted", "inside": True, "said": "", "seconds": len(tests)}
+        return {"tests": tests, **fixed}
+
+    split = outcomes_of([run("-+++-"), run(" ++--")], [run("++s++"), run("++ +-")])
     assert (split.f2p, split.p2p, split.p2f, split.flaky) == (["a"], ["b"], ["c"], ["d", "e"])
-    assert (
-        split.canary
-        and split.seconds == 5
-        and split.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
-    )
+    assert split.canary and split.seconds == 5
 
 
 def test_change_installed_by_setup_is_detected(tmp_path: Path) -> None:
-    """The prefix was built from a newer commit, with the project's files under any name."""
     fixed = BROKEN + "\n\ndef total_of_all(numbers):\n    if not numbers:\n"
     fixed += "        return 0\n    return total(numbers)\n\n\ndef most(numbers, least=0):\n"
     one = candidate(after={"adding.py": fixed, "tests/test_adding.py": NEW_TEST})
@@ -211,3 +209,111 @@ def test_change_installed_by_setup_is_detected(tmp_path: Path) -> None:
     with pytest.raises(Rejected, match="future"):
         check_leaks(one, built, tmp_path, 0.5)
     check_leaks(candidate(), built, tmp_path, 0.5)  # one line is not enough evidence
+
+
+TREE: Tree = {
+    "a.py": ("f", b"a"),
+    "bin/run": ("x", b"\xff\0"),
+    "bin/link": ("l", b"../a.py"),
+    "tests/test_a.py": ("f", b"old"),
+}
+
+
+@pytest.mark.e2e
+def test_tree_round_trips_through_folder_and_seal(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    write_tree(root, TREE)
+    os.mkfifo(f"{root}/pipe")
+    assert read_tree(root, max_mib=1, skip=lambda path: path == "x") == TREE
+    key = bytes(range(32))
+    sealed = seal({"tree": tree_as_json(TREE)}, key)
+    assert tree_from_json(unseal(sealed, key)["tree"]) == TREE and b"tests" not in sealed
+    for data, other in ((sealed, bytes(32)), (sealed[:-1] + b"x", key)):
+        with pytest.raises(ValueError):
+            unseal(data, other)
+    with (tmp_path / "root" / "hole").open("wb") as file:
+        file.truncate(2 << 20)
+    with pytest.raises(UnreadableTree):
+        read_tree(root, max_mib=1, skip=lambda path: False)
+    os.chmod(f"{root}/bin", 0)
+    erase(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "link").symlink_to("/usr")
+    with pytest.raises(UnreadableTree):
+        read_tree(str(tmp_path / "link"), max_mib=1, skip=lambda path: False)
+
+
+def test_tree_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    tree = {"a": ("l", os.fsencode(tmp_path / "outside")), "a/b": ("f", b"x")}
+    with pytest.raises(UnreadableTree):
+        write_tree(str(tmp_path / "tree"), tree)
+    assert os.listdir(tmp_path / "outside") == []
+
+
+def test_graders_files_replace_the_policys() -> None:
+    instance = {"language": "python", "harness_gone": ["tests/test_gone.py"]}
+    base: Tree = {**TREE, "tests/test_gone.py": ("f", b"gone")}
+    harness: Tree = {"tests/test_b.py": ("f", b"new")}
+    written: Tree = {
+        "a.py": ("f", b"better"),
+        "bin/link": ("l", b"../a.py"),
+        "new": ("l", b"/etc"),
+        "conftest.py": ("f", b"cheats"),
+        "tests": ("f", b"in the way"),
+        "setup.cfg": ("f", b"[tool:pytest]"),
+    }
+    assert graded_tree(instance, base, harness, written) == {
+        "a.py": ("f", b"better"),
+        "bin/link": ("l", b"../a.py"),
+        "tests/test_a.py": ("f", b"old"),
+        "tests/test_b.py": ("f", b"new"),
+    }
+    assert overlay({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
+
+
+def test_grade_needs_all_tests_and_the_canary() -> None:
+    instance = {"f2p": ["a"], "p2p": ["b"], "canary": True, "canary_at": ["tests/test_a.py"]}
+
+    def worth(canary: str = "as wanted", **tests: str) -> float:
+        return grade(instance, Results(tests, canary, ""))[0]
+
+    assert worth(a="passed", b="passed", c="failed") == 1.0
+    assert worth(a="passed") == worth(a="passed", b="skipped") == worth() == 0.0
+    assert worth("faked", a="passed", b="passed") == worth("missing", a="passed", b="passed") == 0.0
+    lies = Results({"a": "passed", "b": "passed"}, "as wanted", "", inside=False)
+    assert grade(instance, lies) == (0.0, {**grade(instance, lies)[1], "canary": "faked"})
+    assert grade({**instance, "canary_at": []}, lies)[0] == 1.0
+    nothing = {**instance, "f2p": [], "p2p": []}
+    assert grade(nothing, Results({}, "as wanted", ""))[0] == 0.0
+
+
+JUNIT = """<?xml version="1.0"?>
+<testsuites><testsuite name="s">
+  <testcase classname="c" name="good"/><testcase classname="c" name="twice"/>
+  <testcase classname="c" name="twice"><failure/></testcase>
+  <testcase classname="c" name="error"><error/></testcase>
+  <testsuite name="inner"><testcase name="skip"><skipped/></testcase></testsuite>
+</testsuite><testcase name="ctest" status="fail"/></testsuites>
+"""
+
+
+def test_junit_of_several_runners(tmp_path: Path) -> None:
+    (tmp_path / "a.xml").write_text(JUNIT)
+    (tmp_path / "b.xml").write_text("<testsuites><testcase name='cut'")
+    (tmp_path / "c.xml").symlink_to("a.xml")
+    grows = "<!DOCTYPE a [<!ENTITY b 'c'>]><a><testcase name='e'/></a>"
+    (tmp_path / "d.xml").write_text(grows)
+    (tmp_path / "d16.xml").write_text(f"<?xml version='1.0' encoding='utf-16'?>{grows}", "utf-16")
+    os.mkfifo(tmp_path / "e.xml")
+    # Files with which a policy could make the verdict raise, so it would not count.
+    for name in ("foo", "shift_jis", "idna"):
+        (tmp_path / f"{name}.xml").write_text(f'<?xml version="1.0" encoding="{name}"?><a>b</a>')
+    (tmp_path / "deep.xml").write_text("<testsuite>" * 3000 + "</testsuite>" * 3000)
+    assert _read_results(str(tmp_path)) == {
+        "s::c::good": "passed",
+        "s::c::twice": "failed",
+        "s::c::error": "failed",
+        "s::inner::skip": "skipped",
+        "ctest": "failed",
+    }

@@ -1,0 +1,514 @@
+"""Commands of Keel, run in this process to save start-up time: mixed recipes, SFT, docs' chains.
+
+The trainer's engine is in this process, and vLLM actors are reused: each command begins by loading
+its own weights into them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import ray
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from keel.commands.cli import main
+from keel.commands.distill import distill
+from keel.configs.load import load_config, load_distillation
+from keel.configs.schema import Config, SamplingConfig
+from keel.data.dataset import Dataset
+from keel.examples.small.__main__ import main as make_tasks
+from keel.examples.small.__main__ import make
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.rl.metrics import Metric, merge
+from keel.rl.packing import TrainBatch
+from keel.rl.sft import SftExample
+from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.spec import EngineSpec
+from keel.trainer import build_agents as agents
+from keel.trainer.batch_stream import never
+from keel.trainer.engine.engine import TrainerEngine
+from keel.trainer.launch import (
+    Runtime,
+    SftRuntime,
+    build_scorer,
+    initial_model,
+    run_episodes,
+    sft_model_folder,
+)
+from keel.trainer.nonfinite import describe_findings
+from keel.trainer.placement.nodes import start_ray, stop_ray
+from keel.trainer.prepare import SftTask, Task
+from keel.trainer.run.manifest import Entry, find_damage
+from keel.trainer.worker import pack_shares
+from keel.weights.sync import WeightSync
+from tests.rewards.judge.judge_server import good, running
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.e2e
+
+
+class LocalLearner:
+    """`keel.trainer.learner.Learner` without Ray: one rank in this process."""
+
+    def __init__(self, model: str, config: Config) -> None:
+        if not torch.cuda.is_available():
+            torch.set_num_threads(config.trainer.threads)
+        self.engine = TrainerEngine(model, config)
+        self._config = config
+        self.tokens: Mapping[int, TokenNumbers] = {}
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
+        return self.train(pack_shares(groups, self._config), groups)
+
+    def train(
+        self,
+        shares: Sequence[Sequence[TrainBatch]],
+        groups: Sequence[ScoredGroup | SftExample] = (),
+    ) -> StepResult:
+        metrics = self.engine.step(shares[0])
+        self.tokens = self.engine.tokens
+        return StepResult(
+            version=self.version,
+            metrics=metrics,
+            findings=describe_findings(self.engine.findings, groups),
+            gave_up=self.engine.gave_up,
+        )
+
+    def score(
+        self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool] = never
+    ) -> dict[str, Metric]:
+        if hurry():
+            return {}
+        return merge(
+            {f"{name}/{metric}": value for metric, value in self.engine.score(batch).items()}
+            for name, batch in (shares[0] if shares else {}).items()
+        )
+
+    direct = False
+
+    def make_room(self) -> None: ...
+
+    def put_weights(self) -> list[ray.ObjectRef[Any]]:
+        return [ray.put(bucket) for bucket in self.engine.publish()]
+
+    def load(self, folder: Path) -> None:
+        self.engine.load(folder)
+
+    def save(self, folder: Path) -> dict[str, Entry]:
+        return self.engine.save(folder)
+
+    def export(self, folder: Path) -> dict[str, Entry]:
+        return self.engine.export(folder)
+
+
+SHARE = 0.1
+"""Share of a GPU that Ray reserves for an engine."""
+
+
+class Engines:
+    def __init__(self) -> None:
+        self._pools: dict[EngineSpec, RolloutPool] = {}
+
+    def ready(self, task: Task, model: str, learner: LocalLearner) -> RolloutPool:
+        spec = EngineSpec.of(task.config, model)
+        kind = kind_of(spec)
+        if kind not in self._pools:
+            for other in [*self._pools][: -3 if task.gpu else -1]:
+                self._pools.pop(other).shutdown()
+            self._pools[kind] = ray_pool(
+                spec,
+                gpu=task.gpu,
+                startup_timeout_s=task.config.run.startup_timeout_s,
+                options=(lambda _: {"num_gpus": SHARE}) if task.gpu else None,
+            )
+            self._pools[kind].start()
+        pool = self._pools[kind]
+        WeightSync(learner, pool, direct=False).push(learner.version).result()
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.shutdown()
+        self._pools.clear()
+
+
+def kind_of(spec: EngineSpec) -> EngineSpec:
+    """Reduce a spec to the fixed properties of an engine: no weights, seed or sampling parameters.
+    Sampling seeds are therefore the same in all runs."""
+    sampling = SamplingConfig(top_k=spec.config.sampling.top_k)
+    config = replace(spec.config, sampling=sampling)
+    return replace(spec, model_path="", tokenizer="", seed=0, config=config)
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Let `keel.commands.cli.main` run `train`, `sft` and `eval` in this process, on a CPU.
+    Environments are checked once, not by each command."""
+    engines, tried = Engines(), dict[str, dict[str, str]]()
+
+    def check_environments(config: Config, chat: Any, dataset: Dataset) -> dict[str, str]:
+        which = repr([source for source in config.data.sources if source.environment.enabled])
+        if which not in tried:
+            tried[which] = agents.check_environments(config, chat, dataset)
+        return tried[which]
+
+    @contextmanager
+    def running(
+        task: Task, say: Callable[[str], None], log: Path | None = None, **_: Any
+    ) -> Iterator[Runtime]:
+        if not ray.is_initialized():
+            start_ray()
+        config = task.config
+        model = initial_model(config, task.dataset, gpu=task.gpu)
+        ranks = LocalLearner(model, config)
+        with ExitStack() as stack:
+            pool = engines.ready(task, model, ranks)
+            asks = config.rewards.judge
+            judge = stack.enter_context(JudgeService(asks)) if asks.base_url else None
+            scorer = stack.enter_context(build_scorer(config, judge, say, log))
+            runner = stack.enter_context(run_episodes(task, pool))
+            yield Runtime(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=runner)  # type: ignore[arg-type]
+
+    @contextmanager
+    def teaching(task: SftTask, say: Callable[[str], None], **_: Any) -> Iterator[SftRuntime]:
+        learner = LocalLearner(sft_model_folder(task), task.config)
+        yield SftRuntime(task=task, learner=learner)  # type: ignore[arg-type]
+
+    threads = torch.get_num_threads()
+    with (
+        patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"),
+        patch("keel.trainer.prepare.check_environments", check_environments),
+        patch("keel.commands.train.launch", running),
+        patch("keel.commands.sft.launch_sft", teaching),
+        patch("keel.commands.sampling.launch", running),
+    ):
+        try:
+            yield
+        finally:
+            engines.close()
+            if ray.is_initialized():
+                stop_ray()
+            torch.set_num_threads(threads)
+
+
+def in_sandboxes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder where environments can run."""
+    try:
+        open_sandbox("bubblewrap")
+    except IsolationError as error:
+        pytest.skip(str(error))
+    folder.chmod(0o755)  # environments run in it as another user
+    monkeypatch.chdir(folder)
+
+
+HELD = ("general", "search", "interpreter")
+AGENTS = (*HELD, "code")
+DOMAINS = ("spelling", "spiral", "programs", "chat", *AGENTS)
+
+
+def test_all_domains_train_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_sandboxes(tmp_path, monkeypatch)
+    tasks = tmp_path / "small-tasks"
+    assert make(tasks, general=6, search=6, code=1, programs=2, lessons=2, seed=0) == 0
+    overrides = [
+        f"run.dir={tmp_path / 'run'}",
+        f"model.tiny.cache_dir={tmp_path / 'cache'}",
+        "rewards.judge.model=m",
+        f"rewards.judge.timeout_s={PATIENCE_S}",
+        f"rewards.timeout_s={PATIENCE_S}",
+        "rewards.code.completion_s=60",
+        "rewards.code.time_s=20",
+        "model.tiny.cold_start.steps=40",
+        "model.tiny.cold_start.batch_size=32",
+        "run.steps=2",
+        "run.eval_every=2",
+        "rollout.engines=1",
+        "algorithm.group_size=2",
+        "data.sources[general].size=6",
+        *(f"data.sources[{name}].size=200" for name in ("spelling", "spiral", "interpreter")),
+        *(f"data.sources[{name}].holdout=1" for name in ("spelling", "spiral", *HELD)),
+        "data.sources[code].holdout=0",
+        "data.sources[chat].budget.max_tokens=5",
+    ]
+    monkeypatch.setattr("keel.rewards.checks._REFERENCES_S", PATIENCE_S)
+    with running(good) as server, in_this_process():
+        url = f"rewards.judge.base_url={server.url}"
+        status = main(["train", "mixed-agents", url, *overrides])
+    output = capsys.readouterr()
+    assert status == 0, output.out + output.err
+    assert "programs: 12 of 12 " in output.out
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    _, *steps = map(json.loads, lines)
+    assert [one["step"] for one in steps] == [1, 2]
+    for step in steps:
+        # The engine had exactly the trainer's weights, which a step has changed.
+        assert step["staleness/mean"] == 0 and step["mismatch/logp_abs"] <= 1e-4
+        assert step["routing/fallback_fraction"] == 0 and step["sampling/kept_mean"] >= 1
+        assert step["judge/completions"] >= 2 and step["judge/failures"] == 0
+        assert step["reward/error"] == step["rollout/dropped_completions"] == 0
+        # Every domain is in every step, as the source weights add up to its prompts.
+        assert all(f"domain/{domain}/reward_mean" in step for domain in DOMAINS)
+        assert all(f"domain/{domain}/calls_mean" in step for domain in AGENTS)
+        assert step["domain/chat/length_mean"] <= 5
+    assert max(step["agents/calls_mean"] for step in steps) > 0
+    assert all(f"eval/{name}/pass@1" in steps[-1] for name in HELD)
+
+
+PAGE = Path(__file__).parents[2] / "docs/from-base-to-rl.md"
+TAUGHT = ["spiral-direct", "programs", "towers"]
+"""A reasoning_gym task, a JSONL source, and an agent task."""
+TAUGHT_DOMAINS = ("logic", "code", "search-agents")
+SMALL = (
+    f"data.only={json.dumps(TAUGHT)}",
+    "data.sources[spiral-direct].size=40",
+    *(f"data.sources[{name}].holdout=2" for name in TAUGHT),
+    # Any answer is right, as so young a model knows nothing.
+    "data.sources[programs].path=easy.jsonl",
+    "data.sources[programs].length={linear: 0.5}",  # makes rewards differ
+    "algorithm.group_size=2",
+    "rewards.code.completion_s=60",
+    "rewards.workers=1",
+    f"rewards.timeout_s={PATIENCE_S}",
+)
+LESSONS = (
+    *(f"sft.sources[{n}].size=16" for n in ("sums", "sums-direct", "spiral", "spiral-direct")),
+    *(f"sft.sources[{one.name}].holdout=1" for one in load_config("sft-specialists").sft.sources),
+    "sft.epochs=0",
+    "run.steps=8",
+    "trainer.warmup_steps=1",
+)
+CHAIN = (
+    f"specialists=[{{name: all, sources: {json.dumps(TAUGHT)}}}]",
+    f"overrides={json.dumps([*SMALL, 'run.steps=1', 'algorithm.prompts_per_step=3'])}",
+    "prompts=3",
+    "eval_samples=1",
+)
+FEW = ("run.steps=3", "sft.sources[retrieval].size=200")
+MORE: dict[str, Sequence[str]] = {
+    "keel pretrain": FEW,
+    "keel sft": (*SMALL, *LESSONS),
+    "keel distill": CHAIN,
+    "keel eval": (*SMALL, "data.only=[programs]"),
+    "keel compare": (),
+}
+
+
+def commands_of_page() -> list[list[str]]:
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    return [shlex.split(line) for block in blocks for line in block.splitlines()]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_commands_of_the_page_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    in_sandboxes(tmp_path, monkeypatch)
+    # Different questions, so that none is both held out and trained on.
+    easy = [
+        {"id": f"{n}", "prompt": f"Say {n}.", "answer": r"[\s\S]*", "match": "regex"}
+        for n in range(8)
+    ]
+    Path("easy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in easy))
+    output: dict[str, str] = {}
+    pretrained: list[str] = []
+    with in_this_process():
+        for words in commands_of_page():
+            run, name = shrink(words)
+            pretrained += words[2:] * (name == "keel pretrain")
+            assert run() == 0, capfd.readouterr()
+            output[name] = capfd.readouterr().out
+    assert sorted(output) == sorted(["python -m keel.examples.small", *MORE])
+    assert pretrained == ["pretrain-dense", "pretrain-warm-up", "pretrain-sparse"]
+    for before, after in pairwise(pretrained):
+        assert load_config(f"runs/{after}/config.yaml").model.path == f"runs/{before}/model"
+    warm = lines_of(Path("runs/pretrain-warm-up/metrics.jsonl"))
+    assert warm[-1]["indexer/kl"] < warm[1]["indexer/kl"]
+    start, root = Path("runs/sft-specialists"), Path("runs/distill-specialists")
+    for run, model in (
+        ("specialists/all", start),
+        ("distilled", start),
+        ("mixed", root / "distilled"),
+    ):
+        assert load_config(root / run / "config.yaml").model.path == str(model / "model")
+
+    learned = lines_of(root / "distilled.jsonl")
+    held = {
+        line["id"]
+        for stage in ("specialist-all", "distilled", "mixed")
+        for line in lines_of(root / "eval" / stage / "samples.jsonl")
+    }
+    assert {line["source"] for line in learned} >= {"programs"} and len(held) == 6
+    for line in learned:
+        assert line["specialist"] == "all" and line["parts"]["correct"] == 1
+        assert line["finish_reason"] == "stop" and line["id"] not in held
+
+    for run in ("specialists/all", "mixed"):
+        _, step = lines_of(root / run / "metrics.jsonl")
+        assert all(f"domain/{domain}/reward_mean" in step for domain in TAUGHT_DOMAINS)
+        assert step["staleness/mean"] == 0 and step["mismatch/logp_abs"] <= 1e-4
+        assert step["routing/fallback_fraction"] == 0 and step["rollout/dropped_completions"] == 0
+    assert (root / "mixed/model/model.safetensors").exists()
+
+    scores, costs = (root / "report.md").read_text().split("\n\n")
+    head, *rows = scores.splitlines()
+    assert head.split() == ["specialist", "distilled", "mixed"]
+    assert [row.split()[0] for row in rows] == TAUGHT
+    names = [row.split()[0] for row in costs.splitlines()[1:]]
+    assert names == ["specialists/all", "distilled", "mixed", "together"]
+    assert "programs" in output["keel compare"] and "pass@8" in output["keel eval"]
+
+
+def shrink(words: list[str]) -> tuple[Callable[[], int], str]:
+    """Make a small version of a command of the page; returns it with its name."""
+    if words[:3] == ["python", "-m", "keel.examples.small"]:
+        few = "--general 2 --search 9 --code 1 --programs 2 --lessons 6"
+        return lambda: make_tasks([*words[3:], *few.split()]), " ".join(words[:3])
+    name = " ".join(words[:2])
+    more = MORE[name]
+    if name != "keel distill":
+        return lambda: main([*words[1:], *more]), name
+    return lambda: distill(load_distillation(words[2], more), lambda link: main(list(link))), name
+
+
+TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"x": {}, "y": {}}}}
+
+
+def conversation(number: int) -> dict[str, Any]:
+    call = {"function": {"name": "add", "arguments": {"x": number, "y": 1}}}
+    thinking = {"role": "assistant", "content": "", "reasoning_content": "one more"}
+    return {
+        "messages": [
+            {"role": "user", "content": f"What comes after {number}?"},
+            {**thinking, "tool_calls": [call]},
+            {"role": "tool", "content": str(number + 1)},
+            {"role": "assistant", "content": str(number + 1)},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "Yes.", "reasoning_content": "it was added"},
+        ],
+        "tools": [TOOL],
+    }
+
+
+def sft_recipe(folder: Path) -> Path:
+    chats = folder / "chats.jsonl"
+    chats.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(40)))
+    chat = {"name": "chats", "source": "jsonl", "path": str(chats), "holdout": 4}
+    tiny = {"cache_dir": str(folder / "cache")}
+    sections = {
+        "run": {"dir": str(folder / "run"), "device": "cpu", "steps": 5, "checkpoint_every": 2},
+        "model": {"path": "tiny", "dtype": "float32", "tiny": tiny},
+        "sft": {"sources": [chat], "max_context_tokens": 128, "tokens_per_step": 900},
+        "trainer": {"lr": 5e-3, "threads": 1},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(sections))
+    return path
+
+
+def steady_metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    varying = ("time", "throughput/")
+    return [{k: v for k, v in line.items() if not k.startswith(varying)} for line in lines]
+
+
+def test_resumed_run_repeats_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, folder = sft_recipe(tmp_path), tmp_path / "run"
+    with in_this_process():
+        assert main(["sft", str(path)]) == 0, capsys.readouterr()
+        first = steady_metrics(folder)
+        *_, before, last = sorted((folder / "checkpoints").iterdir())
+        assert (before.name, last.name) == ("step_000004", "step_000005")
+        original = last.rename(tmp_path / "original")
+        assert main(["sft", str(path)]) == 0, capsys.readouterr()
+    assert steady_metrics(folder) == first
+    assert [line["step"] for line in first] == list(range(6))
+    assert first[0]["eval/chats/loss"] == first[0]["eval/loss"] > first[-1]["eval/loss"]
+    one, other = (load_file(at / "optimizer" / "rank_0.safetensors") for at in (original, last))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert (folder / "model" / "tokenizer.json").exists()
+    assert find_damage(folder / "model", extra=True) == []
+
+
+SFT_PAGE = Path(__file__).parents[2] / "docs/sft.md"
+SHOP = """
+class Shop:
+    def price(self, name: str) -> int:
+        \"\"\"Return a price.\"\"\"
+        return len(name)
+"""
+# Whether an answer is right depends on its letters, so that some are.
+ANSWER = {"answer": r"[^x]*[aeiou][^x]*", "match": "regex"}
+SMALL_SECTIONS: dict[str, Any] = {
+    "run": {"device": "cpu", "steps": 1},
+    "model": {
+        "path": "tiny",
+        "dtype": "float32",
+        "tiny": {"cache_dir": "cache", "max_context": 2048, "cold_start": {"steps": 0}},
+    },
+    "algorithm": {"prompts_per_step": 3, "group_size": 2},
+    "rollout": {"sampling": {"max_tokens": 12, "top_k": 64, "top_p": 0.95}},
+    "rewards": {"workers": 1, "timeout_s": PATIENCE_S},
+    "agents": {"max_turns": 2, "window": 1500},
+    "eval": {"size": 6},
+    "trainer": {"threads": 1},
+}
+
+
+def page(kind: str) -> str:
+    section = SFT_PAGE.read_text().partition("## Cold start from system prompts")[2]
+    return re.findall(rf"^```{kind}\n(.*?)^```$", section, re.M | re.S)[0]
+
+
+def test_right_trajectories_of_prompted_model_start_rl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shop.py").write_text(SHOP)
+    lines = [{"prompt": f"Describe {n} things.", **ANSWER} for n in range(40)]
+    Path("shop.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = yaml.safe_load(page("yaml"))
+    sums, *shops = recipe["data"]["sources"]
+    (source,) = recipe["sft"]["sources"]
+    for one in (sums, *shops):
+        one["holdout"] = 4
+    sums |= {"size": 40, "holdout": 4}
+    for one in shops:
+        one["environment"] |= {"isolation": "none-i-trust-the-environments", "folder": "."}
+    data = {"max_prompt_tokens": 1400, "sources": [sums, *shops]}
+    sft = {"max_context_tokens": 1500, "conversations_per_step": 4, "sources": [source]}
+    Path("cold.yaml").write_text(yaml.safe_dump({**SMALL_SECTIONS, "data": data, "sft": sft}))
+    with in_this_process():
+        for line in page("sh").splitlines():
+            assert main(shlex.split(line)[1:]) == 0, capsys.readouterr()
+    asked = map(json.loads, Path("runs/cold/prompted/samples.jsonl").read_text().splitlines())
+    samples = [sample for line in asked for sample in line["samples"]]
+    right = sum(sample["correct"] == 1 for sample in samples)
+    assert 0 < right < len(samples)

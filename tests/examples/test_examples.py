@@ -1,0 +1,305 @@
+"""Proofs, table tasks whose answers SQL recomputes, and training data of judges."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import re
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.paths import PACKAGE
+from keel.configs.schema import EnvironmentConfig, SourceConfig
+from keel.data.eval_store import asked_of
+from keel.data.jsonl import load_jsonl
+from keel.examples.judges import agreement
+from keel.examples.judges import main as write_judgements
+from keel.examples.proofs.__main__ import main as make_proof_tasks
+from keel.examples.proofs.problems import lines as problem_lines
+from keel.examples.proofs.refine import Refine
+from keel.examples.proofs.search import SearchLimits, search
+from keel.examples.tables.__main__ import main as write_tables
+from keel.examples.tables.__main__ import tasks
+from keel.examples.tables.shop import clear_first
+from keel.rewards.checks import check_spec
+from keel.rewards.custom import TextTrajectory
+from keel.rewards.judge.specs import judged_spec
+from keel.rewards.rules.verifiers import verifier_for
+from keel.rl.turns import Message, ToolSpec
+from keel.rl.types import Prompt
+from keel.synthesis.author import AuthorReply
+from tests.rl.rollouts import scored, segment, trajectory
+
+
+def proof_text(score: str, solution: str = "QED") -> str:
+    return f"## Solution\n{solution}\n\n## Self Evaluation\nSo so.\n\\boxed{{{score}}}"
+
+
+def test_until_the_policy_finds_nothing_to_mend() -> None:
+    refine = Refine(most=5)
+    assert "has score 0 by your own" in str(refine.reply(proof_text("0")))
+    assert "needs one section `## Solution`" in str(refine.reply("I am done."))
+    assert "has score 0.5" in str(refine.reply(proof_text("0.5")))
+    assert refine.reply(proof_text("1")) is None
+    assert refine.verdict((), "stop") == {"claimed": 1.0, "revised": 0.6}
+
+
+class Prover:
+    """Writes better proofs in each round. Its verifications find a flaw until the third."""
+
+    name = "prover"
+
+    def __init__(self) -> None:
+        self.requests: dict[str, list[str]] = {"proof": [], "verification": []}
+
+    async def ask(
+        self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
+    ) -> AuthorReply:
+        text = str(messages[-1]["content"])
+        self.requests[purpose].append(text)
+        if purpose == "proof":
+            version = 1 + max((n for n in range(9) if f"Version {n}." in text), default=0)
+            # A claimed score of 1 does not end the search.
+            return AuthorReply(content=proof_text("1", f"Version {version}."))
+        seen = sum(other == text for other in self.requests["verification"])
+        score = "1" if "Version 3." in text else ("1", "0.5")[seen % 2]
+        return AuthorReply(content=f"Review {seen} of it.\n\\boxed{{{score}}}")
+
+
+def test_search_refines_until_every_verification_accepts() -> None:
+    prover = Prover()
+    limits = SearchLimits(pool=3, best=2, children=1, verifications=4, reviews=1, rounds=5)
+    result = asyncio.run(search(prover, "Show it.", limits))
+    solved = {"proof": "Version 3.", "score": 1.0, "solved": True}
+    assert result == {**solved, "rounds": 2, "proofs": 3 + 2 + 2}
+    assert len(prover.requests["verification"]) == 4 * result["proofs"]
+    refinements = prover.requests["proof"][3:]
+    assert all("Version" in text and text.count("Review ") == 1 for text in refinements)
+    few = asyncio.run(search(Prover(), "Show it.", replace(limits, rounds=1)))
+    assert few["rounds"] == 1 and not few["solved"] and 0.5 < few["score"] < 1
+
+
+def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> Path:
+    texts = {"system": "Two sections.", "user": "Prove it."}
+    messages = tuple({"role": role, "content": text} for role, text in texts.items())
+    about = {"messages": messages, "reward": {"kind": "proof"}}
+    prompt = Prompt(prompt_id="proofs/1", domain="proofs", **about)
+    proofs = [
+        replace(
+            trajectory(segment(name="proofs/1"), sibling=n),
+            messages=({"role": "assistant", "content": text},),
+        )
+        for n, (text, _) in enumerate(graded)
+    ]
+    parts = [{"correct": score, "error": error, "proof": score} for _, score in graded]
+    group = scored(proofs, [score for _, score in graded], parts=parts)
+    group = replace(group, group=replace(group.group, prompt=prompt))
+    evaluated = asked_of("recipe", "proofs", prompt, [group], lambda _: "", lambda _: 0)
+    folder.mkdir()
+    (folder / "samples.jsonl").write_text(json.dumps(asdict(evaluated)) + "\n")
+    return folder
+
+
+def test_graded_proofs_become_tasks(tmp_path: Path) -> None:
+    right, wrong = proof_text("1", "By \ud800 induction."), proof_text("1", "Obvious.")
+    several = [(proof_text("0", f"Try {n}."), 0.0) for n in range(4)]
+    first = evaluation(tmp_path / "a", (right, 1.0), (wrong, 0.0), ("no form", 0.0), (right, 1.0))
+    second = evaluation(tmp_path / "b", *several, (proof_text("1", "Half."), 0.5))
+    out = tmp_path / "verify.jsonl"
+    assert make_proof_tasks([str(first), str(second), "--out", str(out), "--each", "2"]) == 0
+    source = SourceConfig(name="v", source="jsonl", path=str(out))
+    prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
+    pairs = [(prompt.reward["proof"], prompt.reward["score"]) for prompt in prompts]
+    assert pairs == [("By ? induction.", 1.0), ("Obvious.", 0.0), ("Try 0.", 0.0), ("Half.", 0.5)]
+    shown = prompts[1].messages[-1]["content"]
+    assert "Prove it." in shown and "Obvious." in shown
+    assert "Self Evaluation" not in shown and "score" not in shown
+
+
+def test_shipped_problems_are_those_of_the_script() -> None:
+    made = problem_lines()
+    path = PACKAGE / "mixed" / "proofs.jsonl"
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == made
+    assert len({line["messages"][1]["content"] for line in made}) == len(made)
+    for line in made:
+        judged_spec(line["reward"])
+
+
+REVENUE = "o.units * p.price * (1 - coalesce(nullif(o.discount_percent, ''), 0) / 100.0)"
+ALL = (
+    "orders o join products p on p.product = o.product join customers c on c.customer = o.customer"
+)
+FITS = {
+    "best_category": f"select category from {ALL} group by 1 order by sum({REVENUE}) desc limit 1",
+    "revenue_of_region": f"select round(sum({REVENUE}), 2) from {ALL} "
+    "where region = :region and cast(strftime('%m', day) as int) = :month "
+    "and cast(strftime('%Y', day) as int) = :year",
+    "buyers_of_category": f"select count(distinct o.customer) from {ALL} "
+    "where region = :region and category = :category",
+    "days_between": "select round(avg(d), 2) from (select julianday(max(day)) - "
+    "julianday(min(day)) as d from orders group by customer having count(*) > 1)",
+    "busiest_weekday": "select case strftime('%w', day) when '0' then 'Sunday' when '1' then "
+    "'Monday' when '2' then 'Tuesday' when '3' then 'Wednesday' when '4' then 'Thursday' when '5' "
+    "then 'Friday' else 'Saturday' end from orders group by 1 order by count(*) desc limit 1",
+    "without_orders": "select count(*) from customers where region = :region and customer not in "
+    "(select customer from orders)",
+    "median_revenue": f"with r as (select {REVENUE} as v, row_number() over (order by {REVENUE}) "
+    f"as n, count(*) over () as m from {ALL} where category = :category) "
+    "select round(avg(v), 2) from r where n in ((m + 1) / 2, (m + 2) / 2)",
+    "second_product": "select product from orders group by 1 order by sum(units) desc "
+    "limit 1 offset 1",
+}
+
+
+@cache
+def some() -> list[dict[str, Any]]:
+    return list(tasks(32, seed=5))
+
+
+def base_of(files: dict[str, str]) -> sqlite3.Connection:
+    base = sqlite3.connect(":memory:")
+    for name, text in files.items():
+        table = csv.DictReader(io.StringIO(text)) if name.endswith(".csv") else ()
+        rows: list[dict[str, Any]] = list(table) or json.loads(text)["products"]
+        for row in rows if name == "orders.csv" else ():
+            row["day"] = iso(row["day"])
+        columns = [f'"{column}"' for column in rows[0]]
+        base.execute(f"create table {name.partition('.')[0]} ({', '.join(columns)})")
+        marks = ", ".join("?" * len(columns))
+        values = [tuple(row.values()) for row in rows]
+        base.executemany(f"insert into {name.partition('.')[0]} values ({marks})", values)
+    return base
+
+
+def iso(day: str) -> str:
+    for form in ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y"):
+        try:
+            return datetime.strptime(day, form).date().isoformat()
+        except ValueError:
+            continue
+    raise AssertionError(day)
+
+
+def named(question: str) -> dict[str, Any]:
+    words = question.partition("\n\n")[2]
+    values: dict[str, Any] = {}
+    for name, pattern in (
+        ("region", r"region (\w+)"),
+        ("category", r"(?:ordered|order of) (\w+)"),
+        ("month", r"month (\d+)"),
+        ("year", r"month \d+ of (\d+)"),
+    ):
+        if match := re.search(pattern, words):
+            values[name] = int(match[1]) if match[1].isdigit() else match[1]
+    return values
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_every_answer_by_sql(kind: str) -> None:
+    chosen = [task for task in some() if f"-{kind}-" in task["id"]]
+    assert len(chosen) == 4
+    for task in chosen:
+        base = base_of(task["environment"]["files"])
+        (value,) = base.execute(FITS[kind], named(task["prompt"])).fetchone()
+        verify = verifier_for({"kind": "answer", **{k: task[k] for k in task.keys() & RULE}})
+        assert verify(f"So it is \\boxed{{{value}}}.") == 1.0, (value, task["answer"])
+        wrong = f"{value + 1}" if isinstance(value, int | float) else f"{value}x"
+        assert verify(f"\\boxed{{{wrong}}}") == 0.0
+        base.close()
+
+
+RULE = {"answer", "match", "tolerance"}
+
+
+def test_ties_have_no_answer() -> None:
+    assert clear_first({"a": 5.0, "b": 5.0, "c": 1.0}, "?") is None
+    first = clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
+    assert first is not None and first.value == "b"
+
+
+def test_command_writes_tasks(tmp_path: Path) -> None:
+    path = tmp_path / "tables.jsonl"
+    assert write_tables([str(path), "--count", "3", "--seed", "5"]) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == some()[:3]
+    interpreter = EnvironmentConfig(target="keel.agents.environments.interpreter:Interpreter")
+    source = SourceConfig(name="t", source="jsonl", path=str(path), environment=interpreter)
+    prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
+    files = prompts[0].reward["environment"]["files"]
+    assert files.keys() == {"orders.csv", "products.json", "customers.csv"}
+    assert write_tables([str(path)]) == 2  # the file exists
+    other = tmp_path / "other.jsonl"
+    assert write_tables([str(other), "--count", "3"]) == 0  # a random seed
+    assert json.loads(other.read_text().splitlines()[0]) != some()[0]
+
+
+ROW: dict[str, Any] = {
+    "prompt": "Name a river.",
+    "answer": "The Rhine, a long river.",
+    "criteria": [
+        {"name": "river", "text": "Names a river."},
+        {"name": "brief", "text": "Has one word."},
+    ],
+    "verdicts": {"river": "met", "brief": "missed"},
+}
+
+
+def reply(**verdicts: str) -> str:
+    return json.dumps({key: {"reason": "r", "verdict": v} for key, v in verdicts.items()})
+
+
+def trajectory_of(text: str) -> TextTrajectory:
+    message = {"role": "assistant", "content": text, "raw": text}
+    return TextTrajectory(messages=(message,), finish_reason="stop", sampled_tokens=1)
+
+
+def written(folder: Path, *options: str, rows: tuple[dict[str, Any], ...] = (ROW,)) -> Path:
+    source, out = folder / "labelled.jsonl", folder / "out.jsonl"
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert write_judgements([str(source), "--out", str(out), *options]) == 0
+    return out
+
+
+def test_agreement_with_the_labels_is_the_reward(tmp_path: Path) -> None:
+    function = "keel.examples.judges.agreement"
+    options = {"path": str(written(tmp_path)), "rewards": {"correct": 1.0, function: 1.0}}
+    source = SourceConfig(name="judge", source="jsonl", **options)  # type: ignore[arg-type]
+    (item,) = load_jsonl(source, check_spec).items
+    assert "Names a river." in item.prompt.messages[0]["content"]
+    for text, reward in (
+        (reply(c1="met", c2="missed"), 1.0),
+        (reply(c1="partly", c2="missed"), 0.75),
+        (reply(c1="missed", c2="met"), 0.0),
+        (reply(c1="met"), 0.0),
+        ("met, missed", 0.0),
+    ):
+        assert agreement(item.prompt, trajectory_of(text)) == reward, text
+
+
+def test_conversations_end_in_the_labelled_verdicts(tmp_path: Path) -> None:
+    out = written(tmp_path, "--sft", rows=({**ROW, "reasons": {"brief": "Five words."}},))
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert [message["role"] for message in line["messages"]] == ["system", "user", "assistant"]
+    assert json.loads(line["messages"][-1]["content"]) == {
+        "c1": {"reason": "", "verdict": "met"},
+        "c2": {"reason": "Five words.", "verdict": "missed"},
+    }
+
+
+def test_bad_labels_are_named_with_their_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "labelled.jsonl"
+    bad = {**ROW, "verdicts": {"river": "yes", "brief": "met"}}
+    source.write_text(f"{json.dumps(ROW)}\n{json.dumps(bad)}\n")
+    assert write_judgements([str(source), "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert f"{source}:2" in capsys.readouterr().err
