@@ -36,16 +36,8 @@ MAY_IMPORT = {
     "rollout": {"rl", "model", "configs", "weights"},
     "trainer": {"rl", "model", "configs", "weights"},
     "commands": {
-        "rl",
-        "configs",
-        "data",
-        "rewards",
-        "agents",
-        "synthesis",
-        "model",
-        "weights",
-        "rollout",
-        "trainer",
+        *("rl", "configs", "data", "rewards", "agents", "synthesis"),
+        *("model", "weights", "rollout", "trainer"),
     },
 }
 WIRING = tuple(f"trainer/{name}.py" for name in ("build_agents", "prepare", "launch"))
@@ -80,9 +72,7 @@ def imports_of(path: Path) -> list[str]:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         for block in ("body", "orelse", "handlers", "finalbody", "cases"):
             inner = getattr(node, block, ())
-            blocks += (
-                inner if isinstance(inner, list) else ()
-            )  # the body of a lambda is an expression
+            blocks += inner if isinstance(inner, list) else ()  # a lambda's body is an expression
     return found
 
 
@@ -138,28 +128,18 @@ def waits_of(path: Path) -> set[str]:
     text = path.read_text()
     if "ray." not in text and ".remote" not in text:
         return set()
-    calls = [
-        node.func
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    return {
-        call.attr
-        for call in calls
-        if isinstance(call.value, ast.Name) and call.value.id == "ray" and call.attr in WAITS
-    } | {call.attr for call in calls if call.attr == "remote"}
+    made = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    names = [call for call in made if isinstance(call, ast.Attribute)]
+    ray = {call.attr for call in names if getattr(call.value, "id", "") == "ray"}
+    return (ray & {*WAITS}) | {call.attr for call in names if call.attr == "remote"}
 
 
 def test_ray_calls_have_deadlines() -> None:
     """A hung raylet blocks these calls despite their `timeout`."""
     found = {name_of(path): waits_of(path) for path in sources()}
     assert found.pop("model/ray_timeouts.py") >= {"get", "put", "wait"}
-    wrong = {
-        name: sorted(calls - RAY_ITSELF.get(name, set()))
-        for name, calls in found.items()
-        if not calls <= RAY_ITSELF.get(name, set())
-    }
-    assert wrong == {}, "call keel.model.ray_timeouts instead"
+    wrong = {name: made - RAY_ITSELF.get(name, set()) for name, made in found.items()}
+    assert not any(wrong.values()), "call keel.model.ray_timeouts instead"
 
 
 def arrows(unit: Callable[[str], str]) -> dict[str, set[str]]:
@@ -191,9 +171,8 @@ def test_no_import_cycles(unit: Callable[[str], str]) -> None:
 def test_test_folders_mirror_the_code() -> None:
     """Only end-to-end and GPU tests have separate folders."""
     code = {name_of(path.parent) for path in sources("benchmarks")}
-    tests = {
-        str(path.parent.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("*.py")
-    }
+    root = ROOT / "tests"
+    tests = {str(path.parent.relative_to(root)) for path in root.rglob("*.py")}
     assert tests - code == {".", "e2e", "gpu"}
 
 
@@ -338,16 +317,10 @@ def test_invalid_recipe_is_refused_before_heavy_imports() -> None:
     """Importing torch and Ray alone would take longer than the refusal."""
     source = "{name: a, source: jsonl, path: /nowhere/at-all.jsonl}"
     table = "{name: a, source: file, path: /nowhere/at-all.csv}"
-    commands = [
-        ("check", "quikstart"),
-        ("train", "quickstart", "trainer.lrr=1"),
-        ("eval", "quickstart", "run.steps=0"),
-        ("judge", "answers.jsonl", "--recipe", "quikstart"),
-        ("sft", "sft-quickstart", "sft.epochs=many"),
-        ("distill", "quikstart"),
-        ("synthesize", "nothere.yaml"),
-        ("knobs", "trainer.lrr"),
-    ]
+    lines = ("check quikstart", "train quickstart trainer.lrr=1", "eval quickstart run.steps=0")
+    lines += ("judge answers.jsonl --recipe quikstart", "sft sft-quickstart sft.epochs=many")
+    lines += ("distill quikstart", "synthesize nothere.yaml", "knobs trainer.lrr")
+    commands = [line.split() for line in lines]
     named = [
         ("check", "quickstart", "data.sources[spiral].rewards={corect: 1}"),
         ("train", "quickstart", "model.path=/nowhere/at-all"),
@@ -368,21 +341,7 @@ def test_invalid_recipe_is_refused_before_heavy_imports() -> None:
     assert statuses == ["status 2"] * len(commands + named)
 
 
-FOLDERS = [
-    "agents",
-    "configs",
-    "data",
-    "model",
-    "commands",
-    "examples",
-    "synthesis",
-    "weights",
-    "rewards",
-    "rl",
-    "rollout",
-    "trainer",
-]
-PICKLES = {*("weights/channel.py", "trainer/engine/weights.py"), "rewards/custom.py"}
+PICKLES = {"weights/channel.py", "trainer/engine/weights.py", "rewards/custom.py"}
 """Messages between ranks and engines of one run, and functions that the caller of `keel.train`
 passes to the run's workers."""
 RUNS_TEXT = {
@@ -397,21 +356,19 @@ RUNS_TEXT = {
 WORDS = re.compile(
     r"from_pretrained|load\(|savez?|pickle|dill|joblib|marshal|yaml|popen|system\(|shell|eval\(|exec\("
 )
-"""Quick text filter for files to parse."""
 
 
 @cache
 def calls() -> list[tuple[str, str, dict[str, ast.expr]]]:
     """File, dotted name and keywords of each call."""
     results: list[tuple[str, str, dict[str, ast.expr]]] = []
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if not WORDS.search(text := path.read_text()):
-                continue
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.Call):
-                    keywords = {k.arg or "**": k.value for k in node.keywords}
-                    results.append((str(path.relative_to(ROOT)), dotted(node.func), keywords))
+    for path in (path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))):
+        if not WORDS.search(path.read_text()):
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call):
+                keywords = {k.arg or "**": k.value for k in node.keywords}
+                results.append((name_of(path), dotted(node.func), keywords))
     return results
 
 
@@ -435,7 +392,7 @@ def test_models_bring_no_code() -> None:
         assert safe or options.startswith("hub_options("), f"{file}: {name}"
 
 
-def test_files_are_not_pickled() -> None:
+def test_files_and_texts_run_no_code() -> None:
     for file, name, keywords in calls():
         if name == "torch.load":
             assert ast.unparse(keywords["weights_only"]) == "True", file
@@ -443,6 +400,11 @@ def test_files_are_not_pickled() -> None:
             assert is_false(keywords.get("allow_pickle")), file
         if name.partition(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "marshal"):
             assert file in PICKLES, f"{file}: {name}"
+        assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), file
+        if name == "yaml.compose":
+            assert ast.unparse(keywords["Loader"]) == "yaml.SafeLoader", file
+        assert name not in ("os.system", "os.popen") and "shell" not in keywords, file
+        assert name not in ("eval", "exec") or file in RUNS_TEXT, f"{file}: {name}"
 
 
 def test_recipe_cannot_name_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,19 +413,6 @@ def test_recipe_cannot_name_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "python.x" / "y.pkl").write_bytes(pickle.dumps(len))
     with pytest.raises(ValueError, match=r"keel\.train"):
         load_function(f"{PREFIX}x/y")
-
-
-def test_yaml_makes_plain_data() -> None:
-    for file, name, keywords in calls():
-        assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), file
-        if name == "yaml.compose":
-            assert ast.unparse(keywords["Loader"]) == "yaml.SafeLoader", file
-
-
-def test_text_is_executed_in_sandboxes_only() -> None:
-    for file, name, keywords in calls():
-        assert name not in ("os.system", "os.popen") and "shell" not in keywords, file
-        assert name not in ("eval", "exec") or file in RUNS_TEXT, f"{file}: {name}"
 
 
 @pytest.mark.parametrize("kind", ["config", "tokenizer"])

@@ -1,5 +1,4 @@
-"""Pages, links and quoted code of the documentation, checked without mkdocs. `make docs` runs its
-strict build."""
+"""Pages, links and quoted code of README and documentation, without mkdocs."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import Qwen3MoeConfig
 
 from keel.commands.cli import main, parser
 from keel.commands.reference import all_knobs, find_metric, pages, sections
@@ -96,19 +94,13 @@ def test_api_page_names_existing_members() -> None:
         assert path.is_file(), module
         tree = ast.parse(path.read_text())
         there = {getattr(node, "name", "") for node in tree.body}
-        there |= {
-            target.id
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+        assigned = [node.targets for node in tree.body if isinstance(node, ast.Assign)]
+        there |= {getattr(target, "id", "") for targets in assigned for target in targets}
         listed = re.search(r"members: \[(.*)\]", block)
         assert not listed or set(listed[1].split(", ")) <= there, module
 
 
 def known(name: str) -> bool:
-    """Return True for the name of a knob, a section, or an entry in a table of names."""
     names = {knob.name for knob in all_knobs()} | {section.name for section in sections()}
     return name in names or f"{name}[]" in names or any(n.startswith(f"{name}.") for n in names)
 
@@ -125,29 +117,17 @@ def ours(page: str) -> Iterator[str]:
         yield line.split("|", 2)[2] if page == "coming-from.md" and line.startswith("|") else line
 
 
-@pytest.mark.parametrize("page", GUIDES)
-def test_guides_name_existing_knobs(page: str) -> None:
-    wrong = [
-        name
-        for line in ours(page)
-        for name in KNOB.findall(line)
-        if not known(name) and not name.startswith("model.safetensors")
-    ]
-    assert wrong == []
-
-
 METRICS = "agents|domain|eval|indexer|judge|kl|length|mask|mismatch|reward|routing|sampling|time"
 
 
 @pytest.mark.parametrize("page", GUIDES)
-def test_guides_name_existing_metrics(page: str) -> None:
-    for name in re.findall(rf"`((?:{METRICS})/[\w@<>/]+)`", "\n".join(ours(page))):
+def test_guides_name_existing_knobs_metrics_and_commands(page: str) -> None:
+    text = "\n".join(ours(page))
+    names = [name for name in KNOB.findall(text) if not name.startswith("model.safetensors")]
+    assert [name for name in names if not known(name)] == []
+    for name in re.findall(rf"`((?:{METRICS})/[\w@<>/]+)`", text):
         assert (ROOT / name).exists() or find_metric(name), name
-
-
-@pytest.mark.parametrize("page", GUIDES)
-def test_commands_parse(page: str) -> None:
-    for language, text in [(language, text) for _, language, text in FENCE.findall(PAGES[page])]:
+    for _, language, text in FENCE.findall(PAGES[page]):
         for line in text.replace("\\\n", " ").splitlines() * (language == "sh"):
             words = shlex.split(line, comments=True)
             if words[:1] == ["keel"]:
@@ -162,11 +142,9 @@ BLOCKS = [
 
 
 QUICK = ["data.sources[logic].size=40", "data.sources[logic].holdout=16"]
-"""Use fewer puzzles; making twenty thousand is slow."""
 
 
 def block(start: str) -> str:
-    """The only block that starts with this text."""
     (text,) = [text for _, text in BLOCKS if text.lstrip().startswith(start)]
     return text
 
@@ -191,25 +169,17 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mine")
     (folder / "my.yaml").write_text(block("# my.yaml"))
     (line,) = re.findall(r"A line of `school.jsonl` is `([^`]*)`", TEXT)
-    lines = [
-        json.dumps({**json.loads(line), "prompt": f"What is 42 + {i} - {i}?"}) for i in range(300)
-    ]
+    prompts = (f"What is 42 + {i} - {i}?" for i in range(300))
+    lines = [json.dumps({**json.loads(line), "prompt": prompt}) for prompt in prompts]
     (folder / "school.jsonl").write_text("\n".join(lines))
     model = folder / "Qwen3-30B-A3B"
-    Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        max_position_embeddings=40_960,
-    ).save_pretrained(model)
+    shape = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    shape |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    shape |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+    shape |= {"vocab_size": 151_936, "max_position_embeddings": 40_960}
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**kind, **shape}))
     build_tokenizer().save_pretrained(model)
     stand_in(model)
     return folder
@@ -218,8 +188,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_my_yaml_is_accepted_for_its_hardware(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run the block's commands in order: `check` without a GPU, `train` and `eval` on the hardware
-    of my.yaml, up to the engines."""
+    """`check` without a GPU; `train` and `eval` on the hardware of my.yaml, up to the engines."""
     monkeypatch.chdir(mine)
     config = load_config("my.yaml")
     assert Path(config.model.path).name == "Qwen3-30B-A3B"

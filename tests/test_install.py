@@ -1,4 +1,4 @@
-"""`make install` with pip, the requirement lists, and the install commands in the docs."""
+"""`make install` with pip, the requirement lists, and Keel installed outside the checkout."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def torch_wheel(folder: Path, version: str, requires: tuple[str, ...]) -> Path:
     about = f"torch-{version}.dist-info"
     words = ["Metadata-Version: 2.1", "Name: torch", f"Version: {version}"]
     words += [f"Requires-Dist: {each}" for each in requires]
+    tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(path, "w") as file:
-        file.writestr(f"{about}/METADATA", "\n".join(words) + "\n")
-        file.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr(f"{about}/RECORD", "")
+        for name, text in {
+            "METADATA": "\n".join(words) + "\n",
+            "WHEEL": tags,
+            "RECORD": "",
+        }.items():
+            file.writestr(f"{about}/{name}", text)
     return path
 
 
@@ -69,10 +71,8 @@ def test_lists_agree_with_the_installed_torch() -> None:
     while todo:
         name, extras = todo.pop()
         for line in metadata.requires(name) or ():
-            requirement = Requirement(line)
-            if requirement.marker and not any(
-                requirement.marker.evaluate({"extra": extra}) for extra in (extras or {""})
-            ):
+            requirement, contexts = Requirement(line), [{"extra": x} for x in extras or {""}]
+            if requirement.marker and not any(map(requirement.marker.evaluate, contexts)):
                 continue
             assert Version(pins[canonicalize_name(requirement.name)]) in requirement.specifier, line
             if requirement.name not in seen:
@@ -101,9 +101,8 @@ def test_cpu_extra_covers_the_engines_requirements(python: str) -> None:
         assert extra[name].extras >= requirement.extras, requirement
         # Our specifier may be narrower (transformers), or the engine's (setuptools).
         pin = Version(install.pinned(install.CPU).get(name) or "2.0")
-        assert set(requirement.specifier) <= set(ours) or pin in (requirement.specifier & ours), (
-            requirement
-        )
+        narrower = set(requirement.specifier) <= set(ours)
+        assert narrower or pin in (requirement.specifier & ours), requirement
 
 
 @pytest.mark.e2e
@@ -111,19 +110,12 @@ def test_package_is_found_next_to_a_checkout(tmp_path: Path) -> None:
     for _ in range(2):  # installed again
         install.put_on_path(tmp_path)
     (tmp_path / "work" / "keel" / "trainer").mkdir(parents=True)  # a checkout has no __init__.py
-    done = subprocess.run(
-        [
-            *(sys.executable, "-S", "-c"),
-            f"import site; site.addsitedir({str(tmp_path)!r}); import keel; "
-            "import keel.configs.paths as found; print(found.__name__, keel.__all__)",
-        ],
-        cwd=tmp_path / "work",
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+    program = (
+        f"import site; site.addsitedir({str(tmp_path)!r}); import keel; "
+        "import keel.configs.paths as found; print(found.__name__, keel.__all__)"
     )
-    assert done.stdout.startswith("keel.configs.paths [")
+    output = run(sys.executable, "-S", "-c", program, cwd=tmp_path / "work")
+    assert output.startswith("keel.configs.paths [")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -181,12 +173,6 @@ def test_installed_command_works_next_to_equal_names(wheel: Path, tmp_path: Path
         "def short(prompt: Prompt, trajectory) -> float:\n"
         "    return float(data.mine and model.mine and len(trajectory.answer) < 9)\n"
     )
-    heavy = (
-        "import sys, keel.commands.cli as cli\n"
-        "try: cli.main(['--help'])\n"
-        "finally: print({'torch', 'ray', 'vllm'} & set(sys.modules))"
-    )
-    assert run(python, "-c", heavy, cwd=project).endswith("set()\n"), "help waits for libraries"
     assert run(keel, "--version", cwd=project).startswith("keel ")
     rewards = "data.sources[spelling].rewards={rewards.mine.short: 1.0}"
     sizes = [f"data.sources[{name}].size=200" for name in ("spelling", "spiral")]

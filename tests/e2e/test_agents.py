@@ -28,7 +28,6 @@ from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 STEPS = 200
-"""More than the test waits for."""
 AGENT = """
 from openai import OpenAI
 
@@ -72,7 +71,6 @@ SOURCES = """
 
 
 def recipe(folder: Path) -> list[str]:
-    """Knobs of agent-trip with a second source."""
     isolation = "bubblewrap"
     try:
         environment_wrap(isolation)
@@ -117,12 +115,10 @@ class Watched:
         self._thread.start()
 
     def environments(self) -> list[psutil.Process]:
-        """Processes of open episodes."""
         seen = list(self.seen.items())
         return [p for p, words in seen if "env_runtime/start.py" in words and p.is_running()]
 
     def survivors(self) -> list[str]:
-        """Command lines of processes that outlive the run."""
         self._ended.set()
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
@@ -140,7 +136,7 @@ class Watched:
 
 @pytest.fixture
 def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary folder with a short name, as sockets need."""
+    # Its name is short, as sockets need.
     with tempfile.TemporaryDirectory(prefix="ka", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         for name in ("TMPDIR", "RAY_TMPDIR"):

@@ -39,17 +39,17 @@ pytestmark = pytest.mark.e2e
 
 
 def small(folder: Path, cache: Path, steps: int) -> list[str]:
-    """A quickstart that learns little, but runs through every part."""
     return [
         "quickstart",
         f"run.dir={folder}",
         f"run.steps={steps}",
         f"model.tiny.cache_dir={cache}",
         "model.tiny.cold_start.steps=20",
-        "data.sources[spelling].size=400",  # thousands of puzzles take seconds
-        "data.sources[spiral].size=400",
-        "data.sources[spelling].holdout=8",
-        "data.sources[spiral].holdout=8",
+        *(
+            f"data.sources[{n}].{k}"
+            for n in ("spelling", "spiral")
+            for k in ("size=400", "holdout=8")
+        ),
         "rollout.engines=1",
         "rewards.workers=1",
         f"rewards.timeout_s={PATIENCE_S}",
@@ -59,7 +59,6 @@ def small(folder: Path, cache: Path, steps: int) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The steps so far, whose metrics are all described."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     steps = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -77,7 +76,6 @@ def keel(*arguments: str) -> str:
 
 
 def words_of(process: psutil.Process) -> str:
-    """Command line of a process, or "" if it has ended."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
@@ -93,17 +91,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Running:
-    """A training process."""
-
     def __init__(self, arguments: list[str], log: Path) -> None:
         self._log = log
-        self.process = subprocess.Popen(
-            [*KEEL, "train", *arguments],
-            cwd=ROOT,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **KEYS, "PYTHONUNBUFFERED": "1"},
-        )
+        env = {**os.environ, **KEYS, "PYTHONUNBUFFERED": "1"}
+        streams: dict[str, Any] = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
+        command = [*KEEL, "train", *arguments]
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, **streams)
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
@@ -139,7 +132,6 @@ class Running:
 
 
 def listening(process: psutil.Process) -> set[str]:
-    """Addresses that a process listens at."""
     with suppress(psutil.Error):
         open_ = [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
         return {c.laddr.ip.removeprefix("::ffff:") for c in open_}
@@ -280,12 +272,5 @@ def test_run_survives_frozen_processes_interrupt_and_damage(
     assert model.config.num_experts == 8
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
 
-    # Further commands run in this process, which has loaded its libraries.
-    def printed(command: str, *words: str, status: int = 0) -> str:
-        assert main([command, *knobs, *words]) == status
-        captured = capsys.readouterr()
-        return captured.err if status else captured.out
-
-    assert f"step_{steps:06d}" in printed("eval")
-    assert "run.steps" in printed("train")
-    assert "trainer.grad_clip" in printed("train", "trainer.grad_clip=0.5", status=2)
+    # In this process, which has loaded its libraries.
+    assert main(["eval", *knobs]) == 0 and f"step_{steps:06d}" in capsys.readouterr().out

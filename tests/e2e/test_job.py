@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,10 +28,7 @@ SMALL = (
     "rollout.engines=1",
     "rewards.workers=1",
     "model.tiny.cold_start.steps=0",
-    "data.sources[spelling].size=400",  # thousands of puzzles take seconds
-    "data.sources[spiral].size=400",
-    "data.sources[spelling].holdout=8",
-    "data.sources[spiral].holdout=8",
+    *(f"data.sources[{n}].{k}" for n in ("spelling", "spiral") for k in ("size=400", "holdout=8")),
     "algorithm.prompts_per_step=2",
     "algorithm.group_size=4",
 )
@@ -38,7 +36,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]  # a cluster and a run
 
 
 def block_with(line: str) -> str:
-    """The code block of README that contains `line`."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", README.read_text(), re.M | re.S)
     (block,) = [block for block in blocks if line in block.splitlines()]
     return block
@@ -76,15 +73,9 @@ class Shell:
 
     def run(self, lines: str) -> str:
         with tempfile.TemporaryFile("w+") as output:  # the cluster keeps it open
-            done = subprocess.run(
-                ["bash", "-euc", lines],
-                cwd=self._work,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=3 * PATIENCE_S,
-            )
+            streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
+            how = {"cwd": self._work, "env": self._env, "stdin": subprocess.DEVNULL, **streams}
+            done = subprocess.run(["bash", "-euc", lines], timeout=3 * PATIENCE_S, **how)
             output.seek(0)
             assert done.returncode == 0, output.read()
             return output.read()
