@@ -1,7 +1,5 @@
 """Buckets in host memory, for tests that need weights to send or to read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor

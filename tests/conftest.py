@@ -1,7 +1,5 @@
 """Shared setup of all tests: a Ray token, test order and log records."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -18,30 +16,26 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Same as in the Makefile; must be set before torch loads. With spinning threads, two processes
-# on two cores took 125 s instead of 94.
+# As in the Makefile; must be set before torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Use the same examples in every run, so failures reproduce on all machines. Draw others with
-# `--hypothesis-profile=explore`. No deadline, since the machine may be busy.
+# The same examples in every run; others with `--hypothesis-profile=explore`.
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("explore", **SLOW)
 settings.register_profile("suite", derandomize=True, database=None, max_examples=50, **SLOW)
 settings.load_profile("suite")
 
 # Without a token, the first test that starts Ray writes one to the home folder
-# (trainer/placement/nodes.py).
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-# Ray's first `init` sets this, and its library reads it once per process; clusters started later
-# by the same process need the same value.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-# A call that a test has left behind on a thread must not start a cluster.
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # also set in nodes.py, to save time
-# Do not let actors run at a lower priority than other tests and pyright.
-os.environ.setdefault("RAY_worker_niceness", "0")
-# Disable Ray's memory monitor, as nodes.py does: it would kill actors because of other tests.
-os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+# (trainer/placement/nodes.py). Ray's library reads the mode once per process.
+for name, value in {
+    "AUTH_TOKEN": secrets.token_hex(32),
+    "AUTH_MODE": "token",
+    "ENABLE_AUTO_CONNECT": "0",  # a call left behind on a thread must not start a cluster
+    "prestart_worker_first_driver": "0",  # also set in nodes.py, to save time
+    "worker_niceness": "0",  # actors as fast as other tests and pyright
+    "memory_monitor_refresh_ms": "0",  # it would kill actors because of other tests
+}.items():
+    os.environ.setdefault(f"RAY_{name}", value)
 # `nohup` ignores SIGHUP, and child processes would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

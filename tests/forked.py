@@ -1,7 +1,5 @@
 """Processes forked from a server that has preloaded their libraries."""
 
-from __future__ import annotations
-
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
 from typing import Any

@@ -1,7 +1,5 @@
 """Free ports for tests that must name a port before using it."""
 
-from __future__ import annotations
-
 import random
 import socket
 from contextlib import suppress

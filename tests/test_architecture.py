@@ -3,8 +3,6 @@
 Each heavy library has one owner. Private parts of libraries are used in one file per library, which
 checks them at start-up."""
 
-from __future__ import annotations
-
 import ast
 import os
 import pickle

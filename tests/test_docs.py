@@ -1,7 +1,5 @@
 """Pages, links and quoted code of README and documentation, without mkdocs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """`make install` with pip, the requirement lists, and Keel installed outside the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Test timeouts, long enough that only a hang fails and never a busy machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Faults of `benchmarks.chaos`, and its verdicts on simulated runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Workloads of the comparison with TRL and verl, as far as it runs without them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line and its early checks, and `keel doctor`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

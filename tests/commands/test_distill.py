@@ -1,7 +1,5 @@
 """`keel distill`: order of stages, resuming, and early checks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`keel eval`, `compare`, `filter` and `replay` with scripted engines."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +26,8 @@ from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from tests.data.rates import scored as scored_with
 from tests.rl.rollouts import prompt, scored, segment, trajectory
+
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 
 @dataclass
@@ -86,7 +86,7 @@ def ready(value: Any) -> Future[Any]:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def fake(monkeypatch: Patch) -> Fake:
     system = Fake()
 
     @contextmanager
@@ -102,12 +102,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 FEW = (
-    "data.sources[spelling].size=12",
-    "data.sources[spiral].size=12",
-    "data.sources[spelling].holdout=4",
-    "data.sources[spiral].holdout=4",
-    "eval.samples=4",
-    "algorithm.group_size=3",
+    *(f"data.sources[{n}].{k}" for n in ("spelling", "spiral") for k in ("size=12", "holdout=4")),
+    *("eval.samples=4", "algorithm.group_size=3"),
 )
 
 
@@ -115,16 +111,13 @@ def results_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())["results"]
 
 
-def test_results_of_each_set_and_domain(
-    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_each_set_and_domain(fake: Fake, tmp_path: Path, capsys: Capture) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *FEW, "eval.submissions=1")
     assert main(["eval", *words]) == 0
     report = results_of(tmp_path / "eval" / "base")["recipe"]
     heldout = prepare("quickstart", words[1:]).dataset.heldout
-    passes = [
-        min(int(p.prompt_id.rpartition("/")[2]) % 4, 3) for p in heldout["spelling"]
-    ]  # by hand: groups of three and of one, the last completion late
+    # By hand: groups of three and of one, the last completion late.
+    passes = [int(p.prompt_id.rpartition("/")[2]) % 4 for p in heldout["spelling"]]
     spelling = report["spelling"]
     assert spelling["pass@1"] == pytest.approx(sum(passes) / 16)
     assert spelling["pass@4"] == pytest.approx(np.mean([n > 0 for n in passes]))
@@ -134,8 +127,7 @@ def test_results_of_each_set_and_domain(
     low, high = spelling["pass@1_interval"]
     assert low < spelling["pass@1"] < high
     # The first is cut off, and the second is then the one that is handed in.
-    numbers = [int(p.prompt_id.rpartition("/")[2]) % 4 for p in heldout["spelling"]]
-    assert spelling["contest"] == pytest.approx(np.mean([n > 1 for n in numbers]))
+    assert spelling["contest"] == pytest.approx(np.mean([n > 1 for n in passes]))
     assert report["all"]["prompts"] == 8 and set(report) >= {"spelling", "spiral", "all"}
     assert f"run.dir = {tmp_path} has no checkpoint" in capsys.readouterr().out
     line = json.loads((tmp_path / "eval/base/samples.jsonl").read_text().splitlines()[0])
@@ -143,9 +135,7 @@ def test_results_of_each_set_and_domain(
     assert line["samples"][1]["answer"] == "no 1" and line["missing"] == ["late: too slow"]
 
 
-def test_stopped_evaluation_resumes(
-    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stopped_evaluation_resumes(fake: Fake, tmp_path: Path, capsys: Capture) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *FEW)
     fake.stop_after = 7  # in the middle of a prompt
     assert main(["eval", *words]) == 130
@@ -167,9 +157,7 @@ def test_stopped_evaluation_resumes(
     assert "holds an evaluation that has ended" in capsys.readouterr().err
 
 
-def test_checkpoints_by_name(
-    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_by_name(fake: Fake, tmp_path: Path, capsys: Capture) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *FEW)
     trained = prepare("quickstart", words[1:]).config
     with RunFolder(trained) as folder:
@@ -187,9 +175,7 @@ def test_checkpoints_by_name(
     assert main(["eval", *words, "eval.checkpoint='3'"]) == 2
 
 
-def test_two_evaluations_compared(
-    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_evaluations_compared(fake: Fake, tmp_path: Path, capsys: Capture) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *FEW)
     one, two = tmp_path / "one", tmp_path / "two"
     assert main(["eval", *words, f"eval.dir={one}"]) == 0
@@ -284,13 +270,11 @@ def test_stop_keeps_complete_prompts() -> None:
     assert all(future.cancelled() for p, _, future in engines.asked if p.prompt_id != "p0")
 
 
-SMALL = ("filter.samples=3", "data.sources.0.size=20", "data.sources.1.size=20")
-SMALL += ("data.sources.0.holdout=8", "data.sources.1.holdout=8")
+SMALL = ("filter.samples=3",)
+SMALL += tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=20", "holdout=8"))
 
 
-def test_filter_writes_pass_rates(
-    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_filter_writes_pass_rates(fake: Fake, tmp_path: Path, capsys: Capture) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *SMALL)
     assert main(["filter", *words]) == 0
     table = tmp_path / "filter" / "pass_rates.jsonl"
@@ -331,7 +315,7 @@ data:
 
 
 class FakeLearner:
-    made: list[FakeLearner]
+    made: list[Any]
 
     def __init__(self, model: str, config: Any, **_: Any) -> None:
         self.events: list[Any] = [model, config.trainer.lr]
@@ -357,21 +341,18 @@ class FakeLearner:
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     (tmp_path / "config.yaml").write_text(REPLAYED)
     FakeLearner.made = []
 
     def plan_model(config: Any, left: Any, hardware: Any, *, chats: bool) -> Any:
         return SimpleNamespace(config=config, hardware=SimpleNamespace(gpu=False))
 
-    for name, value in {
-        "start_ray": lambda: None,
-        "stop_ray": lambda: None,
-        "start_watchdog": lambda say, hang_timeout_s: nullcontext(),
-        "plan_model": plan_model,
-        "Learner": FakeLearner,
-    }.items():
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "start_ray", lambda: None)
+    monkeypatch.setattr(module, "stop_ray", lambda: None)
+    monkeypatch.setattr(module, "start_watchdog", lambda say, hang_timeout_s: nullcontext())
+    monkeypatch.setattr(module, "plan_model", plan_model)
+    monkeypatch.setattr(module, "Learner", FakeLearner)
     monkeypatch.setattr("keel.commands.cli.find_spec", lambda name: name)
     return tmp_path
 
@@ -381,9 +362,7 @@ def save_state(run_folder: Path, step: int) -> Path:
     return checkpoint.save(run_folder / "checkpoints", state, lambda _: {}, keep=9)
 
 
-def test_newest_batch_uses_the_checkpoint_before_it(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_newest_batch_uses_the_checkpoint_before_it(run_folder: Path, capsys: Capture) -> None:
     for step in (3, 7):
         save_batch(run_folder, step, GROUPS, ["p, token 3: was nan"])
     for step in (2, 6, 7):

@@ -1,7 +1,5 @@
 """`keel new`: recipes from flags and questions."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`keel serve` and `keel chat`: model choice and vLLM options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

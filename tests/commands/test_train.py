@@ -1,7 +1,5 @@
 """`keel check`, `keel train` and `keel.train` up to the engines."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal
@@ -38,26 +36,25 @@ from tests.model.stand_in import stand_in
 from tests.rewards.groups import group
 from tests.waiting import PATIENCE_S
 
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8"))
 
 
-def keel_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def keel_command(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
     code = main(arguments)
     said = capsys.readouterr()
     assert not ray.is_initialized()
     return code, said.out, said.err
 
 
-def test_check_prints_the_plan_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_check_prints_the_plan_and_starts_nothing(capsys: Capture, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, out, _ = keel_command(capsys, "check", "quickstart", f"run.dir={folder}", *FEW)
     assert code == 0
     assert "3 MoE layers of 8 experts" in out and not folder.exists()
 
 
-def test_bad_recipes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_recipes_are_refused(capsys: Capture) -> None:
     for override, message in (
         ("algorithm.keep_routing=false", "mixture of experts"),
         ("data.max_prompt_tokens=8", "prompt spelling/"),
@@ -90,9 +87,7 @@ def test_check_tries_reward_functions(
     assert actual == status and message in out + err
 
 
-def test_own_model_is_planned_from_its_config(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_own_model_is_planned_from_its_config(capsys: Capture, tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "num_hidden_layers": 4, "moe_intermediate_size": 32, "head_dim": 32}
     experts = {"num_experts": 16, "num_experts_per_tok": 4}
     sizes = {"vocab_size": 288, "max_position_embeddings": 300, **shape, **experts}
@@ -125,9 +120,7 @@ def test_own_model_is_planned_from_its_config(
     assert (code, "has 300 tokens" in err) == (2, True), err
 
 
-def test_failed_export_is_repeated(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failed_export_is_repeated(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
     done = tmp_path / "run"
     overrides = (f"run.dir={done}", "run.steps=1", *FEW)
     task = prepare("quickstart", overrides)
@@ -162,7 +155,7 @@ ROWS = [{"prompt": "1 + 1?", "answer": "2", "grade": 3}, {"prompt": "2 + 2?", "a
 
 
 @pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     folder = tmp_path / "working"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -170,7 +163,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
+def requests(monkeypatch: Patch, tmp_path: Path) -> list[Config]:
     configs: list[Config] = []
 
     def train(recipe: str, overrides: list[str], *, drive: Any, again: str) -> None:
@@ -186,16 +179,6 @@ def requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
 
     monkeypatch.setattr(api.main, "train", train)
     return configs
-
-
-def test_errors_name_the_passed_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def train(recipe: str, overrides: list[str], **_: Any) -> None:
-        load_jsonl(load_config(recipe, overrides).data.sources[0])
-
-    monkeypatch.setattr(api.main, "train", train)
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}]
-    with pytest.raises(ConfigError, match=r"keel\.train\(prompts=…\): row 2"):
-        keel.train("quickstart", prompts=rows, knobs={"run.dir": tmp_path / "run"})
 
 
 def rows_of(config: Config) -> list[dict[str, Any]]:
@@ -289,7 +272,7 @@ def test_callbacks_can_stop_the_run() -> None:
 
 @pytest.mark.parametrize("raised", [KeyError("reward/best"), SystemExit(3)])
 def test_raising_callback_ends_the_run_after_saving(
-    raised: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    raised: BaseException, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     done: list[str] = []
 
@@ -322,7 +305,7 @@ def test_raising_callback_ends_the_run_after_saving(
 )
 @pytest.mark.parametrize("within", [True, False])
 def test_signal_raises_after_the_run(
-    number: int, kind: type, within: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    number: int, kind: type, within: bool, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     def train(*_: Any, drive: Any, again: str) -> None:
         with Interrupt(lambda _: None) if within else nullcontext():
@@ -354,7 +337,7 @@ async def waits(step: int, numbers: Any) -> None: ...
     ],
 )
 def test_invalid_arguments_are_refused_before_writing(
-    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(api.main, "train", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(ConfigError):

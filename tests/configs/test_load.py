@@ -1,7 +1,5 @@
 """Recipes, overrides and work folders, and the errors of wrong ones."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keel.configs.convert import RENAMED, knobs
-from keel.configs.diff import check_resumable, diff_configs, flatten_config, stepping
+from keel.configs.diff import check_resumable, flatten_config, stepping
 from keel.configs.load import dump_config, load_config, load_distillation, split_overrides
 from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
@@ -281,17 +279,6 @@ def test_evaluation_file_is_read_like_the_first_file(tmp_path: Path) -> None:
 def config(**source: object) -> Config:
     values = {"name": "sums", "source": "reasoning_gym", "task": "chain_sum", "size": 64}
     return Config(data=DataConfig(sources=(SourceConfig(**(values | source)),)))  # type: ignore[arg-type]
-
-
-def test_differences_are_named_by_knob() -> None:
-    assert diff_configs(config(), config()) == []
-    a = config(params={"min_terms": 2})
-    b = replace(config(size=128), trainer=replace(a.trainer, lr=2e-6))
-    assert diff_configs(a, b) == [
-        "data.sources[sums].params.min_terms",
-        "data.sources[sums].size",
-        "trainer.lr",
-    ]
 
 
 def test_resumed_run_may_change_length_and_learning_rate_only() -> None:

@@ -2,8 +2,6 @@
 
 It calls tools inside its thinking; the policies of test_mixed.py call them after it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

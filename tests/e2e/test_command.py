@@ -1,7 +1,5 @@
 """`keel train` as a user runs it: whole runs through Ray, vLLM and DeepSpeed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

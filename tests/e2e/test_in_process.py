@@ -4,8 +4,6 @@ The trainer's engine is in this process, and vLLM actors are reused: each comman
 its own weights into them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -325,9 +323,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_commands_of_the_page_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     in_sandboxes(tmp_path, monkeypatch)
     # Different questions, so that none is both held out and trained on.

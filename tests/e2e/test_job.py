@@ -1,7 +1,5 @@
 """Runs README's commands for a Ray cluster verbatim."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

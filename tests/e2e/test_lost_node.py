@@ -3,8 +3,6 @@
 It starts with fewer ranks. After a step that does not fit, it continues with smaller micro-batches
 and with all ranks, since a node has joined. It ends with a single rank."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

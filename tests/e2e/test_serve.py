@@ -1,8 +1,5 @@
 """`keel serve`, `keel chat` and `keel judge` as a user runs them."""
 
-from __future__ import annotations
-
-import json
 import signal
 import subprocess
 import sys
@@ -11,11 +8,9 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from keel.commands.cli import main
 from keel.configs.schema import ColdStartConfig, TinyModelConfig
 from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
-from tests.rewards.judge.judge_server import good, running
 from tests.rollout.judge.test_server import gone, processes_of
 from tests.waiting import PATIENCE_S
 
@@ -61,13 +56,3 @@ def test_served_model_answers_and_leaves_no_process(tmp_path: Path) -> None:
     finally:
         server.kill()
         server.wait(PATIENCE_S)
-
-
-def test_judge_scores_answers(tmp_path: Path) -> None:
-    answers, rubric = tmp_path / "a.jsonl", tmp_path / "r.yaml"
-    answers.write_text(json.dumps({"prompt": "Colour?", "answer": "blue"}) + "\n")
-    rubric.write_text("- {name: blue, text: says blue, weight: 1}\n")
-    with running(good) as server:
-        options = ["--rubric", str(rubric), "--base-url", server.url, "--model", "m"]
-        assert main(["judge", str(answers), *options]) == 0
-    assert json.loads(Path(f"{answers}.judged.jsonl").read_text())["score"] == 1.0

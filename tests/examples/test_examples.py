@@ -1,7 +1,5 @@
 """Proofs, table tasks whose answers SQL recomputes, and training data of judges."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import io

@@ -1,7 +1,5 @@
 """Authors with scripted replies, and runs of pipelines with them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

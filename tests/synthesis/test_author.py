@@ -1,7 +1,5 @@
 """Requests, replies and cost limits of an author behind an endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace

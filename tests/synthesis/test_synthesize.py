@@ -1,7 +1,5 @@
 """Concurrent task synthesis: kept, rejected, stopped and resumed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Run and evaluation folders whose texts try to inject HTML."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -13,16 +11,8 @@ import numpy as np
 from keel.configs.load import dump_config, load_config
 from keel.configs.schema import RunConfig
 from keel.data.eval_store import Asked
-from keel.rl.types import (
-    Group,
-    Prompt,
-    SamplingMasks,
-    ScoredGroup,
-    Segment,
-    TokenNumbers,
-    Trajectory,
-    Usage,
-)
+from keel.rl import types
+from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, select_trajectories
 
 BREAKS = "document.title='BROKEN'"
@@ -38,8 +28,6 @@ KINDS = ("resume", "engine", "alarm")
 
 
 class Bytes:
-    """A tokenizer whose ids are bytes."""
-
     def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())
 
@@ -52,13 +40,13 @@ def answer(sibling: int, prompt: str, *turns: str, messages: Sequence[Any] = ())
     sampled = np.repeat([at % 2 == 1 for at in range(len(parts))], [len(part) for part in parts])
     ids = np.array([token for part in parts for token in part], np.int32)
     spans = [[int(token)] * bool(here) for token, here in zip(ids, sampled, strict=True)]
-    segment = Segment(
+    segment = types.Segment(
         prompt_id="p",
         token_ids_T=ids,
         trainable_T=sampled,
         logp_old_T=np.where(sampled, -0.5, 0).astype(np.float32),
         version_T=np.where(sampled, 7, -1).astype(np.int32),
-        sampling_mask=SamplingMasks.from_lists(spans),
+        sampling_mask=types.SamplingMasks.from_lists(spans),
     )
     return Trajectory(
         prompt_id="p",
@@ -66,7 +54,7 @@ def answer(sibling: int, prompt: str, *turns: str, messages: Sequence[Any] = ())
         segments=(segment,),
         finish_reason="stop",
         messages=tuple(messages) or ({"role": "assistant", "content": turns[-1]},),
-        usage=Usage(turns=2, calls=1) if len(turns) > 1 else None,
+        usage=types.Usage(turns=2, calls=1) if len(turns) > 1 else None,
     )
 
 
@@ -87,26 +75,17 @@ def group_of(prompt: str, texts: Sequence[str], rewards: Sequence[float]) -> Sco
 
 
 def episode() -> ScoredGroup:
-    """A trajectory of thinking, a call, its result and an answer."""
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    made = answer(
-        0,
-        "<|user|>Sum.<|assistant|>",
-        '<think>Let me add.</think>I call.<tool_call>{"name": "add"}</tool_call>',
-        "<|tool|>the result is 3<|assistant|>",
-        "It is 3.",
-        messages=(
-            {"role": "user", "content": "Sum."},
-            {
-                "role": "assistant",
-                "content": "I call.",
-                "reasoning_content": "Let me add.",
-                "tool_calls": [call],
-            },
-            {"role": "tool", "content": "the result is 3", "name": "add"},
-            {"role": "assistant", "content": "It is 3."},
-        ),
+    called = '<think>Let me add.</think>I call.<tool_call>{"name": "add"}</tool_call>'
+    turns = (called, "<|tool|>the result is 3<|assistant|>", "It is 3.")
+    thought = {"role": "assistant", "content": "I call.", "reasoning_content": "Let me add."}
+    messages = (
+        {"role": "user", "content": "Sum."},
+        {**thought, "tool_calls": [call]},
+        {"role": "tool", "content": "the result is 3", "name": "add"},
+        {"role": "assistant", "content": "It is 3."},
     )
+    made = answer(0, "<|user|>Sum.<|assistant|>", *turns, messages=messages)
     group = group_of("sums", ["x", "y"], [1, 0])
     both = (replace(made, opening=1), replace(made, opening=1, sibling=1))
     return replace(group, group=replace(group.group, trajectories=both))
@@ -121,11 +100,12 @@ def write_step(folder: Path, step: int, groups: Sequence[ScoredGroup], **metrics
         return
     (folder / "trajectories").mkdir(exist_ok=True)
     run = RunConfig(dir="d", save_trajectories=10_000, save_tokens=10_000_000)
+
+    def full(segment: types.Segment, value: float) -> Any:
+        return np.full(len(segment.token_ids_T), value, np.float32)
+
     numbers = {
-        number: TokenNumbers(
-            logp_T=np.full(len(segment.token_ids_T), -0.4, np.float32),
-            overlap_T=np.full(len(segment.token_ids_T), 0.5, np.float32),
-        )
+        number: types.TokenNumbers(logp_T=full(segment, -0.4), overlap_T=full(segment, 0.5))
         for number, segment in enumerate(select_trajectories(groups, run).segments)
     }
     path = folder / "trajectories" / f"step_{step:06d}.tokens.jsonl.gz"
@@ -146,35 +126,27 @@ def write_run(folder: Path, *overrides: str, steps: int = 3) -> Path:
 
 
 def write_evaluation(folder: Path, prompts: int = 2) -> Path:
-    """Write an unfinished evaluation."""
     folder.mkdir(parents=True)
-    samples = [
+    common = {"error": 0.0, "parts": {"format": 1.0}, "tokens": 5, "thinking": 0, "answer": "1"}
+    said = {"role": "assistant", "reasoning_content": "hm"}
+    samples: list[dict[str, Any]] = [
         {
+            **common,
             "correct": float(at),
-            "error": 0.0,
-            "parts": {"format": 1.0},
-            "tokens": 5,
-            "thinking": 0,
             "finish_reason": "stop",
-            "answer": "1",
-            "messages": [{"role": "assistant", "content": text, "reasoning_content": "hm"}],
+            "messages": [{**said, "content": t}],
         }
-        for at, text in enumerate(ATTACKS[:2])
+        for at, t in enumerate(ATTACKS[:2])
     ]
-    lines = [
-        Asked(
-            variant="recipe",
-            source="sums",
-            domain="maths",
-            id=f"sums/{number}",
-            digest="d",
-            samples=samples,
-            missing=["cut off"],
-            prompt=[{"role": "user", "content": ATTACKS[0]}],
-            expected="2",
-        )
-        for number in range(prompts)
-    ]
+    about: dict[str, Any] = {
+        "variant": "recipe",
+        "source": "sums",
+        "domain": "maths",
+        "digest": "d",
+    }
+    about |= {"samples": samples, "missing": ["cut off"], "expected": "2"}
+    prompt = [{"role": "user", "content": ATTACKS[0]}]
+    lines = [Asked(**about, id=f"sums/{number}", prompt=prompt) for number in range(prompts)]
     with (folder / "samples.jsonl").open("w") as file:
         file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
     (folder / "settings.json").write_text(json.dumps({"policy": "p", "run.seed": "0"}))

@@ -1,7 +1,5 @@
 """The small tasks and their demonstrations."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny projects with a git history."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

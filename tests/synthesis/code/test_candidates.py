@@ -1,7 +1,5 @@
 """Candidates from repositories, the gates before any execution, trees and grades."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Commits to tasks in the sandbox, and a real project of each language."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """A small environment that passes every gate, cheats that one gate refuses, and hostile code."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

@@ -1,7 +1,5 @@
 """Search tasks from scripted agents on the small corpus, with a cheat for each gate."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
