@@ -48,13 +48,10 @@ def test_clock_jump_and_slow_sync_are_isolated(tmp_path: Path) -> None:
     faults = Preload(tmp_path, folder)
     for path, slow in ((folder / "file", True), (tmp_path / "other", False)):
         faults.slow(write_s=0, sync_s=0)
-        with subprocess.Popen(
-            [sys.executable, "-c", CLOCKS.replace("PATH", repr(str(path)))],
-            env={**os.environ, **faults.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
+        command = [sys.executable, "-c", CLOCKS.replace("PATH", repr(str(path)))]
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        env = {**os.environ, **faults.environment}
+        with subprocess.Popen(command, env=env, text=True, **pipes) as process:
             assert process.stdout and process.stdin
             assert process.stdout.readline() == "ready\n"
             faults.jump(-HOUR_S)

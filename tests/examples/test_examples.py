@@ -33,7 +33,7 @@ from keel.rewards.custom import TextTrajectory
 from keel.rewards.judge.specs import judged_spec
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rl.turns import Message, ToolSpec
-from keel.rl.types import Prompt
+from keel.rl.types import Prompt, Trajectory
 from keel.synthesis.author import AuthorReply
 from tests.rl.rollouts import scored, segment, trajectory
 
@@ -91,13 +91,12 @@ def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> 
     messages = tuple({"role": role, "content": text} for role, text in texts.items())
     about = {"messages": messages, "reward": {"kind": "proof"}}
     prompt = Prompt(prompt_id="proofs/1", domain="proofs", **about)
-    proofs = [
-        replace(
-            trajectory(segment(name="proofs/1"), sibling=n),
-            messages=({"role": "assistant", "content": text},),
-        )
-        for n, (text, _) in enumerate(graded)
-    ]
+
+    def proof(n: int, text: str) -> Trajectory:
+        made = trajectory(segment(name="proofs/1"), sibling=n)
+        return replace(made, messages=({"role": "assistant", "content": text},))
+
+    proofs = [proof(n, text) for n, (text, _) in enumerate(graded)]
     parts = [{"correct": score, "error": error, "proof": score} for _, score in graded]
     group = scored(proofs, [score for _, score in graded], parts=parts)
     group = replace(group, group=replace(group.group, prompt=prompt))

@@ -68,8 +68,6 @@ def opens(*names: str) -> AuthorReply:
 
 @dataclass
 class Agents:
-    """Scripted replies by role."""
-
     submits: list[dict[str, Any]] = field(default_factory=lambda: [SUBMITTED])
     """Submissions in order; the last one repeats."""
     answers: list[str] = field(default_factory=lambda: ["Mirela Dancu", "Tobias Wrenfeld"])
@@ -106,16 +104,10 @@ class Agents:
         overrides = self.verdicts[self._passes] if self._passes < len(self.verdicts) else {}
         self._passes += 1
         should = {"Tobias Wrenfield": "right", "T. Wrenfield": "right"}
-        verdicts = [
-            {
-                "answer": label,
-                "reason": "r",
-                "verdict": overrides.get(answer, should.get(answer, "wrong")),
-                "document": "society.html",
-                "quote": overrides.get("quote", FOUNDED),
-            }
-            for label, answer in labels.items()
-        ]
+        quote = overrides.get("quote", FOUNDED)
+        one = {"reason": "r", "document": "society.html", "quote": quote}
+        its = {label: overrides.get(a, should.get(a, "wrong")) for label, a in labels.items()}
+        verdicts = [{**one, "answer": label, "verdict": v} for label, v in its.items()]
         return calls("decide", {"verdicts": verdicts})
 
     def _judge(self, messages: Sequence[Message]) -> str:
@@ -126,7 +118,6 @@ class Agents:
 
 
 def material(message: Message) -> dict[str, Any]:
-    """Content between the fences."""
     return json.loads(str(message["content"]).split("\n")[-2])
 
 
@@ -152,10 +143,8 @@ def config_of(folder: Path, **knobs: Any) -> SearchTasksConfig:
     return SearchTasksConfig(**{**places, **small, **knobs})
 
 
-def world_of(
-    folder: Path, agents: Agents | None = None, author: ScriptedAuthor | None = None, **knobs: Any
-) -> World:
-    author = author or ScriptedAuthor(agents or Agents())
+def world_of(folder: Path, agents: Agents | None = None, **knobs: Any) -> World:
+    author = ScriptedAuthor(agents or Agents())
     config, out = config_of(folder, **knobs), folder / "out"
     out.mkdir(exist_ok=True)
     pipeline = SearchPipeline(config, author, lambda _: author, out, seed=1)
@@ -181,9 +170,8 @@ def test_synthesized_task_is_trainable(tmp_path: Path) -> None:
     assert provenance["evidence"] == list(EVIDENCE) and provenance["passes"] == 3
     recipe = yaml.safe_load((world.folder / "recipe.yaml").read_text())
     (settings,) = recipe["data"]["sources"]
-    source = SourceConfig(
-        **{**settings, "environment": EnvironmentConfig(**settings["environment"])}
-    )
+    environment = EnvironmentConfig(**settings["environment"])
+    source = SourceConfig(**{**settings, "environment": environment})
     (item,) = load_jsonl(source, check_spec).items
     verify = verifier_for(item.prompt.reward)
     for said, right in (
@@ -196,7 +184,6 @@ def test_synthesized_task_is_trainable(tmp_path: Path) -> None:
 
 
 def open_corpus(folder: str) -> SearchIndex:
-    """The library that a test names."""
     return SearchIndex(Path(folder))
 
 
