@@ -18,7 +18,7 @@ import keel
 from keel.commands import api
 from keel.commands.cli import main
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.checks import check_prompts, check_spec
@@ -228,16 +228,11 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "Say hi.", "most": 3}\n')
     rewards = {"python.short": 3.0, "python.unlike": 1.0}
-    recipe = tmp_path / "recipe.yaml"
-    source = {"name": "made", "source": "jsonl", "path": str(path), "rewards": rewards}
-    recipe.write_text(json.dumps({"data": {"sources": [source]}}))
-    config = load_config(recipe)
-    (item,) = load_jsonl(config.data.sources[0], check_spec).items
+    source = SourceConfig(name="made", source="jsonl", path=str(path), rewards=rewards)
+    (item,) = load_jsonl(source, check_spec).items
     assert item.prompt.reward == {"kind": FUNCTIONS, "columns": {"most": 3}}
-    with (
-        passing([short, unlike]),
-        Scorer({"made": rewards}, workers=1, timeout_s=PATIENCE_S) as scorer,
-    ):
+    scorer = Scorer({"made": rewards}, workers=1, timeout_s=PATIENCE_S)
+    with passing([short, unlike]), scorer:
         check_prompts([item.prompt], rewards, code=CodeSettings())
         (scored,) = scorer.score([group("hi", "hi", "hello", prompt=item.prompt)])
     assert [parts["python.unlike"] for parts in scored.parts_G] == [0.5, 0.5, 1.0]

@@ -39,19 +39,11 @@ def refused(path: Path | str, *overrides: str) -> str:
 
 
 def test_recipe_and_overrides_become_a_config(tmp_path: Path) -> None:
-    config = load_config(
-        write(tmp_path, RECIPE + "trainer: {eps: 1, beta1: '0.5'}"),
-        [
-            "run.steps=${algorithm.group_size}",
-            "run.dir=runs/s${run.seed}",
-            "data.sources.1.size=48",
-            "data.sources[sums].rewards={correct: 1, format: 0.1}",
-            "rollout.sampling.stop=[a, b]",
-            "algorithm.mask_delta=null",
-            "trainer.lr=1e-5",
-            "eval.checkpoint=20",
-        ],
-    )
+    overrides = ["run.steps=${algorithm.group_size}", "run.dir=runs/s${run.seed}"]
+    overrides += ["data.sources[sums].rewards={correct: 1, format: 0.1}", "data.sources.1.size=48"]
+    overrides += ["rollout.sampling.stop=[a, b]", "algorithm.mask_delta=null"]
+    overrides += ["trainer.lr=1e-5", "eval.checkpoint=20"]
+    config = load_config(write(tmp_path, RECIPE + "trainer: {eps: 1, beta1: '0.5'}"), overrides)
     assert (config.run.steps, config.run.dir) == (config.algorithm.group_size, "runs/s0")
     assert config.data.sources[1].size == 48
     assert config.data.sources[0].kl_coef == 1e-3
@@ -150,7 +142,6 @@ def test_replaced_values_are_reported_where_they_are_written(tmp_path: Path) -> 
         ("run:\n  steps: [1\ntrainer: {}", ":3: not valid YAML"),
         ("run: {steps: 1}\nrun: {steps: 2}", ":2: not valid YAML"),
         ("run: {dir: }", 'write ""'),
-        ("- 1", ":1: a recipe"),
         ("", "data.sources = []"),
         (RECIPE + "1: x", ":6: 1: no such knob"),
         ("defaults: [a]", ":1: defaults = ['a']"),
@@ -158,7 +149,6 @@ def test_replaced_values_are_reported_where_they_are_written(tmp_path: Path) -> 
         (RECIPE + "x: &a [*a]", "nested too deeply"),
         (f"run: {{seed: {'9' * 5000}}}", ":1: run.seed = "),
         ("run: {steps: 1:30}", ":1: run.steps = 1:30"),
-        ("run: {seed: 0100}", ":1: run.seed = 0100"),
         ('run: {dir: "a\\0b"}', ":1: run.dir = 'a\\x00b'"),
     ],
 )
@@ -238,15 +228,10 @@ def test_dotted_reward_function_is_one_key(tmp_path: Path, name: str) -> None:
     ("section", "parts"),
     [
         ("run={steps: 3, seed: 1}", ["run.steps=3", "run.seed=1"]),
-        ("rollout={sampling: {top_p: 0.5}}", ["rollout.sampling.top_p=0.5"]),
         ("data.sources[spelling]={weight: 9}", ["data.sources[spelling].weight=9"]),
         ("data.sources.1={rewards: {correct: 2}}", ['data.sources.1.rewards={"correct": 2}']),
         ("data={only: [spelling]}", ['data.only=["spelling"]']),
         ("run={dir: 'runs/${run.seed}'}", ['run.dir="runs/${run.seed}"']),
-        (
-            "data.sources[spelling]={name: words, weight: 9}",
-            ["data.sources[spelling].weight=9", 'data.sources[spelling].name="words"'],
-        ),
     ],
 )
 def test_section_override_equals_its_knobs(section: str, parts: list[str]) -> None:

@@ -10,19 +10,9 @@ from typing import Any
 
 import pytest
 
+from keel.agents.environments.code import tree as trees
 from keel.agents.environments.code.grading import Results, _read_results, grade, graded_tree
-from keel.agents.environments.code.tree import (
-    Tree,
-    UnreadableTree,
-    erase,
-    overlay,
-    read_tree,
-    seal,
-    tree_as_json,
-    tree_from_json,
-    unseal,
-    write_tree,
-)
+from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource
 from keel.synthesis.code.filters import check_change, check_leaks, judge
@@ -220,21 +210,23 @@ TREE: Tree = {
 @pytest.mark.e2e
 def test_tree_round_trips_through_folder_and_seal(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
-    write_tree(root, TREE)
+    trees.write_tree(root, TREE)
     os.mkfifo(f"{root}/pipe")
     assert read_tree(root, max_mib=1, skip=lambda path: path == "x") == TREE
     key = bytes(range(32))
-    sealed = seal({"tree": tree_as_json(TREE)}, key)
-    assert tree_from_json(unseal(sealed, key)["tree"]) == TREE and b"tests" not in sealed
+    sealed = trees.seal({"tree": trees.tree_as_json(TREE)}, key)
+    assert (
+        trees.tree_from_json(trees.unseal(sealed, key)["tree"]) == TREE and b"tests" not in sealed
+    )
     for data, other in ((sealed, bytes(32)), (sealed[:-1] + b"x", key)):
         with pytest.raises(ValueError):
-            unseal(data, other)
+            trees.unseal(data, other)
     with (tmp_path / "root" / "hole").open("wb") as file:
         file.truncate(2 << 20)
     with pytest.raises(UnreadableTree):
         read_tree(root, max_mib=1, skip=lambda path: False)
     os.chmod(f"{root}/bin", 0)
-    erase(str(tmp_path))
+    trees.erase(str(tmp_path))
     assert os.listdir(tmp_path) == []
     (tmp_path / "link").symlink_to("/usr")
     with pytest.raises(UnreadableTree):
@@ -245,7 +237,7 @@ def test_tree_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     tree = {"a": ("l", os.fsencode(tmp_path / "outside")), "a/b": ("f", b"x")}
     with pytest.raises(UnreadableTree):
-        write_tree(str(tmp_path / "tree"), tree)
+        trees.write_tree(str(tmp_path / "tree"), tree)
     assert os.listdir(tmp_path / "outside") == []
 
 
@@ -267,7 +259,7 @@ def test_graders_files_replace_the_policys() -> None:
         "tests/test_a.py": ("f", b"old"),
         "tests/test_b.py": ("f", b"new"),
     }
-    assert overlay({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
+    assert trees.overlay({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
 
 
 def test_grade_needs_all_tests_and_the_canary() -> None:
