@@ -43,14 +43,12 @@ HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 
 
 def pytest_configure() -> None:
-    """Disable garbage collection during test collection. Half a million library objects stay alive,
-    and scanning them takes a fifth of the time."""
+    """Scanning half a million library objects takes a fifth of the collection's time."""
     gc.disable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files that `-m "not e2e and not gpu"` deselects entirely, since importing them takes
-    seconds."""
+    """Skip files that `-m "not e2e and not gpu"` deselects entirely: their imports take seconds."""
     terms = str(config.getoption("-m")).split(" and ")
     if collection_path == Path(__file__).parent / "gpu":
         return "not gpu" in terms or None
@@ -70,13 +68,11 @@ TOGETHER = (
         r"|weights/test_updates)"
     ),
 )
-"""Files that fork processes from one preloaded server (tests/forked.py). Running each group in one
-pytest process loads the libraries once."""
+"""Files that fork from one preloaded server (tests/forked.py), each group in one process."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Assign these groups of files to one process each with `--dist loadfile`."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415  (pytest works without it)
@@ -137,9 +133,7 @@ def processes_are_for_marked_tests(request: pytest.FixtureRequest) -> Iterator[N
 
 @pytest.fixture(autouse=True, scope="module")
 def process_as_it_was() -> Iterator[None]:
-    """Restore signal handlers, environment, working folder, module path and process groups after
-    each file. Files share processes in any order, and Ray, trainers and environments leave state
-    behind."""
+    """Restore what Ray, trainers and environments leave behind after each file."""
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     environ, folder, path = dict(os.environ), Path.cwd(), [*sys.path]
     yield

@@ -58,7 +58,6 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def imports_of(path: Path) -> list[str]:
-    """Every module that a file imports, inside functions and for type checkers too."""
     found: list[str] = []
     blocks: list[ast.AST] = [parsed(path)]
     while blocks:  # statements occur in blocks only, so expressions are skipped
@@ -122,7 +121,6 @@ RAY_ITSELF = {
 
 
 def waits_of(path: Path) -> set[str]:
-    """Ray calls in a file that may block."""
     text = path.read_text()
     if "ray." not in text and ".remote" not in text:
         return set()
@@ -141,7 +139,6 @@ def test_ray_calls_have_deadlines() -> None:
 
 
 def arrows(unit: Callable[[str], str]) -> dict[str, set[str]]:
-    """Import graph between units, where `unit` maps a module to its unit."""
     known = {module_of(path) for path in sources("benchmarks")}
     graph: dict[str, set[str]] = {}
     for path in sources("benchmarks"):
@@ -209,7 +206,6 @@ CANDIDATE = re.compile(
     rf"(?<!\bself)(?<!\bcls)(?<!\bsuper\(\))\._|__(class|dict)__|(get|has|set|del)attr\("
     rf"|deepspeed\.\w|\.({OF_DEEPSPEED.pattern})\b"
 )
-"""Quick text filter: parsing every file takes a second."""
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 OWN = ("self", "cls", "super")
 PUBLIC = ("_replace", "_asdict", "_fields", "_exit")
@@ -242,7 +238,6 @@ def reached_for(path: Path) -> Iterator[str]:
 
 
 def own(node: ast.AST) -> bool:
-    """Return True for an attribute of the enclosing class."""
     return isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in OWN
 
 
@@ -273,7 +268,6 @@ ENGINES = ("vllm", "deepspeed", "transformers")
 
 
 def lines_of(program: str) -> list[str]:
-    """Output of a new process."""
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -312,7 +306,6 @@ def test_light_modules_load_nothing_heavy(modules: dict[str, tuple[str, ...]]) -
 
 @pytest.mark.e2e
 def test_invalid_recipe_is_refused_before_heavy_imports() -> None:
-    """Importing torch and Ray alone would take longer than the refusal."""
     source = "{name: a, source: jsonl, path: /nowhere/at-all.jsonl}"
     table = "{name: a, source: file, path: /nowhere/at-all.csv}"
     lines = ("check quikstart", "train quickstart trainer.lrr=1", "eval quickstart run.steps=0")
@@ -358,7 +351,6 @@ WORDS = re.compile(
 
 @cache
 def calls() -> list[tuple[str, str, dict[str, ast.expr]]]:
-    """File, dotted name and keywords of each call."""
     results: list[tuple[str, str, dict[str, ast.expr]]] = []
     for path in (path for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))):
         if not WORDS.search(path.read_text()):

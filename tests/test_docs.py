@@ -28,12 +28,10 @@ FENCE = re.compile(r"^(```+)(\w*)\n(.*?)^\1$", flags=re.MULTILINE | re.DOTALL)
 
 
 def prose(text: str) -> str:
-    """Remove fenced blocks and inline code, whose brackets are not links."""
     return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", FENCE.sub("", text))
 
 
 def slug(heading: str) -> str:
-    """Anchor of a heading, as GitHub and pymdownx generate it."""
     shown = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
     return re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
 
@@ -148,7 +146,6 @@ def block(start: str) -> str:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Lines of a block, split like a shell does, without comments."""
     for line in text.splitlines():
         if words := shlex.split(line, comments=True):
             yield words

@@ -20,8 +20,7 @@ def wait_for(
     within_s: float = PATIENCE_S,
     every_s: float = 0.02,
 ) -> Found:
-    """Poll `ready` until it returns a true value, and return that. Polling starts fast and slows
-    down to `every_s`. Raises TimeoutError naming `what`."""
+    """Poll `ready`, ever more slowly, until it returns a true value, and return that."""
     until, pause_s = time.monotonic() + within_s, 0.001
     while not (value := ready()):
         if time.monotonic() >= until:
@@ -32,8 +31,8 @@ def wait_for(
 
 
 def within_some(play: Callable[[float], Found], limits_s: tuple[float, ...] = LIMITS_S) -> Found:
-    """Call `play` with a time limit that part of it is meant to exceed. On a busy machine, other
-    parts may exceed it as well, so failures are retried with longer limits."""
+    """Call `play` with a time limit that part of it is meant to exceed; on a busy machine other
+    parts may as well, so failures are retried with longer limits."""
     for limit_s in limits_s[:-1]:
         try:
             return play(limit_s)
@@ -43,8 +42,7 @@ def within_some(play: Callable[[float], Found], limits_s: tuple[float, ...] = LI
 
 
 def patiently(start: Callable[[], Found], undo: Callable[[], object] = lambda: None) -> Found:
-    """Retry a start of Ray that timed out: Ray allows a node 30 s, even on a busy machine. undo:
-    cleans up a failed start."""
+    """Retry a start of Ray that timed out, after `undo`: Ray allows a node 30 s."""
     for remaining in (3, 2, 1, 0):
         try:
             return start()

@@ -15,12 +15,10 @@ from keel.data.distilled import select
 
 
 def sample(completion: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dict[str, Any]:
-    record = {
-        **{"id": "p", "domain": "d", "finish_reason": "stop", "tools": [], "tokenizer": "t"},
-        "thinking": more.pop("thinking", True),
-        "asked": [{"role": "user", "content": more.pop("asked", "?")}],
-        "segments": [{"ids": [1, 2], "said": [[1, 2]]}],
-    }
+    record = {"id": "p", "domain": "d", "finish_reason": "stop", "tools": [], "tokenizer": "t"}
+    record["thinking"] = more.pop("thinking", True)
+    record["asked"] = [{"role": "user", "content": more.pop("asked", "?")}]
+    record["segments"] = [{"ids": [1, 2], "said": [[1, 2]]}]
     return {
         **{"correct": correct, "error": 0.0, "tokens": tokens, "finish_reason": "stop"},
         "parts": {"format": 1.0},

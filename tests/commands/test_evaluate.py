@@ -282,9 +282,8 @@ def test_filter_writes_pass_rates(fake: Fake, tmp_path: Path, capsys: Capture) -
     assert list(rates) == [p.prompt_id for p, _ in fake.asked]
     assert rates == {name: min(int(name.rpartition("/")[2]) % 4, 3) / 3 for name in rates}
     plain = prepare("quickstart", words[1:])
-    assert set(rates) == {
-        p.prompt_id for some in plain.dataset.train.sources.values() for p in some
-    }
+    trained = plain.dataset.train.sources.values()
+    assert set(rates) == {prompt.prompt_id for some in trained for prompt in some}
 
     read = prepare("quickstart", (*words[1:], f"data.sources[spelling].pass_rates={table}"))
     (spelling, spiral) = read.dataset.train.sources.values()

@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rewards.sandbox.sandbox import IsolationError
@@ -38,34 +37,11 @@ def solve(task):
         messages += [reply.choices[0].message.model_dump(exclude_none=True), question]
     return reply.choices[0].message.content
 """
-# One of four groups per step is the program's, whose episodes load OpenAI's library.
-SOURCES = """
-- name: trip
-  source: environment
-  environment:
-    target: keel.agents.environments.trip.environment:Trip
-    arguments: {{level: 0}}
-    demonstrations: keel.agents.environments.demonstrations:trip_demonstrations
-    isolation: {isolation}
-    open_s: {patience_s}
-    reply_s: {patience_s}
-    verdict_s: {patience_s}
-  size: 64
-  holdout: 4
-  weight: 3
-  rewards: {{correct: 1.0, progress: 0.1}}
-- name: spelling
-  source: reasoning_gym
-  task: spell_backward
-  params: {{min_word_len: 4, max_word_len: 7}}
-  size: 200
-  holdout: 1
-  environment:
-    program: "my_agent:solve"
-    folder: {folder}
-    isolation: {isolation}
-    open_s: {patience_s}
-"""
+
+
+def source(name: str, kind: str, environment: Any, size: int, holdout: int) -> dict[str, Any]:
+    about = {"name": name, "source": kind, "environment": environment}
+    return {**about, "size": size, "holdout": holdout}
 
 
 def recipe(folder: Path) -> list[str]:
@@ -79,26 +55,35 @@ def recipe(folder: Path) -> list[str]:
         made.mkdir(exist_ok=True)
         made.chmod(0o755)
     (program / "my_agent.py").write_text(AGENT)
-    text = SOURCES.format(isolation=isolation, folder=program, patience_s=PATIENCE_S)
-    sources = yaml.safe_load(text)
+    common = {"isolation": isolation, "open_s": PATIENCE_S}
+    environments = "keel.agents.environments"
+    trip = {
+        "target": f"{environments}.trip.environment:Trip",
+        "arguments": {"level": 0},
+        "demonstrations": f"{environments}.demonstrations:trip_demonstrations",
+        **{"reply_s": PATIENCE_S, "verdict_s": PATIENCE_S, **common},
+    }
+    # One of four groups per step is the program's, whose episodes load OpenAI's library.
+    asked = {"program": "my_agent:solve", "folder": str(program), **common}
+    rewards = {"correct": 1.0, "progress": 0.1}
+    task = {"task": "spell_backward", "params": {"min_word_len": 4, "max_word_len": 7}}
+    sources = [
+        {**source("trip", "environment", trip, 64, 4), "weight": 3, "rewards": rewards},
+        {**source("spelling", "reasoning_gym", asked, 200, 1), **task},
+    ]
     return [
         "agent-trip",
         f"run.dir={folder / 'run'}",
         f"run.steps={STEPS}",
         f"model.tiny.cache_dir={folder / 'cache'}",
-        "model.tiny.cold_start.steps=40",
-        "model.tiny.cold_start.batch_size=40",
-        "model.tiny.cold_start.questions=512",
+        *(f"model.tiny.cold_start.{k}" for k in ("steps=40", "batch_size=40", "questions=512")),
         f"model.tiny.cold_start.max_seconds={DEADLINE_S}",
         "agents.tools_in_thinking=true",
         "run.checkpoint_every=1",
         "run.save_trajectories=8",  # of each group
         f"data.sources={json.dumps(sources)}",
-        "algorithm.prompts_per_step=4",
-        "algorithm.group_size=4",
-        f"agents.call_s={PATIENCE_S}",
-        f"rewards.timeout_s={PATIENCE_S}",
-        "rewards.workers=1",
+        *("algorithm.prompts_per_step=4", "algorithm.group_size=4", "rewards.workers=1"),
+        *(f"agents.call_s={PATIENCE_S}", f"rewards.timeout_s={PATIENCE_S}"),
     ]
 
 

@@ -27,12 +27,9 @@ RANKS, ROOM, LEFT = 3, 2, 1
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    head = {"num_cpus": 1, "include_dashboard": False}
     with without_unused_processes():
-        cluster = patiently(
-            lambda: Cluster(
-                initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-            )
-        )
+        cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         patiently(lambda: cluster.add_node(num_cpus=1))
     cluster.wait_for_nodes(DEADLINE_S)
     assert cluster.address
@@ -43,7 +40,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def short_of_memory(worker: Any) -> None:
-    """Runs in the process of a rank."""
     import torch  # noqa: PLC0415  (it travels by value)
 
     def accumulate(*_: Any, **__: Any) -> Any:

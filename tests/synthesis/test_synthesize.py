@@ -148,9 +148,8 @@ def test_recipe_of_the_page_loads(tmp_path: Path) -> None:
     assert config.family == "general" and len(config.general.categories) == 3
 
 
-LOOK = ToolSpec(
-    name="look", description="", parameters={"type": "object", "properties": {}, "required": []}
-)
+EMPTY = {"type": "object", "properties": {}, "required": []}
+LOOK = ToolSpec(name="look", description="", parameters=EMPTY)
 ASK = ({"role": "user", "content": "Write a task."},)
 
 
@@ -276,14 +275,9 @@ def test_overlong_conversation_is_truncated(endpoint: Server) -> None:
     assert later == AuthorReply(content="", cut=True)
 
 
-ADD = ToolSpec(
-    name="add",
-    description="",
-    parameters={
-        **{"type": "object", "required": ["a"], "additionalProperties": False},
-        "properties": {"a": {"type": "integer"}},
-    },
-)
+SCHEMA = {"type": "object", "required": ["a"], "additionalProperties": False}
+SCHEMA["properties"] = {"a": {"type": "integer"}}
+ADD = ToolSpec(name="add", description="", parameters=SCHEMA)
 
 
 def worked(

@@ -72,7 +72,6 @@ def config(**changes: Any) -> GeneralConfig:
 
 
 def counted(*passed: int) -> gates.Reference:
-    """A reference policy with a fixed number of passed attempts per task."""
 
     async def attempts(rooms: GeneralSandboxes, environment: Path, number: int) -> int:
         return passed[number]
@@ -81,8 +80,7 @@ def counted(*passed: int) -> gates.Reference:
 
 
 def environment(folder: Path, **parts: str) -> Path:
-    """Write a folder with two tasks, replacing some of `tools`, `solve`, `verify` (of the first),
-    `harder_solve`, `harder_verify`."""
+    """Write a folder with two tasks, of which some parts are replaced."""
     harder = {"harder_solve": HARDER_SOLVE, "harder_verify": HARDER_VERIFY}
     pieces = {"tools": TOOLS, "solve": SOLVE, "verify": VERIFY, **harder, **parts}
     folder.mkdir(parents=True)
@@ -101,8 +99,7 @@ def environment(folder: Path, **parts: str) -> Path:
 async def held(
     rooms: GeneralSandboxes, path: Path, reference: gates.Reference, seed: int = 3
 ) -> list[int]:
-    """Run all tasks of a folder through every gate. Returns the calls of each solution; raises
-    Rejected."""
+    """Run all tasks of a folder through every gate, and return the calls of each solution."""
     specs = await gates.typed(rooms, path)
     tasks = json.loads((path / "task.json").read_text())["tasks"]
     solution = (path / "solve.py").read_text()
@@ -135,7 +132,6 @@ def verifying(body: str) -> dict[str, str]:
 
 
 def verifier_with(before: str, name: str = "verify") -> dict[str, str]:
-    """The right verifier with code before its last expression."""
     return {name: VERIFY.replace("return answer", before + " answer")}
 
 
@@ -422,9 +418,8 @@ def called(name: str, **arguments: Any) -> AuthorReply:
 
 
 def reply(**parts: str) -> str:
-    return "Here it is.\n\n" + "\n".join(
-        f"## {name}\n```python\n{text}```" for name, text in parts.items()
-    )
+    blocks = (f"## {name}\n```python\n{text}```" for name, text in parts.items())
+    return "Here it is.\n\n" + "\n".join(blocks)
 
 
 def task(question: str, solve: str, verify: str, **more: str) -> str:
