@@ -111,7 +111,8 @@ def test_next_start_retries_a_lost_author(tmp_path: Path) -> None:
 def test_synthesis_needs_a_sandbox(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name, **_: None)
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "bwrap" else which(name))
     recipe = tmp_path / "tasks.yaml"
     author = {"base_url": "http://localhost:1/v1", "model": "m"}
     general = {"categories": ["shops"]}
