@@ -3,7 +3,6 @@
 import json
 import math
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -71,17 +70,16 @@ def test_bad_recipes_are_refused(capsys: Capture) -> None:
     ("code", "status", "message"),
     [
         ("def half(prompt, trajectory):\n    return 0.5\n", 0, ""),
-        ("def half(prompt, trajectory):\n    1\n", 1, "checked_rewards.py:1"),
-        ("async def half(prompt, trajectory):\n    yield 1\n", 2, "checked_rewards.py:1"),
+        ("def half(prompt, trajectory):\n    1\n", 1, "checked_1.py:1"),
+        ("async def half(prompt, trajectory):\n    yield 1\n", 2, "checked_2.py:1"),
     ],
 )
 def test_check_tries_reward_functions(
     code: str, status: int, message: str, capsys: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    (tmp_path / "checked_rewards.py").write_text(code)
+    (tmp_path / f"checked_{status}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "checked_rewards", raising=False)
-    knob = "data.sources[spelling].rewards={correct: 1, checked_rewards.half: 0.5}"
+    knob = f"data.sources[spelling].rewards={{correct: 1, checked_{status}.half: 0.5}}"
     actual, out, err = keel_command(capsys, "check", "quickstart", knob, *FEW)
     assert actual == status and message in out + err
 
@@ -231,8 +229,8 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
     source = SourceConfig(name="made", source="jsonl", path=str(path), rewards=rewards)
     (item,) = load_jsonl(source, check_spec).items
     assert item.prompt.reward == {"kind": FUNCTIONS, "columns": {"most": 3}}
-    scorer = Scorer({"made": rewards}, workers=1, timeout_s=PATIENCE_S)
-    with passing([short, unlike]), scorer:
+    scoring = {"workers": 1, "timeout_s": PATIENCE_S}
+    with passing([short, unlike]), Scorer({"made": rewards}, **scoring) as scorer:
         check_prompts([item.prompt], rewards, code=CodeSettings())
         (scored,) = scorer.score([group("hi", "hi", "hello", prompt=item.prompt)])
     assert [parts["python.unlike"] for parts in scored.parts_G] == [0.5, 0.5, 1.0]

@@ -29,7 +29,9 @@ from keel.data.jsonl import load_jsonl
 from keel.examples.judges import agreement
 from keel.examples.judges import main as write_judgements
 from keel.examples.proofs.__main__ import main as make_proof_tasks
+from keel.examples.proofs.problems import evaluations
 from keel.examples.proofs.problems import lines as problem_lines
+from keel.examples.proofs.problems import main as write_problems
 from keel.examples.proofs.refine import Refine
 from keel.examples.proofs.search import SearchLimits, search
 from keel.examples.small import demonstrations, lessons, programs, towers
@@ -41,6 +43,7 @@ from keel.model.tiny.demonstrations import conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.checks import check_spec
 from keel.rewards.custom import TextTrajectory
+from keel.rewards.judge.prompts import meta_question
 from keel.rewards.judge.specs import judged_spec
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rl.turns import Message, ToolCall, ToolSpec
@@ -141,6 +144,21 @@ def test_shipped_problems_are_those_of_the_script() -> None:
     assert len({line["messages"][1]["content"] for line in made}) == len(made)
     for line in made:
         judged_spec(line["reward"])
+
+
+def test_evaluations_are_labelled_by_the_flaws_that_were_planted(tmp_path: Path) -> None:
+    rows = evaluations()
+    right = {
+        line["messages"][1]["content"]: line["reward"]["reference"] for line in problem_lines()
+    }
+    assert len(rows) == 3 * len(right) and len(right) >= 100
+    for row in rows:
+        assert (row["answer"] == right[row["prompt"]]) == (row["score"] == 0), row
+        assert row["evaluation"].count("\n2. ") == (row["score"] == 0.5)
+    labelled, out = tmp_path / "labelled.jsonl", tmp_path / "tasks.jsonl"
+    write_problems([str(labelled), "--evaluations"])
+    assert write_judgements([str(labelled), "--out", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == len(rows)
 
 
 REVENUE = "o.units * p.price * (1 - coalesce(nullif(o.discount_percent, ''), 0) / 100.0)"
@@ -292,6 +310,28 @@ def test_agreement_with_the_labels_is_the_reward(tmp_path: Path) -> None:
         ("met, missed", 0.0),
     ):
         assert agreement(item.prompt, trajectory_of(text)) == reward, text
+
+
+EVALUATED = {"prompt": "Show it.", "answer": "Clear.", "evaluation": "It is not.", "score": 0.5}
+
+
+def test_meta_verifier_learns_the_scores_of_evaluations(tmp_path: Path) -> None:
+    """The task is the question that a run's judge gets."""
+    (line,) = map(json.loads, written(tmp_path, rows=(EVALUATED,)).read_text().splitlines())
+    asked = meta_question([{"role": "user", "content": "Show it."}], "Clear.", "It is not.")
+    assert line["messages"] == asked.messages(line["id"])
+    about = {"messages": tuple(line["messages"]), "reward": {"columns": line}}
+    prompt = Prompt(prompt_id="p", domain="d", **about)
+    for score, reward in (("0.5", 1.0), ("1", 0.5), ("0", 0.5), ("2", 0.0)):
+        text = json.dumps({"analysis": "", "score": score})
+        assert agreement(prompt, trajectory_of(text)) == reward, score
+    (tmp_path / "out.jsonl").unlink()
+    chat = json.loads(written(tmp_path, "--sft", rows=(EVALUATED,)).read_text())
+    assert asked.read(chat["messages"][-1]["content"]).score == 0.5
+    source = tmp_path / "labelled.jsonl"
+    for impossible in (1.5, 0.25, "much"):
+        source.write_text(json.dumps({**EVALUATED, "score": impossible}))
+        assert write_judgements([str(source), "--out", str(tmp_path / "no.jsonl"), "--sft"]) == 2
 
 
 def test_conversations_end_in_the_labelled_verdicts(tmp_path: Path) -> None:
