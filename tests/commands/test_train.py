@@ -67,21 +67,21 @@ def test_bad_recipes_are_refused(capsys: Capture) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("code", "status", "message"),
+    ("name", "code", "status"),
     [
-        ("def half(prompt, trajectory):\n    return 0.5\n", 0, ""),
-        ("def half(prompt, trajectory):\n    1\n", 1, "checked_1.py:1"),
-        ("async def half(prompt, trajectory):\n    yield 1\n", 2, "checked_2.py:1"),
+        ("half", "def half(prompt, trajectory):\n    return 0.5\n", 0),
+        ("none", "def half(prompt, trajectory):\n    1\n", 1),
+        ("generator", "async def half(prompt, trajectory):\n    yield 1\n", 1),
     ],
 )
 def test_check_tries_reward_functions(
-    code: str, status: int, message: str, capsys: Any, tmp_path: Path, monkeypatch: Any
+    name: str, code: str, status: int, capsys: Capture, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    (tmp_path / f"checked_{status}.py").write_text(code)
+    (tmp_path / f"checked_{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    knob = f"data.sources[spelling].rewards={{correct: 1, checked_{status}.half: 0.5}}"
+    knob = f"data.sources[spelling].rewards={{correct: 1, checked_{name}.half: 0.5}}"
     actual, out, err = keel_command(capsys, "check", "quickstart", knob, *FEW)
-    assert actual == status and message in out + err
+    assert actual == status and (f"checked_{name}.py:1" in out + err) == bool(status)
 
 
 def test_own_model_is_planned_from_its_config(capsys: Capture, tmp_path: Path) -> None:
