@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, Qwen3Config
 
-from keel.commands.cli import main
 from keel.configs.load import dump_config, load_config
 from keel.configs.schema import ConfigError
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -20,7 +19,6 @@ from keel.trainer.prepare import prepare
 from tests.model.stand_in import stand_in
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
 ROWS = '{"problem": "1 + 1 =", "answer": "2", "level": 1}\n'
 
 
@@ -84,23 +82,3 @@ def test_invalid_templates_are_refused(
     Path("README").write_text("About it.")
     with pytest.raises(ConfigError, match=words):
         prepare(str(recipe), [f"model.chat_template={json.dumps(template)}".replace("\\\\", "\\")])
-
-
-@pytest.mark.parametrize(
-    ("missing", "change", "words"),
-    [
-        ("model.safetensors", {}, "model.safetensors"),
-        ("", MAMBA, "could not be read"),
-        ("", {"model_type": "t5", "architectures": ["T5Model"]}, "causal language model"),
-    ],
-)
-def test_incomplete_model_folders_are_refused(
-    missing: str, change: dict[str, Any], words: str, recipe: Path, capsys: Any
-) -> None:
-    shape = recipe.with_name("config.json")
-    shape.write_text(json.dumps(json.loads(shape.read_text()) | change))
-    if missing:
-        recipe.with_name(missing).unlink()
-    assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 2
-    output = capsys.readouterr().err
-    assert words in output and str(recipe.parent) in output

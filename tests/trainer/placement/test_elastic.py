@@ -12,7 +12,7 @@ import pytest
 from keel.configs.schema import Config, ConfigError, RolloutConfig, RunConfig, TrainerConfig
 from keel.trainer.placement.choose import choose
 from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery, smaller_configs
-from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
+from keel.trainer.placement.hardware import Hardware, Node, idle_nodes
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import OutOfMemory
 from tests.trainer.placement import shapes
@@ -130,16 +130,6 @@ def test_local_cluster_does_not_wait_for_nodes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="min_ranks"):
         whole.next()
     assert cluster.now == 0
-
-
-def test_auto_knobs_are_chosen_again(halved: Cluster) -> None:
-    names = ("trainer.ranks", "rollout.engines", "trainer.zero_stage", "trainer.micro_batch_tokens")
-    layouts = halved.layouts(recipe(), left=frozenset(names))
-    whole = halved.begun(layouts)
-    less = layouts.next()
-    assert whole.trainer.ranks + whole.rollout.engines == 8
-    assert less.trainer.ranks + less.rollout.engines == 4
-    place(less, BOTH[:1])
 
 
 @pytest.mark.parametrize(

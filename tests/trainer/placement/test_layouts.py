@@ -9,21 +9,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.shape import model_config
-from benchmarks.peers.workload import drawn
 from keel.configs.auto import KNOBS
 from keel.configs.diff import flatten_config
 from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
-    RewardsConfig,
-    RolloutConfig,
     RunConfig,
     SamplingConfig,
 )
-from keel.configs.sections.rewards import JudgeConfig, JudgeServerConfig
-from keel.model.load import facts_of
 from keel.trainer.placement.choose import (
     CACHED,
     Choice,
@@ -143,8 +137,6 @@ INVARIANT = replace(recipe(), model=replace(recipe().model, batch_invariant=True
 SHORT = replace(recipe(), run=replace(recipe().run, steps=3))
 THREE = with_rollout(recipe(), engines=3)
 LARGE = recipe(prompts_per_step=32)
-JUDGE = JudgeConfig(model="m", serve=True, server=JudgeServerConfig(tensor_parallel=2))
-JUDGED = replace(recipe(), rewards=RewardsConfig(judge=JUDGE))
 AGAIN = {"trainer__activation_checkpointing": True}
 GATHERED = {**AGAIN, "trainer__zero_stage": 3}
 FLOAT16 = sft_recipe(dtype="float16", conversations_per_step=64, max_context_tokens=2048)
@@ -227,27 +219,6 @@ def test_models_and_optimizer_must_fit_the_host() -> None:
     choose(config, open_knobs, facts("30b-a3b"), on_host(1024.0, 8, 139.0))
     with pytest.raises(ConfigError, match="memory of node 0"):
         choose(config, open_knobs, facts("30b-a3b"), on_host(200.0, 8, 139.0))
-
-
-@pytest.mark.parametrize(
-    ("draw", "allowed", "beyond", "stays"), [(14, 26.3, 0.8, 3.3), (19, 21.1, 1.0, 2.1)]
-)
-def test_measured_memory_fits_next_to_the_engine(
-    draw: int, allowed: float, beyond: float, stays: float
-) -> None:
-    """Measured on an H200 in GiB: an engine's memory beyond its share, and an offloaded rank."""
-    work = drawn(draw)
-    sampling = SamplingConfig(max_tokens=work.completion_tokens, top_p=work.top_p, top_k=work.top_k)
-    config = recipe(prompts_per_step=work.prompts_per_step, group_size=work.group_size)
-    config = replace(
-        config,
-        data=replace(config.data, max_prompt_tokens=work.prompt_tokens),
-        rollout=RolloutConfig(sampling=sampling),
-    )
-    model = replace(facts_of(model_config(work.shape)), max_context=work.shape.max_context)
-    choice = choose(config, KNOBS, model, machine(1, allowed)).config
-    assert choice.rollout.time_share and choice.trainer.offload_while_sampling
-    assert choice.rollout.gpu_memory_utilization * allowed + beyond + stays <= allowed
 
 
 VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.time_share": False}

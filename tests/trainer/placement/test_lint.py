@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ from keel.model.load import facts_of
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.placement.lint import ignored_knobs, lint_recipe
-from keel.trainer.placement.memory import GIB
-from keel.trainer.placement.plan import make_plan
-from keel.trainer.prepare import crowding_warnings
 from tests.trainer.placement.test_memory import DENSE
 
 RECIPES = sorted(
@@ -53,22 +49,3 @@ def test_shipped_recipes_have_no_warnings(name: str, tokenizer: object) -> None:
 def test_unusual_value_warns(override: str, named: str) -> None:
     (line,) = lint_recipe(load_config("quickstart", ["trainer.lr=1e-6", override]), DENSE)
     assert named in line
-
-
-def test_steps_are_ignored_with_epochs() -> None:
-    overrides = ["run.steps=60"]
-    config = load_config("sft-quickstart", overrides)
-    assert len([*ignored_knobs(config, frozenset(), overrides)]) == 1
-    rl = replace(config.algorithm, prompts_per_step=5)
-    sft_only = replace(config, algorithm=rl, data=replace(config.data, sources=()))
-    named = " ".join(ignored_knobs(sft_only, {"rollout.engines"}))
-    assert "algorithm.prompts_per_step" in named and "rollout.engines" not in named
-
-
-def test_insufficient_cpu_memory_warns(monkeypatch: pytest.MonkeyPatch, tokenizer: object) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config = load_config("quickstart", ["rollout.engines=12"])
-    plan = make_plan(config, facts_of(model_config(config.model.tiny, tokenizer)), gpu=False)
-    needed_gib = (12 * plan.engine.total + config.trainer.ranks * plan.trainer.total) / GIB
-    assert len([*crowding_warnings(config, plan, needed_gib - 1)]) == 1
-    assert [*crowding_warnings(config, plan, needed_gib + 1)] == []

@@ -10,7 +10,6 @@ import pytest
 from keel.configs.schema import (
     AlgorithmConfig,
     Config,
-    ConfigError,
     DataConfig,
     LoraConfig,
     ModelConfig,
@@ -146,26 +145,12 @@ def test_kv_cache_holds_completions_and_shared_prompts() -> None:
     assert two["weights"] == parts["weights"] / 4
 
 
-def test_moe_without_routing_replay_is_refused_by_default() -> None:
-    unsound = replace(recipe().algorithm, keep_routing=False, allow_unsound=True)
-    plan(replace(recipe(), algorithm=unsound), MOE)
-    algorithm = replace(recipe().algorithm, keep_routing=False)
-    with pytest.raises(ConfigError, match="keep_routing"):
-        plan(replace(recipe(), algorithm=algorithm), MOE)
-
-
 def test_parallelism_shards_experts_or_tokens() -> None:
     parts = plan(recipe(ranks=4, expert_parallel=4), MOE).trainer.parts
     assert parts["weights"] == 2 * (MOE.parameters - 3 / 4 * MOE.expert_parameters)
     long = recipe(ranks=4, sequence_parallel=2, micro_batch_tokens=16_000)
     alone = recipe(ranks=2, micro_batch_tokens=8000)
     assert billions(long, "activations") == billions(alone, "activations")
-
-
-def test_offloaded_optimizer_uses_no_gpu_memory() -> None:
-    config = recipe(zero_stage=2, offload_optimizer=True)
-    assert billions(config, "optimizer") == [0.0]
-    assert make_plan(config, DENSE, gpu=False).trainer.parts["optimizer"] == 12e9
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

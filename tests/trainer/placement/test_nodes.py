@@ -7,14 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from benchmarks.common import QWEN3_06B
-from keel.configs.load import load_config
 from keel.configs.schema import (
     Config,
     ConfigError,
@@ -24,9 +21,7 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model import ray_timeouts
-from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.placement import nodes
-from keel.trainer.placement.hardware import idle_nodes, place
 from keel.trainer.placement.nodes import (
     detect_hardware,
     planned_hardware,
@@ -35,7 +30,6 @@ from keel.trainer.placement.nodes import (
     used_gib,
     with_missing_nodes,
 )
-from keel.trainer.prepare import prepare
 from keel.trainer.run.signals import Preempted, watching
 from tests.trainer.placement.shapes import SOURCE
 
@@ -141,35 +135,3 @@ def test_only_memory_of_visible_gpus_counts() -> None:
     assert used_gib(listed, {"aa-1", "cc-3", "dd-4"}) == 40.0
     assert used_gib(listed, {"cc-3"}) == 0.0  # used by an idle driver
     assert used_gib(listed, {"aa-1", "bb-2"}, least=True) == 40.0
-
-
-SHARED = "engine 0 on GPU 0, shared; trainer rank 0 on GPU 0, shared"
-SEATS = {
-    "tiny-100m": (1, SHARED),
-    "gpu-dense": (1, SHARED),
-    "gpu2-async": (2, "engine 0 on GPU 1; trainer rank 0 on GPU 0"),
-    "gpu4-expert-parallel": (4, "engines 0–1 on GPUs 2–3; trainer ranks 0–1 on GPUs 0–1"),
-}
-
-
-@pytest.mark.parametrize("name", SEATS)
-def test_recipe_fits_the_gpus_in_its_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    gpus, seats = SEATS[name]
-    config = load_config(name)
-    if gpus > 2:  # a single GPU can be shared
-        with pytest.raises(ConfigError):
-            place(config, idle_nodes(1, gpus - 1))
-    overrides = ["run.gpu_gib=80", f"run.gpus_per_node={gpus}"]
-    for number in range(len(config.data.sources)):
-        overrides += [f"data.sources.{number}.{few}" for few in ("size=32", "holdout=8")]
-    if name == "gpu-dense":
-        build_tokenizer().save_pretrained(tmp_path)
-        QWEN3_06B.save_pretrained(tmp_path)
-        overrides += [f"model.path={tmp_path}", "data.max_prompt_tokens=1024"]
-    task = prepare(name, overrides, hardware=planned_hardware)
-    assert seat_lines(task.config, task.hardware) == [f"node 0: {seats}"]
-    text = task.text()
-    assert "KV cache holds all" in text and "OFF" not in text

@@ -32,11 +32,9 @@ from keel.trainer.placement.memory import (
 )
 from keel.trainer.placement.step_time import (
     Rates,
-    StepTime,
     body_parameters,
     compute_seconds,
     step_time,
-    traffic_seconds,
 )
 from tests.trainer.placement.shapes import SOURCE
 
@@ -70,10 +68,6 @@ def recipe(*, answers: int = 64, top_k: int = 512, prompt: int = 128, **trainer:
         rollout=RolloutConfig(sampling=sampling, max_num_seqs=256, recorder="native"),
         trainer=TrainerConfig(**trainer),
     )
-
-
-def estimate(config: Config, facts: ModelFacts, **options: Any) -> StepTime:
-    return step_time(config, facts, micro_batches=4, **options)
 
 
 def test_step_adds_compute_and_memory_time(moe: ModelFacts) -> None:
@@ -120,36 +114,6 @@ def test_shared_prompt_is_computed_once_per_group(moe: ModelFacts) -> None:
 def test_window_may_be_shorter_than_the_longest_prompt() -> None:
     config = load_config("agent-guess", ["trainer.share_prompts=true"])
     assert config.max_context < config.data.max_prompt_tokens and packed(config)[1] > 0
-
-
-def test_small_model_decoding_is_host_bound(moe: ModelFacts) -> None:
-    """11.5 ms at 256 sequences with the native recorder, as measured. The packed recorder has the
-    cost measured at 32 sequences, extrapolated linearly."""
-    config = recipe(answers=256)
-    time = estimate(config, moe)
-    assert time.host_bound and time.decode_step == pytest.approx(11.48e-3, rel=0.01)
-    assert time.decode == pytest.approx(896 * time.decode_step)
-    packed = replace(config, rollout=replace(config.rollout, recorder="packed"))
-    without = Rates(sampler_s=0.0)
-    assert estimate(packed, moe, rates=without).decode_step == pytest.approx(2.02e-3, rel=0.01)
-    time = estimate(packed, moe)
-    assert not time.host_bound and time.decode_step == pytest.approx(2.5e-3, rel=0.05)
-
-
-def test_traffic_grows_with_zero_3_and_network(moe: ModelFacts) -> None:
-    def traffic(machine: GpuSpec, **trainer: Any) -> float:
-        return traffic_seconds(recipe(**trainer), moe, 4, machine)
-
-    node, pairs = GpuSpec(), GpuSpec(node_gpus=2, network_bytes=10e9)
-    assert traffic(node) == 0
-    # Ring reduce of float32 gradients and gather of bfloat16 weights, once a step.
-    assert traffic(node, ranks=4, zero_stage=1) == pytest.approx(
-        moe.parameters * 3 / 4 * 6 / node.link_bytes
-    )
-    assert traffic(node, ranks=4, zero_stage=3) > 4 * traffic(node, ranks=4, zero_stage=1)
-    assert traffic(pairs, ranks=4, zero_stage=3) > traffic(node, ranks=4, zero_stage=3)
-    spread = traffic(node, ranks=4, zero_stage=2, expert_parallel=4)
-    assert spread != traffic(node, ranks=4, zero_stage=2)
 
 
 def test_offloaded_optimizer_costs_cpu_and_transfer_time(moe: ModelFacts) -> None:

@@ -1,8 +1,11 @@
-"""A run folder belongs to one config, one model and one process, and no data in it is lost."""
+"""Checkpoints are atomic and verified; a run folder belongs to one config, model and process."""
 
 from __future__ import annotations
 
-import json
+import errno
+import io
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,29 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
 from keel.rl.metrics import Mean
-from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run import manifest
+from keel.trainer.run.checkpoint import (
+    SaveError,
+    State,
+    config_digest,
+    finished,
+    problems,
+)
+from keel.trainer.run.checkpoint import (
+    save as save_state,
+)
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import Journal
-from keel.trainer.run.manifest import MANIFEST, Entry, check_exported
+from keel.trainer.run.manifest import (
+    MANIFEST,
+    Entry,
+    check_exported,
+    find_damage,
+    join_problems,
+    seal,
+    write_manifest,
+)
+from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.run.view import PlainView
 
 
@@ -29,8 +51,9 @@ def weights(folder: Path) -> dict[str, Entry]:
     return {}
 
 
-def empty(folder: Path) -> dict[str, Entry]:
+def written(folder: Path) -> dict[str, Entry]:
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     return {}
 
 
@@ -75,16 +98,11 @@ def test_model_export_is_atomic(tmp_path: Path) -> None:
         (folder / "config.json").touch()
         raise OSError("no space left")
 
-    def writes(folder: Path) -> dict[str, Entry]:
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        return {}
-
     with RunFolder(config(tmp_path)) as folder:
         with pytest.raises(OSError, match="/model"):
             folder.export(fails)
         assert not folder.model.exists() and not (folder.path / ".model").exists()
-        folder.export(writes)
+        folder.export(written)
         assert sorted(path.name for path in folder.model.iterdir()) == ["config.json", MANIFEST]
         (folder.model / "README.md").touch()
         folder.check_model()
@@ -102,10 +120,10 @@ def test_damaged_checkpoint_is_set_aside(tmp_path: Path, harm: str) -> None:
     made = config(tmp_path)
     with RunFolder(made) as folder:
         checkpoint(folder, made, 1, 2)
-        folder.export(empty)
+        folder.export(written)
     newest = tmp_path / "checkpoints" / "step_000002"
-    names = {"add": "more", "no manifest": MANIFEST, "no state": "state.json"}
-    victim = newest / names.get(harm, "weights")
+    victims = {"add": "more", "no manifest": MANIFEST, "no state": "state.json"}
+    victim = newest / victims.get(harm, "weights")
     if harm in ("flip", "truncate", "add"):
         victim.write_text({"flip": "v", "truncate": "", "add": ""}[harm])
     else:
@@ -127,9 +145,6 @@ def test_damaged_checkpoint_is_set_aside(tmp_path: Path, harm: str) -> None:
     with RunFolder(made) as folder:
         state = folder.state()
         assert state is not None and state.step == 2 and folder.warnings() == []
-    (newest / "weights").unlink()
-    with RunFolder(made):
-        assert newest.with_name("damaged_step_000002_2").is_dir()
 
 
 def test_run_does_not_restart_over_damaged_checkpoints(tmp_path: Path) -> None:
@@ -194,27 +209,6 @@ def test_run_without_checkpoint_is_set_aside(tmp_path: Path) -> None:
         assert folder.set_aside is None and (tmp_path / "metrics.jsonl").exists()
 
 
-def test_missing_steps_are_a_warning(tmp_path: Path) -> None:
-    made, metrics = config(tmp_path), tmp_path / "metrics.jsonl"
-    with RunFolder(made) as folder:
-        record(tmp_path, range(6))
-        save(folder, made, 5)
-        assert folder.warnings() == []
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(lines[:4]) + lines[4][:9])  # steps 0 to 3, and a torn line
-    with RunFolder(made) as folder:
-        (line,) = folder.warnings()
-        assert "steps 4 to 5" in line
-        record(tmp_path, range(6, 7), resumed_at=5)
-        save(folder, made, 6)
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 6]
-    assert "steps 4 to 5" in (tmp_path / "events.jsonl").read_text().splitlines()[-1]
-    metrics.unlink()
-    with RunFolder(made) as folder:
-        assert "steps 1 to 6" in folder.warnings()[0]
-
-
 def test_run_continues_with_its_initial_model_only(tmp_path: Path) -> None:
     """The initial model is the reference policy."""
     base = tmp_path / "base"
@@ -233,3 +227,160 @@ def test_run_continues_with_its_initial_model_only(tmp_path: Path) -> None:
     assert "other weights" in weights and "tokenizer" in tokenizer
     (base / "model.safetensors").write_bytes(b"before")
     RunFolder(made, "other").check()
+
+
+def state(step: int) -> State:
+    return State(step=step, version=2 * step, cursor={"source": [1, "a"]}, config="abc")
+
+
+def content(folder: Path) -> dict[str, Entry]:
+    (folder / "ranks").mkdir()
+    (folder / "ranks" / "weights").write_text("w")
+    return seal(folder, ["ranks/weights"])
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:
+    (tmp_path / "step_best").mkdir()
+    (tmp_path / "step_000005").mkdir()  # without a state it is no checkpoint
+    for step in (1, 2, 999_999, 1_000_000):
+        save_state(tmp_path, state(step), content, keep=2)
+    assert [path.name for path in finished(tmp_path)] == ["step_999999", "step_1000000"]
+    assert names(tmp_path) == ["step_000005", "step_1000000", "step_999999", "step_best"]
+    with pytest.raises(ValueError, match="keep = 0"):
+        save_state(tmp_path, state(7), content, keep=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError("disk full"), SaveError),
+        (TimeoutError("late"), RuntimeError),
+        (WorkerLost("rank 0 died"), WorkerLost),
+        (CollectiveTimeout("rank 0 failed"), CollectiveTimeout),
+    ],
+)
+def test_failed_save_leaves_previous_checkpoint(
+    tmp_path: Path, error: Exception, kind: type[Exception]
+) -> None:
+    save_state(tmp_path, state(1), content, keep=1)
+
+    def fail(folder: Path) -> dict[str, Entry]:
+        content(folder)
+        raise error
+
+    with pytest.raises(kind, match=str(error)) as raised:
+        save_state(tmp_path, state(2), fail, keep=1)
+    assert type(raised.value) is kind
+    assert names(tmp_path) == ["step_000001"], "nothing half-written takes space"
+    save_state(tmp_path, state(3), content, keep=1)
+    assert names(tmp_path) == ["step_000003"]
+
+
+def test_failed_write_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, fails_at = 0, -1
+
+    def failing(function: Callable[..., Any], writes: bool = False) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls - 1 != fails_at:
+                return function(path, *args, **kwargs)
+            if writes and "w" in args[0]:
+                with function(path, *args, **kwargs) as file:
+                    file.write("{" if "b" not in args[0] else b"{")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        return call
+
+    save_state(tmp_path, state(1), content, keep=99)
+    failures = 0
+    while calls > fails_at:
+        calls, fails_at, before = 0, fails_at + 1, finished(tmp_path)
+        with monkeypatch.context() as patch:
+            for module, name in ((os, "mkdir"), (os, "rename"), (os, "fsync"), (io, "open")):
+                patch.setattr(module, name, failing(getattr(module, name), module is io))
+            try:
+                save_state(tmp_path, state(2 + fails_at), content, keep=99)
+            except SaveError:
+                failures += 1
+        after = finished(tmp_path)
+        assert after[: len(before)] == before and len(names(tmp_path)) == len(after)
+        assert not any(map(problems, after))
+    assert failures > 15 and len(finished(tmp_path)) > 1
+
+
+def test_damage_of_any_file_is_found(tmp_path: Path) -> None:
+    folder = save_state(tmp_path, state(1), content, keep=1)
+    assert problems(folder) == []
+    for name in ("state.json", "ranks/weights", MANIFEST):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.swapcase())
+        assert [line.partition(":")[0] for line in problems(folder)] == [name]
+        (folder / name).unlink()
+        assert [line.partition(":")[0] for line in problems(folder)] == [name]
+        assert finished(tmp_path) == [folder], "it is listed nevertheless"
+        (folder / name).write_text(text)
+    assert problems(folder) == []
+
+
+def test_digest_covers_training_only(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    longer = replace(made, run=RunConfig(steps=5, dir="elsewhere"))
+    faster = replace(made, trainer=replace(made.trainer, lr=1e-3))
+    assert config_digest(longer) == config_digest(made) != config_digest(faster)
+
+
+WEIGHTS = bytes(range(256)) * 10
+
+
+@pytest.fixture
+def sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with several files, one of which has two and a half pieces."""
+    monkeypatch.setattr(manifest, "PIECE", 1024)
+    made = tmp_path / "made"
+    (made / "ranks").mkdir(parents=True)
+    (made / "ranks" / "weights").write_bytes(WEIGHTS)
+    (made / "state").write_text("here")
+    (made / "empty").touch()
+    write_manifest(made, seal(made, ["ranks/weights"]))
+    return made
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize("bit", [0, 8 * 1024 - 1, 8 * 1024, 8 * 2000 + 3, 8 * 2560 - 1])
+def test_any_flipped_bit_is_located(sealed: Path, bit: int) -> None:
+    content = bytearray(WEIGHTS)
+    content[bit // 8] ^= 1 << bit % 8
+    (sealed / "ranks" / "weights").write_bytes(content)
+    (problem,) = find_damage(sealed, extra=True)
+    start = bit // 8 // 1024 * 1024
+    assert problem.startswith("ranks/weights: ")
+    assert f"{start:,} and {min(2560, start + 1024):,}" in problem
+    assert find_damage(sealed, extra=True, bits=False) == []
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda f: edit(f / MANIFEST, '"bytes": 4,', '"bytes": 5,'), f"{MANIFEST}: changed"),
+        (lambda f: (f / "state").unlink(), "state: missing"),
+        (lambda f: (f / "empty").unlink() or (f / "empty").symlink_to("gone"), "empty: missing"),
+        (lambda f: (f / "ranks/weights").write_bytes(WEIGHTS[:-1]), "ranks/weights: truncated"),
+        (lambda f: (f / "state").write_text("there"), "state: too long"),
+        (lambda f: (f / "ranks/more").touch(), "ranks/more: extra"),
+        (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST}: No such file"),
+        (lambda f: (f / MANIFEST).write_bytes(b"\xff"), f"{MANIFEST}: cannot be parsed"),
+    ],
+)
+def test_damage_is_named(sealed: Path, harm: Callable[[Path], object], problem: str) -> None:
+    harm(sealed)
+    assert problem in join_problems(find_damage(sealed, extra=True))

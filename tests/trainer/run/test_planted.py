@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
 from keel.commands.replay import find_batch, nearest_checkpoint
 from keel.commands.report.page import report
@@ -30,7 +29,6 @@ from keel.trainer.run.batches import read_batch, save_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
-from keel.trainer.run.manifest import Entry
 from keel.trainer.run.trackers.sender import _read_state
 from tests.commands.report.runs import episode, write_evaluation, write_run
 
@@ -45,9 +43,8 @@ class Payload:
         return os.mkdir, (str(self._mark),)
 
 
-def payloads(mark: Path) -> Mapping[str, tuple[bytes, Callable[[bytes], object]]]:
-    """For each format, a file that creates the folder `mark` when loaded, and a reader that loads
-    it."""
+def payloads(mark: Path) -> Mapping[str, bytes]:
+    """For each format, a file that creates the folder `mark` when loaded."""
     payload = Payload(mark)
     saved, zipped = io.BytesIO(), io.BytesIO()
     torch.save({"cpu": payload, "module": payload}, saved)
@@ -55,17 +52,11 @@ def payloads(mark: Path) -> Mapping[str, tuple[bytes, Callable[[bytes], object]]
     np.savez(zipped, allow_pickle=True, text=array, array_0=array)
     order = f"!!python/object/apply:os.mkdir ['{mark}']\n".encode()
     return {
-        "pickle": (pickle.dumps(payload), pickle.loads),
-        "gzip": (gzip.compress(pickle.dumps(payload)), lambda b: pickle.loads(gzip.decompress(b))),
-        "torch": (
-            saved.getvalue(),
-            lambda b: torch.load(io.BytesIO(b), weights_only=False),
-        ),
-        "numpy": (
-            zipped.getvalue(),
-            lambda b: np.load(io.BytesIO(b), allow_pickle=True)["text"],
-        ),
-        "yaml": (order, yaml.unsafe_load),
+        "pickle": pickle.dumps(payload),
+        "gzip": gzip.compress(pickle.dumps(payload)),
+        "torch": saved.getvalue(),
+        "numpy": zipped.getvalue(),
+        "yaml": order,
     }
 
 
@@ -74,7 +65,7 @@ def replaced(folder: Path, mark: Path, further: tuple[str, ...] = ()) -> Iterato
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in [*files, *(folder / name for name in further)]:
         content = path.read_bytes() if path.exists() else None
-        for name, (payload, _) in payloads(mark).items():
+        for name, payload in payloads(mark).items():
             if name in SUFFIXES and path.suffix != SUFFIXES[name]:
                 continue  # only files with this suffix are read in this format
             path.parent.mkdir(exist_ok=True)
@@ -84,31 +75,17 @@ def replaced(folder: Path, mark: Path, further: tuple[str, ...] = ()) -> Iterato
         path.unlink() if content is None else path.write_bytes(content)
 
 
-def written(folder: Path) -> dict[str, Entry]:
-    (folder / "trainer.json").write_text("{}")
-    return {}
-
-
 def write_whole_run(folder: Path) -> None:
     """Write a run folder that contains a file of every kind."""
     config = load_config("quickstart", [f"run.dir={folder}"])
     with RunFolder(config) as run:
         state = State(step=1, version=1, config=config_digest(config))
-        run.save(state, written)
+        run.save(state, lambda _: {})
     write_run(folder, steps=2)
     write_evaluation(folder / "evaluations" / "one")
     (folder / "filter").mkdir()
-    rate = PassRate(
-        id="a",
-        source="s",
-        domain="d",
-        samples=2,
-        passes=1,
-        score=0.5,
-        unscored=0,
-        dropped={},
-        digest="",
-    )
+    shares: Any = {"samples": 2, "passes": 1, "score": 0.5, "unscored": 0, "dropped": {}}
+    rate = PassRate(id="a", source="s", domain="d", digest="", **shares)
     (folder / "filter" / "rates.jsonl").write_text(json.dumps(rate.line()) + "\n")
     (folder / "trackers").mkdir()
     (folder / "trackers" / "wandb.json").write_text('{"id": "x"}')

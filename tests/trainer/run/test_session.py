@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +16,28 @@ from typing import Any
 import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
+from keel.commands import dispatch as commands
+from keel.commands.cli import main
 from keel.configs.load import load_config
 from keel.model import ray_timeouts
+from keel.model.ray_timeouts import RayLost
 from keel.trainer.run import session
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import WINDOW_S, Restarts, WorkerLost
 from keel.trainer.run.session import run_with_restarts, save_checkpoint
+from keel.trainer.run.signals import (
+    PREEMPTED,
+    PREEMPTION,
+    Interrupt,
+    Preempted,
+    preempted,
+    signals_blocked,
+    signals_deferred,
+    stop_requested,
+    watching,
+)
 
 DIED = "trainer rank 0 died"
 
@@ -184,3 +202,113 @@ def test_lost_objects_restart_but_task_errors_do_not(tmp_path: Path) -> None:
     with pytest.raises(RayTaskError, match="traceback"):
         run.run(drive)
     assert run.starts == [0, 0]
+
+
+DEADLINE_S = 120
+
+
+def test_first_ctrl_c_stops_and_second_interrupts() -> None:
+    lines: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with watching():
+        with Interrupt(lines.append) as interrupt:
+            assert not interrupt() and not stop_requested()
+            signal.raise_signal(signal.SIGINT)
+            assert interrupt() and not interrupt.should_abort() and len(lines) == 1
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupt.should_abort()
+        assert stop_requested()
+    assert signal.getsignal(signal.SIGINT) == before
+    with watching():
+        assert not stop_requested()
+
+
+@pytest.mark.parametrize("number", PREEMPTION)
+def test_preemption_aborts_once(number: signal.Signals) -> None:
+    lines: list[str] = []
+    before = signal.getsignal(number)
+    with Interrupt(lines.append, grace_s=DEADLINE_S) as interrupt:
+        signal.raise_signal(number)
+        assert interrupt() and interrupt.should_abort()
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        assert len(lines) == 1 and number.name in lines[0]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(number) == before
+    with Interrupt(lines.append) as interrupt:
+        assert not interrupt() and not interrupt.should_abort()
+
+
+def test_exceeded_grace_raises_anywhere() -> None:
+    with watching():
+        with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
+            signal.raise_signal(signal.SIGTERM)
+            threading.Event().wait(DEADLINE_S)
+        assert preempted().startswith("SIGTERM, ") and "run.grace_s = 0.01" in preempted()
+    assert not preempted()
+
+
+def raises(error: BaseException | None = None) -> Callable[..., None]:
+    """Return a command that is preempted and then fails with `error`, or ends early."""
+
+    def command(*_: object) -> None:
+        with Interrupt(lambda _: None):
+            signal.raise_signal(signal.SIGTERM)
+            if error is not None:
+                raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (lambda *_: signal.raise_signal(signal.SIGTERM), PREEMPTED),
+        (raises(), PREEMPTED),
+        (raises(RayLost("the raylet is gone")), PREEMPTED),
+        (raises(RuntimeError("the disk is full")), 1),
+    ],
+)
+def test_preempted_command_has_its_own_status(
+    command: Callable[..., None],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("KEEL_TRACEBACK", raising=False)
+    monkeypatch.setattr(commands, "lost_reason", lambda: "")
+    monkeypatch.setitem(commands.COMMANDS, "check", command)
+    assert main(["check", "quickstart"]) == status
+    assert ("SIGTERM" in capsys.readouterr().err) == (status == PREEMPTED)
+
+
+@pytest.mark.e2e
+def test_blocked_signals_never_reach_children() -> None:
+    echo = [sys.executable, "-S", "-c", "print(input())"]
+    with watching():
+        with signals_blocked():
+            child = subprocess.Popen(echo, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for number in PREEMPTION:
+                child.send_signal(number)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray does
+        with pytest.raises(Preempted):
+            signal.raise_signal(signal.SIGTERM)
+    assert child.communicate("alive", timeout=DEADLINE_S)[0] == "alive\n"
+
+
+def test_deferred_signals_are_handled_afterwards() -> None:
+    done: list[str] = []
+    with watching():
+        with pytest.raises(KeyboardInterrupt), signals_deferred():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            with signals_deferred():
+                done.append("inner")
+            done.append("outer")
+        assert done == ["inner", "outer"]
+        assert stop_requested() and preempted() == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,3 +170,64 @@ def test_unusable_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("[mlflow, mlflow]", "[comet]"):
         with pytest.raises(ConfigError, match=r"run\.trackers"):
             load_config("quickstart", [f"run.trackers={value}"])
+
+
+RUN = """
+import sys
+from pathlib import Path
+from functools import partial
+from keel.trainer.placement.ray_internals import exit_now
+from keel.trainer.run.trackers.sender import *
+names = ["wandb", "mlflow", "trackio"]
+check_trackers(names)
+say = partial(print, flush=True)
+how = (Path(sys.argv[1]), {"data.sources[s].size": 1}, say)
+threads = [TrackerThread(n, partial(make_tracker, n), *how) for n in names]
+Trackers(threads, say).close("finished", 3, seconds=float(sys.argv[2]))
+print("abandoned" if has_abandoned_threads() else "sent all")
+exit_now(0)  # as `keel.commands.dispatch.run` does
+"""
+
+
+@pytest.mark.e2e
+def test_every_tracker_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient  # noqa: PLC0415  (a second)
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    store = f"file:{tmp_path / 'mlruns'}"
+    lines = [{"step": n, "time": 1.0 + n, "loss": 2.0, "eval/s/pass@1": 0.5} for n in (2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    note(tmp_path, 2, "alarm", "too low")
+    environment = {
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_MODE": "offline",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_TRACKING_URI": store,
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path), str(PATIENCE_S)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=2 * PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    output = done.stdout + done.stderr
+    assert "sent all" in output and "warning" not in output
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    client: Any = MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("keel").experiment_id])
+    for name, value in (("train/loss", 2.0), ("eval/s/pass_at_1", 0.5)):
+        points = client.get_metric_history(run.info.run_id, name)
+        assert [(point.step, point.value) for point in points] == [(2, value), (3, value)]
+    assert run.data.params == {"data.sources.s.size": "1"} and run.info.status == "FINISHED"
+    assert "step 2: too low" in run.data.tags.values()
+    with sqlite3.connect(tmp_path / "trackio" / "keel.db") as base:
+        rows = base.execute("select step, metrics from metrics order by id").fetchall()
+    sent = [(step, json.loads(metrics)) for step, metrics in rows]
+    assert [(step, m["train/loss"], m["eval/s/pass@1"]) for step, m in sent] == [
+        (2, 2.0, 0.5),
+        (3, 2.0, 0.5),
+    ]
