@@ -16,7 +16,7 @@ from keel.data.dataset import Dataset
 from keel.model.load import ModelFacts
 from keel.trainer import prepare
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
-from tests.trainer.placement.test_memory import DENSE
+from tests.trainer.placement.shapes import DENSE
 
 
 @pytest.fixture(scope="module")

@@ -56,3 +56,28 @@ def sft_recipe(*, dtype: Any = "bfloat16", **sft: Any) -> Config:
     source = ConversationsConfig(name="a", source="jsonl", path="a")
     model = ModelConfig(path="some/model", dtype=dtype)
     return Config(model=model, sft=SftConfig(sources=(source,), **sft)).supervised(100)
+
+
+DENSE = ModelFacts(
+    architecture="Qwen3ForCausalLM",
+    layers=10,
+    moe_layer_ids=(),
+    experts=0,
+    experts_per_token=0,
+    vocab_size=100_000,
+    hidden_size=1000,
+    max_context=100_000,
+    parameters=1_000_000_000,
+    active_parameters=1_000_000_000,
+    tied=False,
+    expert_parameters=0,
+    attention_parameters=40_000_000,
+    attention_width=1000,
+    kv_width=512,
+    kv_heads=2,
+    head_size=128,
+    attention_heads=8,
+)
+"""Each layer has 80 M parameters without embeddings: 4 M in attention, 76 M / 3,000 MLP units."""
+EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_parameters": 10 * 8 * 3 * 1000 * 500}
+MOE = replace(DENSE, architecture="Qwen3MoeForCausalLM", moe_layer_ids=(*range(10),), **EXPERTS)

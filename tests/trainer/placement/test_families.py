@@ -15,6 +15,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from keel.configs.load import load_config
 from keel.configs.schema import (
     Config,
     ConfigError,
@@ -24,8 +25,10 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model.hub import check_config
-from keel.model.load import check_causal
+from keel.model.load import check_causal, facts_of
 from keel.model.routing.routers import is_moe
+from keel.model.tiny.build import model_config
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_trainable
 from keel.trainer.placement.families import (
     _CPU_HEADS,
@@ -37,7 +40,8 @@ from keel.trainer.placement.families import (
     check_parallel,
     check_residual,
 )
-from tests.trainer.placement.shapes import SOURCE
+from keel.trainer.placement.lint import ignored_knobs, lint_recipe
+from tests.trainer.placement.shapes import DENSE, SOURCE
 
 
 def vllm_source(*path: str) -> ast.Module:
@@ -164,3 +168,38 @@ def test_refused_families(row: list[str]) -> None:
     with pytest.raises(ConfigError):
         check_causal(config, row[1])
         check_trainable(row[1], config)
+
+
+RECIPES = sorted(
+    path.stem for path in (Path(__file__).parents[3] / "configs/recipes").glob("*.yaml")
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    return build_tokenizer()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipes_have_no_warnings(name: str, tokenizer: object) -> None:
+    config = load_config(name)
+    # Models of earlier stages have the shape of the tiny model.
+    stages = ("sft-specialists", "pretrain-dense", "pretrain-warm-up")
+    tiny = config.model.path in ("tiny", *(f"{load_config(s).run.dir}/model" for s in stages))
+    facts = facts_of(model_config(config.model.tiny, tokenizer)) if tiny else DENSE
+    assert lint_recipe(config, facts) == []
+    assert [*ignored_knobs(config, frozenset())] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("trainer.lr=1e-3", "trainer.lr"),
+        ("run.hang_timeout_s=5", "run.hang_timeout_s"),
+        ("data.sources.0.kl_coef=3", "kl_coef"),
+        ("data.sources[spelling].rewards={correct: -1}", "spelling"),
+    ],
+)
+def test_unusual_value_warns(override: str, named: str) -> None:
+    (line,) = lint_recipe(load_config("quickstart", ["trainer.lr=1e-6", override]), DENSE)
+    assert named in line

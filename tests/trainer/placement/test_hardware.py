@@ -1,11 +1,20 @@
-"""Placement of actors on GPUs: exclusive, shared, or rejected."""
+"""The hardware of a run: detection, placement of actors on GPUs, and dtypes on a CPU."""
 
 from __future__ import annotations
 
+import signal
+import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
+from keel.configs.auto import DTYPE
+from keel.configs.load import dump_config, load_recipe
 from keel.configs.schema import (
     Config,
     ConfigError,
@@ -18,6 +27,9 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
+from keel.model import ray_timeouts
+from keel.trainer.placement import cpus, nodes
+from keel.trainer.placement.cpus import has_bfloat16, slow_dtype, with_dtype
 from keel.trainer.placement.hardware import (
     ENGINE,
     JUDGE,
@@ -27,9 +39,21 @@ from keel.trainer.placement.hardware import (
     allowed,
     place,
 )
+from keel.trainer.placement.nodes import (
+    detect_hardware,
+    planned_hardware,
+    seat_lines,
+    start_ray,
+    used_gib,
+    with_missing_nodes,
+)
+from keel.trainer.run import checkpoint
+from keel.trainer.run.checkpoint import State
+from keel.trainer.run.signals import Preempted, watching
+from tests.trainer.placement.shapes import SOURCE
 
 
-def config(*, engines: int = 1, width: int = 1, ranks: int = 1) -> Config:
+def sized(*, engines: int = 1, width: int = 1, ranks: int = 1) -> Config:
     source = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
     return Config(
         data=DataConfig(sources=(source,)),
@@ -38,7 +62,7 @@ def config(*, engines: int = 1, width: int = 1, ranks: int = 1) -> Config:
     )
 
 
-def nodes(*sizes: int, cpus: int = 64) -> list[Node]:
+def empty_nodes(*sizes: int, cpus: int = 64) -> list[Node]:
     return [
         Node(name=f"n{i}", id=f"id{i}", gpus=size, cpus=cpus, free_gpus=size, free_cpus=cpus)
         for i, size in enumerate(sizes)
@@ -58,7 +82,6 @@ def homes(placement: Placement, kind: str) -> list[str]:
         # Ranks stay together, next to the engines or on a separate node.
         ((2, 2, 4), (4, 4), ["n0"] * 2, ["n1"] * 4),
         ((4, 1, 8), (8, 8), ["n1"] * 4, ["n0"] * 8),
-        ((2, 1, 8), (2, 8), ["n0"] * 2, ["n1"] * 8),
         # They split only if no node holds them all; neighbours stay together.
         ((1, 4, 8), (4, 4, 4), ["n0"], ["n1"] * 4 + ["n2"] * 4),
         # An engine never spans nodes, even if that splits the ranks.
@@ -69,8 +92,8 @@ def homes(placement: Placement, kind: str) -> list[str]:
 def test_engines_never_span_nodes_and_ranks_stay_together(
     shape: tuple[int, int, int], sizes: tuple[int, ...], engines: list[str], ranks: list[str]
 ) -> None:
-    recipe = config(engines=shape[0], width=shape[1], ranks=max(1, shape[2]))
-    room = nodes(*sizes) if shape[2] else [*nodes(*sizes), *nodes(1)]
+    recipe = sized(engines=shape[0], width=shape[1], ranks=max(1, shape[2]))
+    room = empty_nodes(*sizes) if shape[2] else [*empty_nodes(*sizes), *empty_nodes(1)]
     placement = place(recipe, room)
     assert homes(placement, ENGINE) == engines
     if ranks:
@@ -78,23 +101,17 @@ def test_engines_never_span_nodes_and_ranks_stay_together(
 
 
 def test_colocated_engines_share_gpus_with_ranks() -> None:
-    recipe = config(engines=6, ranks=6)
+    recipe = sized(engines=6, ranks=6)
     recipe = replace(recipe, rollout=replace(recipe.rollout, colocated=True))
-    placement = place(recipe, nodes(4, 4))
+    placement = place(recipe, empty_nodes(4, 4))
     assert homes(placement, ENGINE) == homes(placement, RANK) == ["n0"] * 4 + ["n1"] * 2
     for seat in placement.seats:
         owner = placement.owner(seat.kind, seat.index)
         assert seat.shared and (owner.kind, owner.first) == (RANK, seat.first)
-    assert list(placement.lines()) == [
-        "n0: engines 0–3 on GPUs 0–3, shared; trainer ranks 0–3 on GPUs 0–3, shared",
-        "n1: engines 4–5 on GPUs 0–1, shared; trainer ranks 4–5 on GPUs 0–1, shared",
-    ]
-    with pytest.raises(
-        ConfigError, match=r"needs 6 GPU\(s\) \(6 trainer rank\(s\) with an engine each"
-    ):
-        place(recipe, nodes(4))
+    with pytest.raises(ConfigError, match="needs 6 GPU"):
+        place(recipe, empty_nodes(4))
     with pytest.raises(ConfigError, match="one node"):
-        place(recipe, nodes(8, cpus=7))  # each pair needs two cores
+        place(recipe, empty_nodes(8, cpus=7))  # each pair needs two cores
 
 
 def test_each_server_of_the_judge_gets_its_gpus() -> None:
@@ -109,7 +126,7 @@ def test_each_server_of_the_judge_gets_its_gpus() -> None:
 
 def test_recipe_limits_nodes_and_gpus() -> None:
     run = RunConfig(gpus_per_node=2, nodes=2)
-    few, many, busy = nodes(1, 8, 8)
+    few, many, busy = empty_nodes(1, 8, 8)
     busy = replace(busy, free_gpus=1)
     kept = allowed([few, many, busy], run)
     assert [(n.name, n.gpus, n.free_gpus, n.in_use) for n in kept] == [
@@ -119,11 +136,158 @@ def test_recipe_limits_nodes_and_gpus() -> None:
     assert allowed([few, many, busy], RunConfig()) == [few, many, busy]
     # A run limited to one GPU shares it, even if the machine has more.
     one = RunConfig(gpus_per_node=1)
-    recipe = replace(config(), run=one)
+    recipe = replace(sized(), run=one)
     assert place(recipe, allowed([many], one)).shared
-    (line,) = place(recipe, allowed([busy], one)).lines()
-    assert line.startswith("n2: engine 0 on 1 of its 1 GPUs, shared; trainer")
-    with pytest.raises(
-        ConfigError, match=r"has 1: n1 \(1\) \(run\.gpus_per_node = 1, run\.nodes = 1\)"
-    ):
+    with pytest.raises(ConfigError, match=r"run\.gpus_per_node = 1"):
         place(replace(recipe, trainer=TrainerConfig(ranks=2)), allowed([many], one))
+
+
+@pytest.fixture(autouse=True)
+def well() -> Iterator[None]:
+    yield
+    ray_timeouts.joined()
+
+
+def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray kills a process that has not disconnected by the time its cluster is gone."""
+    ended: list[str] = []
+
+    def leave(*_: object) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        ended.append("Ray")
+
+    monkeypatch.setattr(nodes, "shut_down", leave)
+    with watching(), pytest.raises(Preempted):
+        nodes.stop_ray()
+    assert ended == ["Ray"]
+
+
+def test_unreachable_or_hung_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the GCS hangs, only the kernel accepts connections."""
+    never = threading.Event()
+    monkeypatch.setattr("ray.init", lambda **_: never.wait())
+    monkeypatch.setattr(nodes, "JOIN_S", 0.01)
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+            planned_hardware(on_device())
+        assert not ray.is_initialized()
+        port.listen()
+        with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+            start_ray()
+    never.set()
+    assert ray_timeouts.lost_reason()
+
+
+def on_device(run: RunConfig | None = None, **shape: Any) -> Config:
+    run = run or RunConfig(device="gpu")
+    return Config(run=run, data=DataConfig(sources=(SOURCE,)), rollout=RolloutConfig(**shape))
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, gib: float) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(nodes, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(nodes, "gpu_gib", lambda: gib)
+
+
+def test_plan_includes_missing_nodes_of_elastic_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, gpus=4, gib=80.0)
+    monkeypatch.setattr(nodes, "available_cores", lambda: 8)
+    whole = replace(on_device(engines=4), trainer=TrainerConfig(ranks=4, min_ranks=2))
+    here_now = detect_hardware(whole)
+    detected = with_missing_nodes(here_now, whole)
+    assert detected.missing and "1 of these nodes absent" in str(detected)
+    assert seat_lines(whole, detected)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
+    one_node = replace(whole, run=RunConfig(device="gpu", gpus_per_node=4))
+    others = [replace(whole, trainer=TrainerConfig(ranks=4, min_ranks=m)) for m in (0, 4)]
+    enough = replace(whole, rollout=RolloutConfig(engines=4, colocated=True))
+    for config in (one_node, *others, enough):
+        assert with_missing_nodes(here_now, config) == here_now
+
+
+@pytest.mark.parametrize(
+    ("said", "detected", "check", "train"),
+    [
+        # said: device, gpu_gib, gpus_per_node, nodes; found: GPUs and their memory
+        (("auto", 0, 0, 1), (0, 0.0), None, None),
+        (("auto", 0, 0, 1), (2, 80.0), ([2], 80.0), ([2], 80.0)),
+        (("cpu", 0, 0, 1), (2, 80.0), None, None),
+        # GPUs in the recipe are planned for; a run without GPUs does not fall back to CPU.
+        (("auto", 139, 0, 1), (0, 0.0), ([8], 139.0), ([], 139.0)),
+        (("auto", 139, 4, 2), (0, 0.0), ([4, 4], 139.0), ([], 139.0)),
+        # A run uses at most the present GPUs and the recipe's limit.
+        (("auto", 139, 8, 1), (2, 80.0), ([8], 139.0), ([2], 80.0)),
+        (("auto", 40, 1, 1), (2, 80.0), ([1], 40.0), ([1], 40.0)),
+        (("auto", 139, 0, 1), (2, 80.0), ([2], 139.0), ([2], 80.0)),
+    ],
+)
+def test_planned_and_detected_hardware(
+    monkeypatch: pytest.MonkeyPatch,
+    said: tuple[Any, float, int, int],
+    detected: tuple[int, float],
+    check: tuple[list[int], float] | None,
+    train: tuple[list[int], float] | None,
+) -> None:
+    here(monkeypatch, gpus=detected[0], gib=detected[1])
+    device, gib, gpus, count = said
+    needed = on_device(RunConfig(device=device, gpu_gib=gib, gpus_per_node=gpus, nodes=count))
+    for hardware, expected in ((planned_hardware(needed), check), (detect_hardware(needed), train)):
+        assert hardware.gpu == (expected is not None)
+        if expected:
+            assert ([node.gpus for node in hardware.nodes], hardware.gpu_gib) == expected
+
+
+def test_only_memory_of_visible_gpus_counts() -> None:
+    listed = "GPU-aa-1, 40960\nGPU-bb-2, 81920\nGPU-cc-3, 300\nGPU-dd-4, [N/A]\n"
+    assert used_gib(listed, {"aa-1", "cc-3", "dd-4"}) == 40.0
+    assert used_gib(listed, {"cc-3"}) == 0.0  # used by an idle driver
+    assert used_gib(listed, {"aa-1", "bb-2"}, least=True) == 40.0
+
+
+@pytest.fixture(params=[True, False], ids=["avx512_bf16", "avx2"])
+def bfloat16(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Fake /proc/cpuinfo. Returns True if the CPU in it has bfloat16 instructions."""
+    flags = "fpu avx2" + " avx512f avx512_bf16" * request.param
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(cpus, "CPUINFO", info)
+    has_bfloat16.cache_clear()
+    monkeypatch.setattr(cpus, "has_bfloat16", lambda: has_bfloat16.__wrapped__())
+    return request.param
+
+
+def of_dtype(tmp_path: Path, dtype: str) -> tuple[Config, frozenset[str]]:
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        f"model: {{path: a/b{dtype}}}\n"
+        "data: {sources: [{name: s, source: jsonl, path: s.jsonl}]}\n"
+    )
+    return load_recipe(path)
+
+
+@pytest.mark.parametrize("dtype", ["", ", dtype: auto"])
+def test_auto_dtype_is_fast_on_the_cpu(bfloat16: bool, tmp_path: Path, dtype: str) -> None:
+    config, open_knobs = of_dtype(tmp_path, dtype)
+    assert DTYPE in open_knobs
+    chosen = with_dtype(config, open_knobs, gpu=False)
+    assert chosen.model.dtype == ("bfloat16" if bfloat16 else "float32")
+    assert not slow_dtype(chosen, gpu=False)
+    assert with_dtype(config, open_knobs, gpu=True).model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("first_dtype", ["float32", "bfloat16"])
+def test_resumed_run_keeps_its_dtype(
+    bfloat16: bool, tmp_path: Path, first_dtype: str, gpu: bool
+) -> None:
+    config, open_knobs = of_dtype(tmp_path, "")
+    config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
+    before = replace(config, model=replace(config.model, dtype=first_dtype))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(before))
+    saved = State(step=2, version=2, config="c")
+    checkpoint.save(tmp_path / "run" / "checkpoints", saved, lambda _: {}, keep=9)
+    assert with_dtype(config, open_knobs, gpu=gpu).model.dtype == first_dtype

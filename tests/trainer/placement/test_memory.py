@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
+from transformers import Qwen3MoeConfig
 
+from benchmarks.training.cases import Case, estimates, model_of
+from keel.configs.load import load_config
 from keel.configs.schema import (
     AlgorithmConfig,
     Config,
@@ -17,51 +22,38 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from keel.model.load import ModelFacts
+from keel.model.load import ModelFacts, facts_of
+from keel.rl.packing.prefix_sharing import prefix_group_size
+from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import (
     _FRAGMENTED,
+    BYTES,
     ENGINE_CUDA_GIB,
     GIB,
     RANK_SPARE,
     DoesNotFit,
     Memory,
     OffloadPlan,
+    _mlp_width,
     can_start_together,
     check_trainer_fits,
     held_bytes,
     least_bytes,
     needed_bytes,
     offload_plan,
+    packed,
     peak_bytes,
     trainer_memory,
     update_copy_bytes,
 )
 from keel.trainer.placement.plan import Plan, make_plan
-from tests.trainer.placement.shapes import SOURCE
-
-DENSE = ModelFacts(
-    architecture="Qwen3ForCausalLM",
-    layers=10,
-    moe_layer_ids=(),
-    experts=0,
-    experts_per_token=0,
-    vocab_size=100_000,
-    hidden_size=1000,
-    max_context=100_000,
-    parameters=1_000_000_000,
-    active_parameters=1_000_000_000,
-    tied=False,
-    expert_parameters=0,
-    attention_parameters=40_000_000,
-    attention_width=1000,
-    kv_width=512,
-    kv_heads=2,
-    head_size=128,
-    attention_heads=8,
+from keel.trainer.placement.step_time import (
+    Rates,
+    body_parameters,
+    compute_seconds,
+    step_time,
 )
-"""Each layer has 80 M parameters without embeddings: 4 M in attention, 76 M / 3,000 MLP units."""
-EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_parameters": 10 * 8 * 3 * 1000 * 500}
-MOE = replace(DENSE, architecture="Qwen3MoeForCausalLM", moe_layer_ids=(*range(10),), **EXPERTS)
+from tests.trainer.placement.shapes import DENSE, MOE, SOURCE
 
 
 def recipe(*, beta: float = 0.0, rollout: dict[str, Any] | None = None, **trainer: Any) -> Config:
@@ -104,24 +96,18 @@ WHOLE = 4 * 1000 + 3 * 1000 + 3 * 256 + 4 * MLP
 keys and values, MLP."""
 FLOWING = 2 * MLP + 1000
 """Gradient elements in flight inside a layer."""
+RECOMPUTED = {"activation_checkpointing": True}
 
 
 @pytest.mark.parametrize(
     ("options", "numbers"),
     [
         ({}, 10 * WHOLE + FLOWING),
-        ({"activation_checkpointing": True}, 10 * 1000 + WHOLE + FLOWING),
+        (RECOMPUTED, 10 * 1000 + WHOLE + FLOWING),
         ({"compile": True}, 10 * WHOLE - 9 * (2 * 1000 + 2 * MLP) + FLOWING),
-        ({"compile": True, "activation_checkpointing": True}, 10 * 1000 + WHOLE + FLOWING),
-        (
-            {"activation_checkpointing": True, "keep_attention": True},
-            10 * (1000 + 1000) + WHOLE + FLOWING,
-        ),
-        ({"keep_attention": True}, 10 * WHOLE + FLOWING),
-        (
-            {"activation_checkpointing": True, "keep_attention": True, "zero_stage": 3},
-            10 * 1000 + WHOLE + FLOWING,
-        ),
+        ({**RECOMPUTED, "compile": True}, 10 * 1000 + WHOLE + FLOWING),
+        ({**RECOMPUTED, "keep_attention": True}, 10 * (1000 + 1000) + WHOLE + FLOWING),
+        ({**RECOMPUTED, "keep_attention": True, "zero_stage": 3}, 10 * 1000 + WHOLE + FLOWING),
     ],
 )
 def test_saved_activations(options: dict[str, Any], numbers: float) -> None:
@@ -133,13 +119,9 @@ def test_saved_activations(options: dict[str, Any], numbers: float) -> None:
 def test_kv_cache_holds_completions_and_shared_prompts() -> None:
     token = 10 * 512 * 2
     parts = plan(recipe()).engine.parts
-    assert parts["KV cache"] == token * (
-        16 * 7000 + 3 * 1000
-    )  # 16 completions may span three groups
+    assert parts["KV cache"] == token * (16 * 7000 + 3 * 1000)  # they may span three groups
     each = plan(recipe(rollout={"enable_prefix_caching": False})).engine.parts
     assert each["KV cache"] == token * 16 * 8000
-    windows = plan(recipe(), replace(DENSE, full_attention=False)).engine.parts
-    assert windows["KV cache"] == each["KV cache"]
     two = plan(recipe(rollout={"tensor_parallel": 4})).engine.parts
     assert two["KV cache"] == parts["KV cache"] / 2  # only two heads to share out
     assert two["weights"] == parts["weights"] / 4
@@ -154,10 +136,9 @@ def test_parallelism_shards_experts_or_tokens() -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    with pytest.raises(DoesNotFit, match="gpu_memory_utilization"):
-        plan(recipe(), gpu_gib=4)
-    with pytest.raises(DoesNotFit, match=r"run\.gpu_gib"):
-        plan(recipe(ranks=8, zero_stage=1), gpu_gib=8)
+    for config, gib in ((recipe(), 4), (recipe(ranks=8, zero_stage=1), 8)):
+        with pytest.raises(DoesNotFit):
+            plan(config, gpu_gib=gib)
     config = recipe(micro_batch_tokens=8000, rollout={"gpu_memory_utilization": 0.5})
     plan(config, gpu_gib=48)
     with pytest.raises(DoesNotFit, match="shared"):
@@ -169,9 +150,6 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     plan(config, gpu_gib=need + 2, shared=True)
     with pytest.raises(DoesNotFit):
         plan(config, gpu_gib=need + 1, shared=True)
-    held = recipe(micro_batch_tokens=8000, offload_while_sampling=False, rollout=rollout)
-    with pytest.raises(DoesNotFit, match="gpu_memory_utilization"):
-        plan(held, gpu_gib=rank.total / GIB + 2, shared=True)
 
 
 def test_lora_keeps_gradients_of_adapters_only() -> None:
@@ -204,9 +182,8 @@ def memory(config: Config) -> Memory:
 def test_nothing_is_offloaded_without_need() -> None:
     config = turns(0.1)
     roomy = offload_plan(config, memory(config), 1000.0, shared=True)
-    assert (
-        roomy == OffloadPlan() and peak_bytes(config, memory(config), roomy) == memory(config).total
-    )
+    assert roomy == OffloadPlan()
+    assert peak_bytes(config, memory(config), roomy) == memory(config).total
     for other in (turns(0.9, offload_while_sampling=False), recipe()):
         assert offload_plan(other, memory(other), 80.0, shared=True) == OffloadPlan()
     apart = turns(0.9)
@@ -233,8 +210,7 @@ def test_offloads_only_the_bytes_the_engine_needs(
         assert waits.sampling == pytest.approx(state + weights + reference, rel=1e-6)
 
 
-@pytest.mark.parametrize("updates", [1, 3])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize(("updates", "beta"), [(1, 0.0), (3, 0.1)])
 def test_optimizer_is_offloaded_for_activations(updates: int, beta: float) -> None:
     """The GPU lacks 3 GB for everything at once, with 6 % spare, but fits an update. Each update of
     a batch reloads the optimizer."""
@@ -273,13 +249,10 @@ def test_reference_is_offloaded_for_an_update() -> None:
 @pytest.mark.parametrize(
     ("dtype", "stage", "ranks", "copied"),
     [
-        ("bfloat16", 1, 1, 0.0),
         ("bfloat16", 2, 2, 0.0),
         ("bfloat16", 3, 2, 2e9),
         ("float16", 1, 2, 2e9),
-        ("float16", 2, 2, 0.0),
         ("float32", 1, 1, 4e9),
-        ("float32", 2, 2, 2e9),
         ("float32", 0, 1, 0.0),
     ],
 )
@@ -299,13 +272,139 @@ def test_engine_and_rank_start_together_if_both_fit() -> None:
     assert enough > 40  # so the engine's cache is guaranteed
     assert can_start_together(config, DENSE, enough + 0.1, 0.0)
     assert not can_start_together(config, DENSE, enough - 0.1, 0.0)
-    assert not can_start_together(config, DENSE, enough + 0.1, 1.0)
-    assert can_start_together(config, DENSE, enough + 2.1, 1.0)
     of_a_step = 2 * 1.06 * trainer_memory(config, DENSE, gpu=True).total / GIB
     assert of_a_step > enough + 0.2
     assert can_start_together(config, DENSE, of_a_step + 0.1, 0.0, stepping=True)
     assert not can_start_together(config, DENSE, of_a_step - 0.1, 0.0, stepping=True)
     assert not can_start_together(recipe(rollout={**rollout, "time_share": True}), DENSE, 80.0, 0.0)
-    assert not can_start_together(
-        recipe(rollout={"gpu_memory_utilization": 0.05}), DENSE, 80.0, 0.0
+
+
+SUMS = replace(SOURCE, kl_coef=0.0)
+
+
+@pytest.fixture(scope="module")
+def moe() -> ModelFacts:
+    """A mixture-of-experts model with 1.6 B parameters."""
+    return facts_of(
+        Qwen3MoeConfig(
+            vocab_size=151_936,
+            hidden_size=1024,
+            moe_intermediate_size=768,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=64,
+            num_experts=32,
+            num_experts_per_tok=4,
+        )
     )
+
+
+def timed(*, prompt: int = 128, **trainer: Any) -> Config:
+    sampling = SamplingConfig(top_k=512, max_tokens=896)
+    return Config(
+        model=ModelConfig(path="some/moe"),
+        data=DataConfig(sources=(SUMS,), max_prompt_tokens=prompt),
+        algorithm=AlgorithmConfig(prompts_per_step=8, group_size=8),
+        rollout=RolloutConfig(sampling=sampling, max_num_seqs=256, recorder="native"),
+        trainer=TrainerConfig(**trainer),
+    )
+
+
+def test_step_adds_compute_and_memory_time(moe: ModelFacts) -> None:
+    """Compute-bound and memory-bound cases, calculated by hand."""
+    free = dict.fromkeys(("layer_moves", "expert_moves", "optimizer_bytes", "summed_bytes"), 0.0)
+    config, machine = timed(), GpuSpec()
+    rates = Rates(gemm_share=0.5, attention_share=0.5, **free)
+    got = compute_seconds(config, moe, 1000, 1, machine, rates)
+    flops = 6 * 1000 * (body_parameters(moe) + 16 * 1024 * 1024)
+    assert got == pytest.approx(flops / (0.5 * machine.flops))
+    rates = replace(rates, layer_moves=2.0, optimizer_bytes=10.0, summed_bytes=1.0)
+    assert _mlp_width(moe) == pytest.approx(0, abs=50)  # the router and norms
+    layer = 10 * 1024 + 12 * (1024 + 256) + 5 * _mlp_width(moe)
+    moved = 3 * 1000 * 2.0 * 16 * layer * BYTES[config.model.dtype] + moe.parameters * (10 + 7)
+    more = compute_seconds(config, moe, 1000, 7, machine, rates) - got
+    assert more == pytest.approx(moved / machine.memory_bytes)
+    at_experts = compute_seconds(config, moe, 1000, 7, machine, replace(rates, expert_moves=1.0))
+    moved = 3 * 1000 * 16 * 4 * (2 * 1024 + 3 * 768) * BYTES[config.model.dtype]
+    assert at_experts - got - more == pytest.approx(moved / machine.memory_bytes)
+
+
+def test_shared_prompt_is_computed_once_per_group(moe: ModelFacts) -> None:
+    """64 completions in groups of 8, packed into micro-batches with their prompt."""
+
+    def made(tokens: int, *, share: bool = True) -> Config:
+        return timed(prompt=512, share_prompts=share, micro_batch_tokens=tokens)
+
+    plain, shared = made(16_384, share=False), made(16_384)
+    each = plain.max_context
+    assert packed(plain) == (math.ceil(64 / (16_384 // each)), 64 * each)
+    assert packed(made(each)) == (64, 64 * each)
+    assert packed(shared)[1] == 8 * 512 + 64 * (each - 512)
+    halves = prefix_group_size(4, 512, each)
+    assert packed(made(halves)) == (16, 2 * 8 * 512 + 64 * (each - 512))
+    times = [step_time(one, moe, micro_batches=4).compute for one in (plain, shared)]
+    assert times[1] < times[0]
+
+
+def test_window_may_be_shorter_than_the_longest_prompt() -> None:
+    config = load_config("agent-guess", ["trainer.share_prompts=true"])
+    assert config.max_context < config.data.max_prompt_tokens and packed(config)[1] > 0
+
+
+def test_offloaded_optimizer_costs_cpu_and_transfer_time(moe: ModelFacts) -> None:
+    def seconds(micro_batches: int, stage: int, *, away: bool) -> float:
+        trainer: dict[str, Any] = {"ranks": 2, "zero_stage": stage, "offload_optimizer": away}
+        config = timed(**trainer)
+        return compute_seconds(config, moe, 65_536, micro_batches, GpuSpec(), Rates())
+
+    owned = moe.parameters / 2
+    for count, stage in product((1, 4), (1, 2, 3)):
+        sums = (30 - 14) * (stage == 1)  # gradients need an extra pass
+        on_gpu = owned * 65 - sums * moe.parameters * count
+        crossing = 4 + 2 + 8 * (count - 1) * (stage == 3)
+        there = owned * (3.5e-10 + crossing / GpuSpec().host_bytes)
+        more = seconds(count, stage, away=True) - seconds(count, stage, away=False)
+        assert more == pytest.approx(there - on_gpu / GpuSpec().memory_bytes)
+
+
+USUAL = Case(shape="", length=1024, micro_batch_tokens=16_384, step_tokens=65_536)
+WIDE = {"micro_batch_tokens": 32_768}
+LONG = {"length": 4096, **WIDE}
+SLICE: list[tuple[float, float, dict[str, Any]]] = [
+    (0.523, 89.8, {}),
+    (0.592, 103.6, LONG),
+    (0.672, 78.7, {"recompute": True}),
+    (0.452, 89.3, {"compiled": True}),
+    (0.420, 102.7, {"compiled": True, **WIDE}),
+]
+QWEN3_17B: list[tuple[float, float, dict[str, Any]]] = [
+    (1.655, 106.0, LONG),
+    (1.806, 36.1, {"recompute": True}),
+    (1.180, 55.6, {"compiled": True}),
+]
+MIXTURE: list[tuple[float, float, dict[str, Any]]] = [
+    (0.357, 53.6, WIDE),
+    (0.645, 29.6, {"recompute": True}),
+]
+COPIED = replace(Rates(), summed_bytes=Rates().gradient_bytes)
+"""Rates of the commit behind the last two tables, which copied gradients before adding them."""
+STEPS = [
+    pytest.param(seconds, gib, replace(USUAL, shape=shape, **changes), rates, id=f"{shape}-{index}")
+    for shape, rates, rows in (
+        ("30b-a3b-slice", Rates(), SLICE),
+        ("qwen3-1.7b", COPIED, QWEN3_17B),
+        ("moe-1.6b", COPIED, MIXTURE),
+    )
+    for index, (seconds, gib, changes) in enumerate(rows)
+]
+"""Seconds, GiB of GPU memory, and the case of `python -m benchmarks.training`."""
+
+
+@pytest.mark.parametrize(("seconds", "gib", "case", "rates"), STEPS)
+def test_estimates_are_within_a_tenth(seconds: float, gib: float, case: Case, rates: Rates) -> None:
+    """Memory may be underestimated by at most 3 %, so that recipes which pass `keel check` fit."""
+    facts = facts_of(model_of(case.shape, small=False))
+    estimated_s, estimated_bytes = estimates(case, facts, gpu=True, rates=rates)
+    assert 0.9 <= estimated_s / seconds <= 1.1
+    assert 0.97 <= estimated_bytes / GIB / gib <= 1.1

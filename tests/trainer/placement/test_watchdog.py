@@ -1,17 +1,29 @@
-"""The watchdog, and the monitors of a cluster's nodes."""
+"""The watchdog, the monitors of a cluster's nodes, and the detection of hung processes."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from keel.model import ray_timeouts
-from keel.trainer.placement import watchdog
-from keel.trainer.placement.hang_detector import POLL_S, NodeHealth
+from keel.model.ray_timeouts import NAME
+from keel.trainer.placement import hang_detector, watchdog
+from keel.trainer.placement.hang_detector import (
+    IDLE_S,
+    POLL_S,
+    RAY_HANG_S,
+    WARN_S,
+    HangDetector,
+    NodeHealth,
+)
 from keel.trainer.placement.watchdog import (
     ANSWER_S,
     CONNECT_S,
@@ -204,3 +216,207 @@ def test_partition_needs_failures_in_a_row() -> None:
     now += 3600.0  # a machine that slept has failed once
     assert not PartitionTimer(lambda: False, lambda: now).expired()
     assert attempts(CONNECT_S)
+
+
+START, RAYLET, ENGINE, WORKER, OTHER = "this", 100, 7, 8, 9
+STOPPED = "T (stopped)"
+LONG_S = 100.0
+
+
+class Machine:
+    """A fake /proc with a raylet, and a list of killed processes."""
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self._root, self.now, self.killed = root, 0.0, list[int]()
+        (root / "stat").write_text("btime 0\n")
+        patch.setattr(psutil, "PROCFS_PATH", str(root))
+        patch.setattr(hang_detector, "kill", self._kill)
+        self.add(RAYLET, parent=0)
+
+    def detector(self, hang_timeout_s: float = LONG_S, **ray: int) -> HangDetector:
+        return HangDetector(
+            RAYLET, ray, start=START, hang_timeout_s=hang_timeout_s, clock=lambda: self.now
+        )
+
+    def poll(self, detector: HangDetector, seconds: float = POLL_S) -> NodeHealth:
+        self.now += seconds
+        return detector.poll()
+
+    def run(self, detector: HangDetector, seconds: float) -> list[str]:
+        """Let `seconds` pass. Every process that is not stopped makes progress."""
+        messages: list[str] = []
+        for turn in range(round(seconds / POLL_S)):
+            for pid in (RAYLET, ENGINE, OTHER):
+                status = self._root / f"{pid}/task/{pid}/status"
+                if status.exists() and "(sleeping)" in status.read_text():
+                    self.threads(pid, pid, switches=f"{self.now} {turn}")
+            messages += self.poll(detector).messages
+        return messages
+
+    def add(
+        self, pid: int, name: str = "", *, parent: int = RAYLET, start: str = START, born: int = 1
+    ) -> None:
+        """Add a process with one thread. `born` is its start time in clock ticks after boot."""
+        fields = ["S", str(parent), *["0"] * 17, str(born), *["0"] * 30]
+        self.threads(pid, pid)
+        (self._root / f"{pid}/stat").write_text(f"{pid} (it) {' '.join(fields)}")
+        (self._root / f"{pid}/task/{pid}/children").write_text("")
+        mark = f"{NAME}={start}/{name}\0" if name else "HOME=/\0"
+        (self._root / f"{pid}/environ").write_text(mark)
+        if parent:
+            path = self._root / f"{parent}/task/{parent}/children"
+            path.write_text(path.read_text() + f"{pid} ")
+
+    def hide_children(self, pid: int) -> None:
+        (self._root / f"{pid}/task/{pid}/children").write_text("")
+
+    def threads(
+        self,
+        pid: int,
+        *tids: int,
+        state: str = "S (sleeping)",
+        tracer: int = 0,
+        switches: str = "1",
+    ) -> None:
+        for tid in tids:
+            folder = self._root / f"{pid}/task/{tid}"
+            folder.mkdir(parents=True, exist_ok=True)
+            counts = f"voluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t0\n"
+            status = f"Name:\tit\nState:\t{state}\nTracerPid:\t{tracer}\n"
+            (folder / "status").write_text(status + (counts if switches else ""))
+
+    def remove(self, pid: int) -> None:
+        shutil.rmtree(self._root / str(pid))
+
+    def _kill(self, processes: list[psutil.Process]) -> str:
+        for process in processes:
+            self.killed.append(process.pid)
+            self.remove(process.pid)
+        return ""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with an engine that has started a worker process."""
+    machine = Machine(tmp_path, monkeypatch)
+    machine.add(ENGINE, "engine 0")
+    machine.add(WORKER, "engine 0", parent=ENGINE)
+    return machine
+
+
+@pytest.mark.parametrize("stopped", [ENGINE, WORKER])
+def test_stopped_tree_is_reported_once_then_killed(machine: Machine, stopped: int) -> None:
+    detector = machine.detector()
+    machine.add(OTHER, "engine 1")
+    assert machine.run(detector, LONG_S) == []
+    machine.threads(stopped, stopped, state=STOPPED)
+    (line,) = machine.run(detector, LONG_S - 2 * POLL_S)
+    assert "engine 0" in line and f"{WARN_S:g} s" in line and machine.killed == []
+    assert len(machine.run(detector, 2 * POLL_S)) == 1 and machine.killed == [ENGINE, WORKER]
+    assert machine.poll(detector).actors == {"engine 1": OTHER}
+
+
+def test_resumed_process_and_suspended_monitor_start_over(machine: Machine) -> None:
+    detector = machine.detector()
+    for _ in range(2):
+        machine.threads(ENGINE, ENGINE, state=STOPPED)
+        assert len(machine.run(detector, LONG_S - POLL_S)) == 1
+        machine.threads(ENGINE, ENGINE)
+        assert machine.run(detector, POLL_S) == [] == machine.killed
+    machine.threads(ENGINE, ENGINE, state=STOPPED)
+    for seconds in [3600.0] * 9 + [0.001] * 200:  # time without polls does not count
+        assert machine.poll(detector, seconds).messages == ()
+    assert machine.killed == []
+
+
+def test_zero_timeout_only_warns(machine: Machine) -> None:
+    detector = machine.detector(0.0, raylet=RAYLET)
+    for pid in (ENGINE, RAYLET):
+        machine.threads(pid, pid, state=STOPPED)
+    assert len(machine.run(detector, 3 * IDLE_S)) == 2
+    assert machine.killed == [] and not machine.poll(detector).ray_failure
+
+
+def test_process_without_running_threads_is_killed(machine: Machine) -> None:
+    detector, many = machine.detector(5.0), range(1000, 1050)
+    for turn in range(30):
+        machine.threads(ENGINE, ENGINE, *many[:turn], switches=str(turn))
+        machine.poll(detector)
+    machine.threads(ENGINE, many[7], switches="the last")
+    polls = 2 + round(IDLE_S / POLL_S)  # it may have run in the first two
+    messages = [m for _ in range(polls) for m in machine.poll(detector).messages]
+    assert len(messages) == 2 and machine.killed == [ENGINE, WORKER]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_one_running_thread_is_enough(machine: Machine, counted: bool) -> None:
+    """If the kernel has no counters, no process counts as idle."""
+    machine.threads(ENGINE, ENGINE, switches="1" if counted else "")
+    detector = machine.detector(5.0)
+    for turn in range(3 * round(IDLE_S / POLL_S)):
+        if counted:
+            machine.threads(ENGINE, 1000 + turn % 2, switches=str(turn))
+        assert not machine.poll(detector).messages
+
+
+def test_processes_omitted_by_the_kernel_stay_known(machine: Machine) -> None:
+    detector = machine.detector()
+    assert machine.poll(detector).actors == {"engine 0": ENGINE}
+    machine.hide_children(RAYLET)
+    machine.hide_children(ENGINE)
+    assert machine.poll(detector).actors == {"engine 0": ENGINE}
+    machine.threads(WORKER, WORKER, state=STOPPED)
+    assert len(machine.run(detector, 30)) == 1
+    machine.remove(ENGINE)
+    assert machine.poll(detector).actors == {}
+    machine.add(ENGINE, born=3, parent=0)  # another process with the same id
+    assert machine.poll(detector).actors == {}
+
+
+def test_other_runs_are_left_alone(machine: Machine) -> None:
+    machine.add(OTHER, "engine 0", start="another")
+    machine.add(10, "engine 0", start="another", parent=ENGINE)  # a run inside this run
+    for pid in (OTHER, 10):
+        machine.threads(pid, pid, state=STOPPED)
+    detector = machine.detector()
+    assert machine.run(detector, 2 * LONG_S) == [] == machine.killed
+    assert machine.poll(detector).actors == {"engine 0": ENGINE}
+
+
+def test_hung_ray_process_is_a_failure(machine: Machine) -> None:
+    detector = machine.detector(raylet=RAYLET)
+    assert not machine.poll(detector).ray_failure
+    machine.threads(RAYLET, RAYLET, state=STOPPED)
+    assert len(machine.run(detector, RAY_HANG_S - POLL_S)) == 1
+    assert not detector.poll().ray_failure
+    health = machine.poll(detector)
+    assert "raylet" in health.ray_failure
+    assert health.actors == {"engine 0": ENGINE} and machine.killed == []
+    machine.remove(RAYLET)
+    assert machine.poll(detector).ray_failure
+    assert machine.killed == [ENGINE, WORKER]
+
+
+@pytest.fixture
+def raylet() -> Iterator[subprocess.Popen[bytes]]:
+    """A real process with an actor as its child."""
+    environment = {**os.environ, NAME: f"{START}/engine 0"}
+    process = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], env=environment)
+    yield process
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children():
+            child.kill()
+    process.kill()
+    process.wait(timeout=PATIENCE_S)
+
+
+@pytest.mark.e2e
+def test_frozen_actor_dies_with_its_raylet(raylet: subprocess.Popen[bytes]) -> None:
+    (actor,) = wait_for(psutil.Process(raylet.pid).children)
+    ray = {"Ray's node": raylet.pid}
+    detector = HangDetector(raylet.pid, ray, start=START, hang_timeout_s=LONG_S)
+    assert wait_for(lambda: detector.poll().actors) == {"engine 0": actor.pid}
+    actor.suspend()
+    raylet.kill()
+    assert wait_for(lambda: detector.poll().ray_failure)
+    wait_for(lambda: not actor.is_running() or actor.status() == psutil.STATUS_ZOMBIE)
