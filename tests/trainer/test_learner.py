@@ -26,7 +26,7 @@ from keel.trainer.worker import (
     pack_shares,
 )
 from tests.rl.rollouts import scored, segment, trajectory
-from tests.trainer.engine.scenarios import make_config
+from tests.trainer.engine.ranks import make_config
 from tests.waiting import PATIENCE_S
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
-from keel.rl.futures import done, failed
+from keel.rl.futures import failed
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, StepResult
 from keel.trainer.guard import Saver
@@ -29,6 +29,12 @@ def config(algorithm: Mapping[str, Any] | None = None, **run: Any) -> Config:
         data=DataConfig(sources=(SOURCE,)),
         algorithm=AlgorithmConfig(**{**sizes, **(algorithm or {})}),
     )
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 class FakeRun:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,12 +26,13 @@ from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.model.routing.routers import router_modules
 from keel.rl.metrics import values
+from keel.rl.packing import TrainBatch
+from keel.rl.types import ScoredGroup
+from keel.trainer.nonfinite import describe_findings
 from tests.forked import forked_from
 from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
-from tests.trainer.engine.crowding import crowding
 from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS, TIGHT, Ranks, make_config
-from tests.trainer.engine.skipping import skipping, without_signal
 from tests.waiting import PATIENCE_S
 
 Result = dict[str, Any]
@@ -188,6 +193,198 @@ def in_bfloat16(stage: int) -> Scenario:
             }
         module.compute_dtype, module.sum_in_one_pass = on_cpu, engine_result
         return result
+
+    return run
+
+
+SMALL = 2**14
+"""Bytes of a host block, so that offloaded tensors span several."""
+
+
+@cache
+def groups_of(step: int, model: Path) -> Sequence[ScoredGroup]:
+    """Rollouts with live routes, cached as they take a while."""
+    return Rollouts(step, live=model).groups(2, 3, kl_coef=0.1)
+
+
+def crowding(stage: int) -> Scenario:
+    """Two updates a batch with a reference policy, in bfloat16.
+
+    Without time sharing ("awake"); with little room while engines sample ("partly"); a byte short
+    for activations ("lacking"); and with room for one kind of tensor at a time ("crowded").
+    Records offloaded bytes by kind: before and after loading the optimizer, and while sampling.
+    """
+
+    def run(ranks: Ranks) -> Result:
+        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import offload  # noqa: PLC0415
+
+        def away(engine: Any) -> dict[str, int]:
+            names = {"state": "state", "reference": "frozen", "weights": "weights", "rest": "rest"}
+            buffers = {key: getattr(engine._offload, f"_{name}") for key, name in names.items()}
+            return {key: buffer.offloaded_bytes for key, buffer in buffers.items()}
+
+        def one_byte_less(one: Any) -> float:
+            back = (one._gradients, one._buckets, one._rest, one._frozen)
+            return offload.SPARE + sum(buffer.offloaded_bytes for buffer in back) - 1.0
+
+        result: dict[str, Any] = {}
+        for key in ("awake", "partly", "lacking", "crowded"):
+            seen: dict[str, list[dict[str, int]]] = {"gradients": [], "update": [], "sampling": []}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "compute_dtype", lambda *_: torch.bfloat16)
+                patch.setattr(offload, "BLOCK", SMALL)
+                config = make_config(
+                    ranks.world_size,
+                    stage,
+                    dtype="bfloat16",
+                    tokens=TIGHT,
+                    kl_coef=0.1,
+                    sleep=key != "awake",
+                )
+                engine: Any = ranks.engine(config)
+                one = engine._offload
+                if key == "partly":
+                    masters = offload._on_device(one._optimizer_state(), engine.device)
+                    one._room = 2.0 * sum(storage.nbytes() for storage in masters)
+                if key == "lacking":
+                    one._room, one._activations = 1e12, 0.0
+                    patch.setattr(type(one), "_free", one_byte_less)
+                if key == "crowded":
+                    one._room = 0.0
+                    patch.setattr(type(one), "_free", lambda _: 0.0)
+                if key != "awake":
+                    load = one.before_update
+
+                    def before_update(
+                        load: Any = load, engine: Any = engine, seen: Any = seen
+                    ) -> None:
+                        seen["gradients"].append(away(engine))
+                        load()
+                        seen["update"].append(away(engine))
+
+                    one.before_update = before_update
+                metrics = []
+                for step in range(2):
+                    groups = groups_of(step, ranks.folder / "untied")
+                    batches = [ranks.batch(groups[n : n + 1], config) for n in range(2)]
+                    metrics.append(ranks.merged(engine.step(batches)))
+                    after = ranks.published(engine)
+                    if key != "awake":
+                        seen["sampling"].append(away(engine))
+                result[key] = {"after": after, "metrics": metrics, **seen}
+        assert math.isfinite(result["awake"]["metrics"][-1]["grad_norm"].value)
+        return result
+
+    return run
+
+
+def with_nan(batch: TrainBatch) -> TrainBatch:
+    """Make one old log-probability of the first micro-batch NaN."""
+    first, *others = batch.micro_batches
+    logp = first.logp_old_N.copy()
+    logp[np.flatnonzero(first.trainable_N)[-1]] = np.nan
+    return replace(batch, micro_batches=(replace(first, logp_old_N=logp), *others))
+
+
+def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
+    """Skipped steps change neither weights nor later steps; too many in a row end training."""
+
+    def run(ranks: Ranks) -> Result:
+        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import objectives  # noqa: PLC0415
+
+        on_cpu, loss = module.compute_dtype, objectives.grpo_loss
+        if bfloat16:
+            module.compute_dtype = lambda *_: torch.bfloat16
+        config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0, **trainer)
+        groups = Rollouts(0).groups(2, 3)
+        good = ranks.batch(groups, config)
+        assert len(good.micro_batches) == 2, "one that is bad on a rank, and one that is not"
+        bad = with_nan(good) if ranks.rank == 1 else good
+
+        def infinite(*values: Any, **options: Any) -> Any:
+            """Infinite on rank 0, with a finite gradient."""
+            share = loss(*values, **options)
+            return replace(share, loss=share.loss + torch.inf) if ranks.rank == 0 else share
+
+        straight, skipped = ranks.engine(config), ranks.engine(config)
+        for _ in range(2):
+            ranks.merged(straight.step([good]))
+        before, metrics, results = ranks.published(skipped), [], []
+
+        def step(batches: Sequence[TrainBatch]) -> None:
+            metrics.append(ranks.merged(skipped.step(batches)))
+            results.append(findings_of(ranks, skipped.findings, groups))
+
+        step([bad])
+        objectives.grpo_loss = infinite
+        step([good])
+        objectives.grpo_loss = loss
+        selected = ranks.published(skipped)
+        for _ in range(2):
+            step([good])
+        after, last = ranks.published(skipped), skipped.gave_up
+        for _ in range(2):
+            step([bad])
+        step([bad, good])  # the second one is skipped, too
+        result = {
+            "before": before,
+            "kept": selected,
+            "straight": ranks.published(straight),
+            "after": after,
+            "end": ranks.published(skipped),
+            "metrics": metrics,
+            "found": results,
+            "gave up": (last, skipped.gave_up),
+            "version": skipped.version,
+        }
+        module.compute_dtype = on_cpu
+        return result
+
+    return run
+
+
+def findings_of(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGroup]) -> list[str]:
+    """Findings of all ranks."""
+    everyone = [finding for rank in ranks.all(findings) for finding in rank]
+    return list(describe_findings(everyone, groups))
+
+
+def without_signal(stage: int) -> Any:
+    """A step of uniform groups after a normal one, and a resume."""
+
+    def run(ranks: Ranks) -> dict[str, Any]:
+        config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0)
+        groups = Rollouts(0).groups(2, 3)
+        good = ranks.batch(groups, config)
+        uniform = [replace(each, advantages_G=each.advantages_G * 0) for each in groups]
+        silent = ranks.batch(uniform, config)
+        folder = ranks.folder / f"silent-{ranks.world_size}-{stage}"
+        folder.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+
+        straight, skipped = ranks.engine(config), ranks.engine(config)
+        for engine in (straight, skipped):
+            engine.step([good])
+        before = ranks.published(skipped)
+        metrics = ranks.merged(skipped.step([silent]))
+        after = ranks.published(skipped)
+        skipped.save(folder)
+        torch.distributed.barrier()
+        resumed = ranks.engine(config)
+        resumed.load(folder)
+        for engine in (straight, skipped, resumed):
+            metrics_of_last = ranks.merged(engine.step([good]))
+        return {
+            "before": before,
+            "after": after,
+            "metrics": [metrics, metrics_of_last],
+            "straight": ranks.published(straight),
+            "skipped": ranks.published(skipped),
+            "resumed": ranks.published(resumed),
+            "counts": (resumed.steps, resumed.version),
+        }
 
     return run
 

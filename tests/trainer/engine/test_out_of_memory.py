@@ -28,6 +28,7 @@ from keel.trainer.worker import TrainerWorker
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.ranks import make_config
 
+pytestmark = pytest.mark.e2e
 STEPS = 3
 
 
@@ -70,7 +71,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.e2e
 def test_step_is_repeated_in_smaller_micro_batches(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,12 +104,10 @@ def test_step_is_repeated_in_smaller_micro_batches(
     assert json.loads(saved.read_text())["values"] == {"trainer.micro_batch_tokens": 48}
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("stage", [0, 1])
 def test_out_of_memory_update_is_not_retried(
-    stage: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = short(make_config(1, stage, tokens=96))
+    config = short(make_config(1, 1, tokens=96))
     learner, output = Local(model, config), list[str]()
     lowering = OomRecovery(config=config, folder=tmp_path)
     repeating = RetryOnOom(learner=learner, lowering=lowering, say=output.append)

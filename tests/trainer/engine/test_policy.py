@@ -1,8 +1,9 @@
-"""The penalty on mass outside sampling masks, against its definition by enumeration."""
+"""What the policy computes: masses outside sampling masks, numbers of tokens, selections."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,15 @@ from torch import Tensor, nn
 from keel.configs.schema import Config, SamplingConfig
 from keel.model.head.module import SupportHead
 from keel.model.logprobs import kept_mass, policy_logprobs
+from keel.model.ulysses import Slice
 from keel.rl.offpolicy import kept_mass_shortfall
-from keel.rl.packing import TrainBatch, pack
+from keel.rl.packing import MicroBatch, TrainBatch, pack
+from keel.rl.types import Segment, TokenNumbers
 from keel.trainer.engine.objectives import CUT, mass_share
-from keel.trainer.engine.policy import Inputs
+from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, seen_tokens
+from keel.trainer.worker import merge_tokens
+from tests.model.families import VOCAB
+from tests.rl.rollouts import prompted_groups, random_groups, scored, trajectory
 from tests.trainer.engine.batches import MOST_KEPT, VOCABULARY, Rollouts
 from tests.trainer.engine.ranks import ROOMY, make_config
 
@@ -148,3 +154,108 @@ def test_fresh_samples_are_not_penalised(sharpness: float, top_k: int) -> None:
         assert everything > 0.3 and counted == 0
     if sharpness == 9:
         assert counted > 50 and short == 0
+
+
+def logp_of(token: int) -> float:
+    return -(token % 31) / 8
+
+
+def overlap_of(token: int) -> float:
+    return (token % 5) / 4
+
+
+def seen_by(batch: MicroBatch, part: Slice) -> dict[int, TokenNumbers]:
+    """Numbers seen by a rank whose network derives them from token ids."""
+    sampled = batch.token_ids_N[batch.trainable_N]
+    logp = torch.tensor([logp_of(int(token)) for token in sampled])
+    overlap = torch.tensor([overlap_of(int(token)) for token in part.cut(batch.token_ids_N, 0)])
+    inputs: Any = SimpleNamespace(part=part)
+    replay: Any = SimpleNamespace(overlap_N=lambda: overlap)
+    return seen_tokens(batch, inputs.part, logp, replay)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("size", [1, 3], ids=["whole rows", "parts of rows"])
+def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool) -> None:
+    for seed in range(8):
+        groups = prompted_groups(seed) if share_prompts else random_groups(seed)
+        random = Random(seed)
+        all_segments = [
+            segment
+            for group in groups
+            for trajectory in group.group.trajectories
+            for segment in trajectory.segments
+        ]
+        watched = random.sample(all_segments, 4)
+        batches = pack(
+            groups,
+            ranks=2,
+            micro_batch_tokens=random.choice([7, 40, 400]),
+            share_prompts=share_prompts,
+            watched=watched,
+        )
+        results = merge_tokens(
+            [
+                seen_by(micro_batch, Slice(rank, size))
+                for batch in batches
+                for micro_batch in batch.micro_batches
+                for rank in range(size)
+            ]
+        )
+        assert sorted(results) == [0, 1, 2, 3]
+        for number, segment in enumerate(watched):
+            ids = segment.token_ids_T.tolist()
+            logp = [
+                logp_of(token) if sampled else np.nan
+                for token, sampled in zip(ids, segment.trainable_T, strict=True)
+            ]
+            overlap = [np.nan, *map(overlap_of, ids[:-1])]
+            np.testing.assert_allclose(results[number].logp_T, logp)
+            np.testing.assert_allclose(results[number].overlap_T, overlap)
+
+
+TOKENS = 20
+
+
+def sparse_step(selected_TLk: Any) -> TrainBatch:
+    random = np.random.default_rng(0)
+    trainable = np.arange(TOKENS) >= 4
+    segment = Segment(
+        prompt_id="p",
+        token_ids_T=random.integers(3, VOCAB, TOKENS).astype(np.int32),
+        trainable_T=trainable,
+        logp_old_T=np.where(trainable, -1.0, 0.0).astype(np.float32),
+        version_T=np.where(trainable, 0, -1).astype(np.int32),
+        selected_TLk=selected_TLk,
+    )
+    return pack([scored([trajectory(segment)], [1.0])], ranks=1, micro_batch_tokens=64)[0]
+
+
+def latest(top_k: int) -> Any:
+    """Select the last `top_k` positions of each token in both layers."""
+    places = np.arange(TOKENS)[:, None] - np.arange(top_k)
+    return np.repeat(np.maximum(places, -1)[:, None], 2, 1).astype(np.int32)
+
+
+@pytest.mark.e2e
+def test_policy_replays_selections_and_reference_does_not() -> None:
+    from tests.model.test_sparse import TOP_K, theirs  # noqa: PLC0415  (loads transformers)
+
+    device = torch.device("cpu")
+
+    def logp(batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
+        network = PolicyNetwork(theirs(), temperature=1.0)
+        inputs = Inputs.of(batch, device)
+        if reference:
+            return ReferencePolicy.frozen(network, device, None).logp(inputs)
+        logp, _, _, indexers, _ = network.train()(inputs=inputs)
+        assert indexers.requires_grad and indexers > 0
+        return logp.detach()
+
+    (live,), (recorded,) = sparse_step(None).micro_batches, sparse_step(latest(TOP_K)).micro_batches
+    assert not torch.allclose(logp(recorded), logp(live), atol=1e-3)
+    torch.testing.assert_close(logp(recorded, reference=True), logp(live))
+    unrecorded = replace(recorded, selected_NLk=np.full_like(recorded.selected_NLk, -1))
+    torch.testing.assert_close(logp(unrecorded), logp(live))
+    with pytest.raises(ValueError, match="recorded selection: token 0"):
+        logp(replace(recorded, selected_NLk=np.zeros_like(recorded.selected_NLk)))
