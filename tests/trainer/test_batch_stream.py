@@ -124,14 +124,6 @@ def test_trained_lengths_equal_sampled_lengths(lag: int) -> None:
     assert trained == list(alarm.durations) and len(trained) == 300
 
 
-def test_silent_system_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = FakeRequests()
-    world.feed.open()
-    monkeypatch.setattr(world.feed, "_timeout_s", 0.02)
-    with pytest.raises(TimeoutError, match=r"2 are in flight, 2 of them"):
-        world.take()
-
-
 def test_closing_cancels_and_keeps_the_position() -> None:
     """Also groups that are being submitted meanwhile."""
     world = FakeRequests(max_lag=1)

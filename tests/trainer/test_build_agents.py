@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,17 +55,6 @@ def config(*, window: int = 400, rewards: Any = None, **environment: Any) -> Con
 def checked(recipe: Config) -> dict[str, str]:
     chat = check_chat(recipe, build_tokenizer())
     return check_environments(recipe, chat, load_dataset(recipe.data, seed=0))
-
-
-@pytest.mark.e2e
-def test_environment_notes() -> None:
-    ((name, note),) = checked(config()).items()
-    assert name == "shop, its environment" and "tools: " in note and "tokens" in note
-    tokens = int(re.findall(r"with (\d+) tokens", note)[0])
-    ((_, narrow),) = checked(config(window=tokens + 3)).items()
-    assert "WARNING: that leaves 3 tokens" in narrow and "WARNING" not in note
-    ((_, slip),) = checked(config(rewards={"correct": 1.0, "corect": 0.2})).items()
-    assert "'corect'; did you mean correct?" in slip
 
 
 @pytest.mark.e2e

@@ -278,11 +278,8 @@ def test_auto_dtype_is_fast_on_the_cpu(bfloat16: bool, tmp_path: Path, dtype: st
     assert with_dtype(config, open_knobs, gpu=True).model.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("first_dtype", ["float32", "bfloat16"])
-def test_resumed_run_keeps_its_dtype(
-    bfloat16: bool, tmp_path: Path, first_dtype: str, gpu: bool
-) -> None:
+def test_resumed_run_keeps_its_dtype(bfloat16: bool, tmp_path: Path, first_dtype: str) -> None:
     config, open_knobs = of_dtype(tmp_path, "")
     config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
     before = replace(config, model=replace(config.model, dtype=first_dtype))
@@ -290,4 +287,4 @@ def test_resumed_run_keeps_its_dtype(
     (tmp_path / "run" / "config.yaml").write_text(dump_config(before))
     saved = State(step=2, version=2, config="c")
     checkpoint.save(tmp_path / "run" / "checkpoints", saved, lambda _: {}, keep=9)
-    assert with_dtype(config, open_knobs, gpu=gpu).model.dtype == first_dtype
+    assert with_dtype(config, open_knobs, gpu=False).model.dtype == first_dtype

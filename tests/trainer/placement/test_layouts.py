@@ -350,18 +350,6 @@ def test_run_times_out_if_fewer_ranks_are_forbidden(
     assert ("min_ranks to continue" in halved.said[0]) == (not trainer)
 
 
-def test_local_cluster_does_not_wait_for_nodes(tmp_path: Path) -> None:
-    cluster = Cluster(lambda _: cores(0), tmp_path)  # as Ray reports right after a start
-    less = cluster.layouts(elastic(ranks=3, min_ranks=2), gib=0)
-    less.joinable = False
-    assert less.next().trainer.ranks == 2 and len(cluster.said) == 1
-    whole = cluster.layouts(elastic(ranks=3), gib=0)
-    whole.joinable = False
-    with pytest.raises(ConfigError, match="min_ranks"):
-        whole.next()
-    assert cluster.now == 0
-
-
 @pytest.mark.parametrize(
     ("shape", "gpus", "best"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -36,15 +35,12 @@ from keel.trainer.placement.memory import (
     OffloadPlan,
     _mlp_width,
     can_start_together,
-    check_trainer_fits,
     held_bytes,
-    least_bytes,
     needed_bytes,
     offload_plan,
     packed,
     peak_bytes,
     trainer_memory,
-    update_copy_bytes,
 )
 from keel.trainer.placement.plan import Plan, make_plan
 from keel.trainer.placement.step_time import (
@@ -226,42 +222,6 @@ def test_optimizer_is_offloaded_for_activations(updates: int, beta: float) -> No
     assert peak_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
 
 
-def test_reference_is_offloaded_for_an_update() -> None:
-    """With few activations, memory use peaks during the update."""
-    config = turns(0.01, beta=0.1, updates=3)
-    rank = memory(config)
-    small = Memory(parts={**rank.parts, "activations": 0.0})
-    parts = small.parts
-    update = sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
-    assert least_bytes(config, small) == update > small.total - parts["optimizer"]
-    least = update / GIB + ENGINE_CUDA_GIB
-    check_trainer_fits(config, small, least + 0.01, shared=True)
-    with pytest.raises(DoesNotFit, match=r"a trainer rank needs \d+\.\d GiB at a time"):
-        check_trainer_fits(config, small, least - 0.01, shared=True)
-    waits = offload_plan(config, small, least + 0.01, shared=True)
-    lacks = RANK_SPARE * small.total - update - 0.01 * GIB
-    assert waits.training == pytest.approx(lacks)
-    assert waits.host == pytest.approx(lacks + parts["reference"])
-    assert waits.moved == pytest.approx(3 * (2 * lacks + parts["reference"]))
-    assert peak_bytes(config, small, waits) == pytest.approx(update)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "stage", "ranks", "copied"),
-    [
-        ("bfloat16", 2, 2, 0.0),
-        ("bfloat16", 3, 2, 2e9),
-        ("float16", 1, 2, 2e9),
-        ("float32", 1, 1, 4e9),
-        ("float32", 0, 1, 0.0),
-    ],
-)
-def test_bytes_copied_by_an_update(dtype: Any, stage: int, ranks: int, copied: float) -> None:
-    config = turns(0.5, zero_stage=stage, ranks=ranks)
-    config = replace(config, model=replace(config.model, dtype=dtype))
-    assert update_copy_bytes(config, memory(config).parts, gpu=True) == pytest.approx(copied)
-
-
 def test_engine_and_rank_start_together_if_both_fit() -> None:
     """The engine takes its share, and the rank takes its state before the first step."""
     rollout = {"gpu_memory_utilization": 0.5}
@@ -350,22 +310,6 @@ def test_shared_prompt_is_computed_once_per_group(moe: ModelFacts) -> None:
 def test_window_may_be_shorter_than_the_longest_prompt() -> None:
     config = load_config("agent-guess", ["trainer.share_prompts=true"])
     assert config.max_context < config.data.max_prompt_tokens and packed(config)[1] > 0
-
-
-def test_offloaded_optimizer_costs_cpu_and_transfer_time(moe: ModelFacts) -> None:
-    def seconds(micro_batches: int, stage: int, *, away: bool) -> float:
-        trainer: dict[str, Any] = {"ranks": 2, "zero_stage": stage, "offload_optimizer": away}
-        config = timed(**trainer)
-        return compute_seconds(config, moe, 65_536, micro_batches, GpuSpec(), Rates())
-
-    owned = moe.parameters / 2
-    for count, stage in product((1, 4), (1, 2, 3)):
-        sums = (30 - 14) * (stage == 1)  # gradients need an extra pass
-        on_gpu = owned * 65 - sums * moe.parameters * count
-        crossing = 4 + 2 + 8 * (count - 1) * (stage == 3)
-        there = owned * (3.5e-10 + crossing / GpuSpec().host_bytes)
-        more = seconds(count, stage, away=True) - seconds(count, stage, away=False)
-        assert more == pytest.approx(there - on_gpu / GpuSpec().memory_bytes)
 
 
 USUAL = Case(shape="", length=1024, micro_batch_tokens=16_384, step_tokens=65_536)

@@ -267,9 +267,6 @@ class Machine:
             path = self._root / f"{parent}/task/{parent}/children"
             path.write_text(path.read_text() + f"{pid} ")
 
-    def hide_children(self, pid: int) -> None:
-        (self._root / f"{pid}/task/{pid}/children").write_text("")
-
     def threads(
         self,
         pid: int,
@@ -357,20 +354,6 @@ def test_one_running_thread_is_enough(machine: Machine, counted: bool) -> None:
         if counted:
             machine.threads(ENGINE, 1000 + turn % 2, switches=str(turn))
         assert not machine.poll(detector).messages
-
-
-def test_processes_omitted_by_the_kernel_stay_known(machine: Machine) -> None:
-    detector = machine.detector()
-    assert machine.poll(detector).actors == {"engine 0": ENGINE}
-    machine.hide_children(RAYLET)
-    machine.hide_children(ENGINE)
-    assert machine.poll(detector).actors == {"engine 0": ENGINE}
-    machine.threads(WORKER, WORKER, state=STOPPED)
-    assert len(machine.run(detector, 30)) == 1
-    machine.remove(ENGINE)
-    assert machine.poll(detector).actors == {}
-    machine.add(ENGINE, born=3, parent=0)  # another process with the same id
-    assert machine.poll(detector).actors == {}
 
 
 def test_other_runs_are_left_alone(machine: Machine) -> None:

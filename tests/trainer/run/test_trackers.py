@@ -15,16 +15,12 @@ from typing import Any
 import pytest
 
 from keel.commands import dispatch as commands
-from keel.configs.load import load_config
-from keel.configs.schema import ConfigError
 from keel.trainer.run.journal import note
-from keel.trainer.run.trackers import sender as interface
 from keel.trainer.run.trackers.sender import (
     EVENT,
     RunEnd,
     Trackers,
     TrackerThread,
-    check_trackers,
     has_abandoned_threads,
 )
 from tests.waiting import PATIENCE_S, wait_for
@@ -157,19 +153,6 @@ def test_hanging_tracker_is_abandoned(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert thread.done.wait(PATIENCE_S)
     assert run.sent == [0, 1] and len(run.lines) == 2
     wait_for(lambda: not has_abandoned_threads())
-
-
-def test_unusable_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(interface, "find_spec", lambda _: None)
-        with pytest.raises(ConfigError, match=r"run\.trackers: mlflow"):
-            check_trackers(["mlflow"])
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    check_trackers(["wandb", "mlflow", "trackio"])
-    for value in ("[mlflow, mlflow]", "[comet]"):
-        with pytest.raises(ConfigError, match=r"run\.trackers"):
-            load_config("quickstart", [f"run.trackers={value}"])
 
 
 RUN = """
