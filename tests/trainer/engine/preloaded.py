@@ -25,7 +25,6 @@ with heavy_imports():
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     from tests.trainer.engine import (  # noqa: F401
-        test_engine_compiled,
         test_expert_parallel,
         test_resharding,
     )

@@ -1,4 +1,4 @@
-"""Split trajectories, shared prompts and conversations train as in one large micro-batch."""
+"""Split trajectories, shared prompts, conversations and compiled layers train alike."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.rl.buffer import split_updates
 from keel.rl.metrics import values
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, pack_sft, supervised_segment
+from tests.trainer.engine import scenarios
+from tests.trainer.engine import test_expert_parallel as experts
 from tests.trainer.engine.batches import (
     VOCABULARY,
     Rollouts,
@@ -32,6 +33,7 @@ from tests.trainer.engine.scenarios import (
     make_config,
     run_all,
     same,
+    same_training,
 )
 
 pytestmark = pytest.mark.e2e
@@ -136,7 +138,6 @@ def training(
             ranks.world_size, stage, mask_delta=MASK_DELTA, kl_coef=kl_coef, **changes
         )
         engine = ranks.engine(config, model)
-        counters.clear()
         metrics, scored, split, shared = [], [], [], []
         for step in range(STEPS):
             # Step 1 has too few groups for all ranks, so some get padding.
@@ -156,7 +157,6 @@ def training(
             "scored": scored,
             "split": split,
             "shared": shared,
-            "graphs": counters["stats"]["unique_graphs"],
         }
 
     return run
@@ -201,8 +201,35 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
-ALL = {size: {**local, **LESSON_SCENARIOS.get(size, {})} for size, local in SCENARIOS.items()}
-"""Including supervised scenarios, in the same processes."""
+FAMILY = "qwen3_moe"
+EXPERTS = f"{FAMILY}, compiled, stage 1"
+TWO_RANKS = "stage 2 sequence recomputed offloaded compiled asleep"
+COMPILED: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        "compiled": scenarios.training(0, tokens=TIGHT, compile=True, agents=True),
+        "plain": scenarios.training(0),
+        "prompted, compiled": prompted(0, kl_coef=0.1, compile=True),
+        FAMILY: experts.training(0),
+    },
+    2: {
+        TWO_RANKS: scenarios.training(
+            2,
+            sequence_parallel=2,
+            tokens=TIGHT,
+            activation_checkpointing=True,
+            offload_optimizer=True,
+            compile=True,
+            sleep=True,
+        ),
+        EXPERTS: experts.training(1, compile=True),
+    },
+}
+"""With compiled layers, and without."""
+ALL = {
+    size: {**local, **LESSON_SCENARIOS.get(size, {}), **COMPILED.get(size, {})}
+    for size, local in SCENARIOS.items()
+}
+"""In the same processes."""
 
 
 WHOLE = ("whole", "whole, updates", "whole, reference", "whole, dense")
@@ -218,6 +245,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "untied")
     write_model(folder / "dense", "dense")
     write_model(folder / "sparse", "sparse")
+    experts.write_family(folder / FAMILY, FAMILY)
     return folder
 
 
@@ -324,3 +352,24 @@ def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None
     same(engine_result["after"], dict(checkpoint_tensors(model)), atol=1e-5)
     with torch.no_grad():
         assert engine_result["heldout"][1]["nll"] == pytest.approx(float(loss(HELDOUT)), rel=1e-5)
+
+
+def test_layers_compile_once_for_all_lengths(results: dict[str, Any]) -> None:
+    assert 0 < results["compiled"]["graphs"] < 20
+    assert 0 < results[TWO_RANKS]["graphs"] < 20
+    assert results["plain"]["graphs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "atol", "rel"),
+    [
+        ("compiled", "plain", 1e-5, 1e-4),
+        (TWO_RANKS, "plain", 1e-5, 1e-4),
+        (EXPERTS, FAMILY, 1e-5, 1e-4),
+        ("prompted, compiled", "prompted, alone", 3e-6, 1e-5),
+    ],
+)
+def test_compiled_layers_learn_the_same(
+    results: dict[str, Any], name: str, plain: str, atol: float, rel: float
+) -> None:
+    same_training(results[name], results[plain], atol=atol, rel=rel)
