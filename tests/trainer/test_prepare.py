@@ -156,24 +156,6 @@ def test_chat_template_reaches_engines_and_export(base_recipe: Path, tmp_path: P
     assert load_config(written) == config
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("a\\n{% for m in %}", r"model\.chat_template, line 2"),
-        (
-            "{% if messages[0].content != 'Hello.' %}{{ raise_exception('too odd') }}{% endif %}"
-            "{{ messages[0].content }}",
-            r"prompt sums/1.*too odd.*model\.chat_template",
-        ),
-    ],
-)
-def test_invalid_templates_are_refused(template: str, words: str, base_recipe: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
-        prepare(
-            str(base_recipe), [f"model.chat_template={json.dumps(template)}".replace("\\\\", "\\")]
-        )
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """The single prompt of all recipes here."""

@@ -28,7 +28,6 @@ from keel.model.routing.routers import router_modules
 from keel.rl.metrics import values
 from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
-from keel.trainer.nonfinite import describe_findings
 from tests.forked import forked_from
 from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
@@ -296,11 +295,10 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
         straight, skipped = ranks.engine(config), ranks.engine(config)
         for _ in range(2):
             ranks.merged(straight.step([good]))
-        before, metrics, results = ranks.published(skipped), [], []
+        before, metrics = ranks.published(skipped), []
 
         def step(batches: Sequence[TrainBatch]) -> None:
             metrics.append(ranks.merged(skipped.step(batches)))
-            results.append(findings_of(ranks, skipped.findings, groups))
 
         step([bad])
         objectives.grpo_loss = infinite
@@ -320,7 +318,6 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
             "after": after,
             "end": ranks.published(skipped),
             "metrics": metrics,
-            "found": results,
             "gave up": (last, skipped.gave_up),
             "version": skipped.version,
         }
@@ -328,12 +325,6 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
         return result
 
     return run
-
-
-def findings_of(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGroup]) -> list[str]:
-    """Findings of all ranks."""
-    everyone = [finding for rank in ranks.all(findings) for finding in rank]
-    return list(describe_findings(everyone, groups))
 
 
 def without_signal(stage: int) -> Any:

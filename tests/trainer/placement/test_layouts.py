@@ -32,7 +32,7 @@ from keel.trainer.placement.choose import (
     save_choice,
     update_choice,
 )
-from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery, smaller_configs
+from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
 from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, with_values
 from keel.trainer.placement.plan import make_plan
@@ -348,19 +348,3 @@ def test_run_times_out_if_fewer_ranks_are_forbidden(
         layouts.next()
     assert halved.now == 100
     assert ("min_ranks to continue" in halved.said[0]) == (not trainer)
-
-
-@pytest.mark.parametrize(
-    ("shape", "gpus", "best"),
-    [
-        ({}, 6, (3, 3)),
-        ({"sequence_parallel": 2}, 6, (4, 2)),
-        ({"sequence_parallel": 2}, 3, (2, 1)),
-        ({"engines": 12}, 8, (2, 6)),
-    ],
-)
-def test_ranks_and_engines_shrink_in_proportion(
-    shape: dict[str, int], gpus: int, best: tuple[int, int]
-) -> None:
-    first = next(smaller_configs(elastic(**shape), 1, gpus=gpus))
-    assert (first.trainer.ranks, first.rollout.engines) == best

@@ -34,7 +34,6 @@ from keel.trainer.placement.memory import (
     Memory,
     OffloadPlan,
     _mlp_width,
-    can_start_together,
     held_bytes,
     needed_bytes,
     offload_plan,
@@ -220,23 +219,6 @@ def test_optimizer_is_offloaded_for_activations(updates: int, beta: float) -> No
     assert (waits.sampling, waits.training, waits.host) == pytest.approx((0, lacks, lacks))
     assert waits.moved == pytest.approx(2 * updates * lacks)
     assert peak_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
-
-
-def test_engine_and_rank_start_together_if_both_fit() -> None:
-    """The engine takes its share, and the rank takes its state before the first step."""
-    rollout = {"gpu_memory_utilization": 0.5}
-    config = recipe(rollout=rollout, micro_batch_tokens=8000)
-    parts = trainer_memory(config, DENSE, gpu=True).parts
-    there = 1.06 * sum(parts[n] for n in ("weights", "gradients", "optimizer", "unused", "CUDA"))
-    enough = 2 * there / GIB
-    assert enough > 40  # so the engine's cache is guaranteed
-    assert can_start_together(config, DENSE, enough + 0.1, 0.0)
-    assert not can_start_together(config, DENSE, enough - 0.1, 0.0)
-    of_a_step = 2 * 1.06 * trainer_memory(config, DENSE, gpu=True).total / GIB
-    assert of_a_step > enough + 0.2
-    assert can_start_together(config, DENSE, of_a_step + 0.1, 0.0, stepping=True)
-    assert not can_start_together(config, DENSE, of_a_step - 0.1, 0.0, stepping=True)
-    assert not can_start_together(recipe(rollout={**rollout, "time_share": True}), DENSE, 80.0, 0.0)
 
 
 SUMS = replace(SOURCE, kl_coef=0.0)

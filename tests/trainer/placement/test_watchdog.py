@@ -94,22 +94,6 @@ def test_missing_node_with_reserved_gpus_is_a_loss() -> None:
     dog.fails(WorkerLost, "host-a")
 
 
-@pytest.mark.e2e
-def test_exit_of_a_process_triggers_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "POLL_S", PATIENCE_S)
-    process, polled = subprocess.Popen(["sleep", "600"]), threading.Event()
-
-    def poll() -> NodeHealth:
-        polled.set()
-        return NodeHealth(actors={}, ray_failure="gone")
-
-    dog = Watchdog(poll, print, process.pid)
-    process.kill()
-    assert polled.wait(PATIENCE_S / 2)
-    dog.stop()
-    process.wait()
-
-
 POLLS = 10
 
 

@@ -30,11 +30,9 @@ from keel.trainer.run.batches import (
 )
 from keel.trainer.run.costs import CostRates, cost_rows, costs_of
 from keel.trainer.run.journal import EVENTS, Journal
-from keel.trainer.run.progress import Display, Wait
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import LiveView, PlainView
 from tests.rl.rollouts import finished, kept_of, logp_old_of, scored, segment, trajectory
-from tests.waiting import wait_for
 
 
 def said() -> ScoredGroup:
@@ -265,45 +263,6 @@ def test_batch_is_read_back_exactly(tmp_path: Path) -> None:
     assert path == tmp_path / "nonfinite" / "step_000007.npz"
     again, findings = read_batch(path)
     assert findings == ["p, token 3: nan"] and same(again, groups)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.mark.parametrize(
-    ("at", "done", "text"),
-    [
-        (10.0, 50, "evaluating · 50 of 200 prompts · 10 s, about 30 s left"),
-        (1.0, 50, "evaluating · 50 of 200 prompts · 1 s"),  # too early
-    ],
-)
-def test_wait_estimates_remaining_time(at: float, done: int, text: str) -> None:
-    clock = Clock()
-    wait = Wait("evaluating", total=200, unit="prompts", clock=clock)
-    clock.now, wait.done = at, done
-    assert wait.text() == text
-
-
-def test_plain_lines_come_at_start_and_intervals(capsys: pytest.CaptureFixture[str]) -> None:
-    display, clock, lines = Display(poll_s=0.001), Clock(), list[str]()
-
-    def printed(number: int) -> bool:
-        lines.extend(capsys.readouterr().out.splitlines())
-        return len(lines) >= number
-
-    wait = Wait("starting Ray", clock=clock)
-    display.begin(wait)
-    for number, now in enumerate((2.0, 33.0, 63.0), start=1):
-        clock.now = now
-        wait_for(lambda number=number: printed(number))
-    display.end(wait)
-    assert printed(4) and len(lines) == 4
-    assert "33 s" in lines[1] and "63 s" in lines[3]
 
 
 NUMBERS = {
