@@ -175,13 +175,6 @@ def test_publish_every_shows_staleness() -> None:
     assert "time/sync" not in world.records[1]
 
 
-def test_resume_pushes_weights_first() -> None:
-    world = FakeRun(version=2)
-    assert world.run(config(), start=2) == 3
-    assert world.events[:2] == ["update@2", "train@2"]
-    assert sorted(world.records) == [3]
-
-
 def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take 10 minutes: a checkpoint is due 30 minutes after the last one."""
     world, now = FakeRun(), [0.0]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import Qwen3MoeConfig
 
 from benchmarks.training.cases import Case, estimates, model_of
 from keel.configs.load import load_config
@@ -23,17 +22,14 @@ from keel.configs.schema import (
 )
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing.prefix_sharing import prefix_group_size
-from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import (
     _FRAGMENTED,
-    BYTES,
     ENGINE_CUDA_GIB,
     GIB,
     RANK_SPARE,
     DoesNotFit,
     Memory,
     OffloadPlan,
-    _mlp_width,
     held_bytes,
     needed_bytes,
     offload_plan,
@@ -44,8 +40,6 @@ from keel.trainer.placement.memory import (
 from keel.trainer.placement.plan import Plan, make_plan
 from keel.trainer.placement.step_time import (
     Rates,
-    body_parameters,
-    compute_seconds,
     step_time,
 )
 from tests.trainer.placement.shapes import DENSE, MOE, SOURCE
@@ -221,71 +215,20 @@ def test_optimizer_is_offloaded_for_activations(updates: int, beta: float) -> No
     assert peak_bytes(config, rank, waits) == pytest.approx(rank.total - lacks)
 
 
-SUMS = replace(SOURCE, kl_coef=0.0)
-
-
-@pytest.fixture(scope="module")
-def moe() -> ModelFacts:
-    """A mixture-of-experts model with 1.6 B parameters."""
-    return facts_of(
-        Qwen3MoeConfig(
-            vocab_size=151_936,
-            hidden_size=1024,
-            moe_intermediate_size=768,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            head_dim=64,
-            num_experts=32,
-            num_experts_per_tok=4,
-        )
-    )
-
-
-def timed(*, prompt: int = 128, **trainer: Any) -> Config:
-    sampling = SamplingConfig(top_k=512, max_tokens=896)
-    return Config(
-        model=ModelConfig(path="some/moe"),
-        data=DataConfig(sources=(SUMS,), max_prompt_tokens=prompt),
-        algorithm=AlgorithmConfig(prompts_per_step=8, group_size=8),
-        rollout=RolloutConfig(sampling=sampling, max_num_seqs=256, recorder="native"),
-        trainer=TrainerConfig(**trainer),
-    )
-
-
-def test_step_adds_compute_and_memory_time(moe: ModelFacts) -> None:
-    """Compute-bound and memory-bound cases, calculated by hand."""
-    free = dict.fromkeys(("layer_moves", "expert_moves", "optimizer_bytes", "summed_bytes"), 0.0)
-    config, machine = timed(), GpuSpec()
-    rates = Rates(gemm_share=0.5, attention_share=0.5, **free)
-    got = compute_seconds(config, moe, 1000, 1, machine, rates)
-    flops = 6 * 1000 * (body_parameters(moe) + 16 * 1024 * 1024)
-    assert got == pytest.approx(flops / (0.5 * machine.flops))
-    rates = replace(rates, layer_moves=2.0, optimizer_bytes=10.0, summed_bytes=1.0)
-    assert _mlp_width(moe) == pytest.approx(0, abs=50)  # the router and norms
-    layer = 10 * 1024 + 12 * (1024 + 256) + 5 * _mlp_width(moe)
-    moved = 3 * 1000 * 2.0 * 16 * layer * BYTES[config.model.dtype] + moe.parameters * (10 + 7)
-    more = compute_seconds(config, moe, 1000, 7, machine, rates) - got
-    assert more == pytest.approx(moved / machine.memory_bytes)
-    at_experts = compute_seconds(config, moe, 1000, 7, machine, replace(rates, expert_moves=1.0))
-    moved = 3 * 1000 * 16 * 4 * (2 * 1024 + 3 * 768) * BYTES[config.model.dtype]
-    assert at_experts - got - more == pytest.approx(moved / machine.memory_bytes)
-
-
-def test_shared_prompt_is_computed_once_per_group(moe: ModelFacts) -> None:
+def test_shared_prompt_is_computed_once_per_group() -> None:
     """64 completions in groups of 8, packed into micro-batches with their prompt."""
 
     def made(tokens: int, *, share: bool = True) -> Config:
-        return timed(prompt=512, share_prompts=share, micro_batch_tokens=tokens)
+        return recipe(share_prompts=share, micro_batch_tokens=tokens)
 
-    plain, shared = made(16_384, share=False), made(16_384)
+    plain, shared = made(65_536, share=False), made(65_536)
     each = plain.max_context
-    assert packed(plain) == (math.ceil(64 / (16_384 // each)), 64 * each)
+    assert packed(plain) == (math.ceil(64 / (65_536 // each)), 64 * each)
     assert packed(made(each)) == (64, 64 * each)
-    assert packed(shared)[1] == 8 * 512 + 64 * (each - 512)
-    halves = prefix_group_size(4, 512, each)
-    assert packed(made(halves)) == (16, 2 * 8 * 512 + 64 * (each - 512))
-    times = [step_time(one, moe, micro_batches=4).compute for one in (plain, shared)]
+    assert packed(shared)[1] == 8 * 1000 + 64 * (each - 1000)
+    halves = prefix_group_size(4, 1000, each)
+    assert packed(made(halves)) == (16, 2 * 8 * 1000 + 64 * (each - 1000))
+    times = [step_time(one, MOE, micro_batches=4).compute for one in (plain, shared)]
     assert times[1] < times[0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -30,7 +28,7 @@ from keel.trainer.placement import reservation as reservations
 from keel.trainer.placement.elastic import elastic_layouts
 from keel.trainer.placement.hardware import ENGINE, RANK, Hardware
 from keel.trainer.placement.nodes import QUOTED_PYTHON, cluster_nodes
-from keel.trainer.placement.ray_internals import STUBS, without_unused_processes
+from keel.trainer.placement.ray_internals import without_unused_processes
 from keel.trainer.placement.reservation import Reservation, reserve_gpus
 from tests.trainer.placement.shapes import SOURCE, facts
 from tests.waiting import PATIENCE_S, patiently, wait_for
@@ -172,21 +170,17 @@ print(*("is in" in tried.communicate(timeout=300)[0] for tried in tries))
 seen = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
 print(any(token in word for words in seen for word in words or ()))
 class Worker:
-    def where(self): return sys.executable, os.nice(0)
+    def where(self): return sys.executable
 actor = ray.remote(Worker).options(runtime_env={{"env_vars": {{"A": "1"}}}}).remote()
-where, niceness = ray.get(actor.where.remote(), timeout=300)
-print(where)
-print(niceness - os.nice(0))
+print(ray.get(actor.where.remote(), timeout=300))
 def about(process):
     try:
-        ports = [c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"]
-        return " ".join(process.cmdline()), ports
+        return [c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"]
     except psutil.Error:  # the process has just ended
-        return "", []
+        return []
 ours = [about(p) for p in [psutil.Process(), *psutil.Process().children(recursive=True)]]
-reached = {{ip.removeprefix("::ffff:") for _, ports in ours for ip in ports}}
+reached = {{ip.removeprefix("::ffff:") for ports in ours for ip in ports}}
 print(bool(reached), *(ip for ip in reached if "127." not in ip))
-print([n for n, _ in ours[1:] if "ray::IDLE" in n or "ashboard" in n.split("=")[0]])
 """
 
 
@@ -200,7 +194,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "python"
 
 
-def test_local_cluster_is_private_and_light(python: Path, tmp_path: Path) -> None:
+def test_local_cluster_is_private(python: Path, tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     done = subprocess.run(
         [str(python), "-c", PROGRAM],
@@ -211,35 +205,9 @@ def test_local_cluster_is_private_and_light(python: Path, tmp_path: Path) -> Non
         timeout=4 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    processes, joined, shown, where, behind, ports, unused = done.stdout.splitlines()
+    processes, joined, shown, where, ports = done.stdout.splitlines()
     assert processes == "gcs_server raylet"
     assert joined == "False False True", "joining needs the secret token"
     assert shown == "False" and not (tmp_path / ".ray").exists()
-    assert (where, behind) == (str(python), "0")
+    assert where == str(python)
     assert ports == "True", "no process listens to other machines"
-    assert unused == "[]", "neither an idle worker nor a dashboard"
-
-
-RAYLET = """
-import subprocess, sys
-agent = subprocess.Popen(sys.argv[1:])
-print(agent.pid, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_programs_end_with_their_raylet() -> None:
-    waits = [sys.executable, "-c", "import time; time.sleep(1000)"]
-    raylet = subprocess.Popen(
-        [sys.executable, "-c", RAYLET, *STUBS, "bound", *waits],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert raylet.stdin and raylet.stdout
-    agent = psutil.Process(int(raylet.stdout.readline()))
-    wait_for(lambda: agent.cmdline() == waits, "the command itself")
-    assert agent.is_running()
-    raylet.kill()
-    raylet.communicate(timeout=PATIENCE_S)
-    wait_for(lambda: not agent.is_running(), "its end")

@@ -310,14 +310,6 @@ def test_resumed_process_and_suspended_monitor_start_over(machine: Machine) -> N
     assert machine.killed == []
 
 
-def test_zero_timeout_only_warns(machine: Machine) -> None:
-    detector = machine.detector(0.0, raylet=RAYLET)
-    for pid in (ENGINE, RAYLET):
-        machine.threads(pid, pid, state=STOPPED)
-    assert len(machine.run(detector, 3 * IDLE_S)) == 2
-    assert machine.killed == [] and not machine.poll(detector).ray_failure
-
-
 def test_process_without_running_threads_is_killed(machine: Machine) -> None:
     detector, many = machine.detector(5.0), range(1000, 1050)
     for turn in range(30):

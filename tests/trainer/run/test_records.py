@@ -15,13 +15,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.common import QWEN3_17B
 from keel.configs.load import load_config
 from keel.configs.schema import AlarmsConfig, RunConfig
-from keel.model.load import facts_of
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import ScoredGroup, TokenNumbers, Usage, Verdict
-from keel.trainer.placement.step_time import token_flops
 from keel.trainer.run.alarms import ALARMS, Alarms
 from keel.trainer.run.batches import (
     list_batches,
@@ -145,17 +142,6 @@ def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
     assert "kl/ref" in lines[0] and "1 late" in lines[1]
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [record.get("alarms") for record in records] == [None, 1, 2]
-
-
-def test_flops_are_those_of_a_budget() -> None:
-    """6·N per trained token, 2 more for a reference model, and nothing for recomputation."""
-    config, facts = load_config("gsm8k"), facts_of(QWEN3_17B)
-    n = facts.parameters  # dense and tied
-    assert token_flops(config, facts) == (6 * n, 2 * n)
-    trainer = replace(config.trainer, activation_checkpointing=True)
-    assert token_flops(replace(config, trainer=trainer), facts) == (6 * n, 2 * n)
-    with_reference = load_config("gsm8k", ["data.sources[gsm8k].kl_coef=0.001"])
-    assert token_flops(with_reference, facts) == (8 * n, 2 * n)
 
 
 def test_steps_add_up_to_the_run(tmp_path: Path) -> None:
