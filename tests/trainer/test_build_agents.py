@@ -24,50 +24,33 @@ from keel.configs.schema import (
 )
 from keel.data.dataset import load_dataset
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.build_agents import (
-    check_chat,
-    check_environments,
-    wrap,
-)
+from keel.trainer.build_agents import check_chat, check_environments, wrap
 from tests.waiting import PATIENCE_S
 
 SHOP = Path(__file__).parents[1] / "agents"
 OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
 
 
-def config(*, window: int = 400, rewards: Any = None, **environment: Any) -> Config:
+def config(**environment: Any) -> Config:
     settings = {"target": "shop:Shop", "folder": str(SHOP), "isolation": OPEN, **environment}
     source = SourceConfig(
         name="shop",
         source="environment",
         environment=EnvironmentConfig(**settings),
         size=4,
-        rewards=rewards or {"correct": 1.0},
+        rewards={"correct": 1.0},
     )
     return Config(
         model=ModelConfig(dtype="float32", tiny=TinyModelConfig(max_context=2000)),
         data=DataConfig(sources=(source,), max_prompt_tokens=64),
         rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=20)),
-        agents=AgentsConfig(window=window),
+        agents=AgentsConfig(window=400),
     )
 
 
 def checked(recipe: Config) -> dict[str, str]:
     chat = check_chat(recipe, build_tokenizer())
     return check_environments(recipe, chat, load_dataset(recipe.data, seed=0))
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"target": "nowhere:Shop"}, "nowhere"),
-        ({"window": 30}, r"agents.window = 30"),
-    ],
-)
-def test_invalid_environments_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        checked(config(**changes))
 
 
 HEAD = "import os\nfrom http.client import HTTPConnection\n"

@@ -117,11 +117,11 @@ def test_colocated_engines_share_gpus_with_ranks() -> None:
 def test_each_server_of_the_judge_gets_its_gpus() -> None:
     server = JudgeServerConfig(replicas=3, tensor_parallel=2)
     judge = JudgeConfig(model="m", serve=True, server=server)
-    recipe = replace(config(engines=1, ranks=1), rewards=RewardsConfig(judge=judge))
-    placement = place(recipe, nodes(4, 4))
+    recipe = replace(sized(engines=1, ranks=1), rewards=RewardsConfig(judge=judge))
+    placement = place(recipe, empty_nodes(4, 4))
     assert (homes(placement, JUDGE), placement.gpus) == (["n0", "n0", "n1"], 8)
     with pytest.raises(ConfigError, match=r"3 judge\(s\) of 2.*server.replicas"):
-        place(recipe, nodes(4, 3))
+        place(recipe, empty_nodes(4, 3))
 
 
 def test_recipe_limits_nodes_and_gpus() -> None:

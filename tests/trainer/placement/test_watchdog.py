@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -354,28 +352,3 @@ def test_hung_ray_process_is_a_failure(machine: Machine) -> None:
     machine.remove(RAYLET)
     assert machine.poll(detector).ray_failure
     assert machine.killed == [ENGINE, WORKER]
-
-
-@pytest.fixture
-def raylet() -> Iterator[subprocess.Popen[bytes]]:
-    """A real process with an actor as its child."""
-    environment = {**os.environ, NAME: f"{START}/engine 0"}
-    process = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], env=environment)
-    yield process
-    if process.poll() is None:
-        for child in psutil.Process(process.pid).children():
-            child.kill()
-    process.kill()
-    process.wait(timeout=PATIENCE_S)
-
-
-@pytest.mark.e2e
-def test_frozen_actor_dies_with_its_raylet(raylet: subprocess.Popen[bytes]) -> None:
-    (actor,) = wait_for(psutil.Process(raylet.pid).children)
-    ray = {"Ray's node": raylet.pid}
-    detector = HangDetector(raylet.pid, ray, start=START, hang_timeout_s=LONG_S)
-    assert wait_for(lambda: detector.poll().actors) == {"engine 0": actor.pid}
-    actor.suspend()
-    raylet.kill()
-    assert wait_for(lambda: detector.poll().ray_failure)
-    wait_for(lambda: not actor.is_running() or actor.status() == psutil.STATUS_ZOMBIE)
