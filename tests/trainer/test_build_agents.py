@@ -27,6 +27,7 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.build_agents import check_chat, check_environments, wrap
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.e2e
 SHOP = Path(__file__).parents[1] / "agents"
 OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
 
@@ -64,22 +65,20 @@ def solve(task, prompt):
     assert link.getresponse().status == 200
     return VERDICT
 """
-SOLVE = "my_agent:solve"
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("code", "program", "message"),
+    ("code", "message"),
     [
-        (ASKS.replace("VERDICT", "1.0"), SOLVE, ""),
-        ("", SOLVE, "has no 'solve'"),
-        ("def solve(task): pass\n", SOLVE, "without a turn of the policy"),
-        (ASKS.replace("VERDICT", "None"), SOLVE, "gave no verdict .*KEEL_VERDICT"),
+        (ASKS.replace("VERDICT", "1.0"), ""),
+        ("", "has no 'solve'"),
+        ("def solve(task): pass\n", "without a turn of the policy"),
+        (ASKS.replace("VERDICT", "None"), "gave no verdict .*KEEL_VERDICT"),
     ],
 )
-def test_programs_are_tried_first(tmp_path: Path, code: str, program: str, message: str) -> None:
+def test_programs_are_tried_first(tmp_path: Path, code: str, message: str) -> None:
     (tmp_path / "my_agent.py").write_text(HEAD + code)
-    options = {"program": program, "folder": str(tmp_path), "open_s": PATIENCE_S}
+    options = {"program": "my_agent:solve", "folder": str(tmp_path), "open_s": PATIENCE_S}
     recipe = config(target="", **options)
     if message:
         with pytest.raises(ConfigError, match=rf"(?s)sources\[shop\].environment: .*{message}"):
@@ -89,7 +88,6 @@ def test_programs_are_tried_first(tmp_path: Path, code: str, program: str, messa
         assert name == "shop, its program" and "for 1 turns" in note and "ended well" in note
 
 
-@pytest.mark.e2e
 def test_prompt_files_are_hidden_in_sandboxes(tmp_path: Path) -> None:
     """They contain the answers, and may lie in the folder of an environment or a program."""
     tmp_path.chmod(0o755)
