@@ -1,7 +1,5 @@
-"""Chooses values for the knobs that a recipe leaves open (`keel.configs.auto`).
-
-Each choice comes with a reason, and is saved so that a resumed run keeps it.
-"""
+"""Chooses values for the knobs that a recipe leaves unset (`keel.configs.auto`). Each choice comes
+with a reason, and is saved so that a resumed run keeps it."""
 
 from __future__ import annotations
 
@@ -28,17 +26,17 @@ CACHED = "as chosen when the run began"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A config in which all open knobs have been set, with the chosen values and the reasons."""
+    """A config in which no knob is unset, with the chosen values and the reasons for them."""
 
     config: Config
     plan: Plan
     values: Values = field(default_factory=dict[str, Any])
-    """The value chosen for each open knob."""
+    """The chosen values, keyed by knob."""
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     """The reason for each value, keyed by knob."""
 
     def lines(self) -> list[str]:
-        """Return one line per chosen knob for `keel check`: its value and the reason."""
+        """Return one line per chosen knob for `keel check`, with its value and the reason."""
         return [f"{k} = {yaml_value(v)}: {self.reasons[k]}" for k, v in self.values.items()]
 
 
@@ -53,10 +51,10 @@ def choose(
     hardware: Hardware,
     previous: Values | None = None,
 ) -> Choice:
-    """Choose values for the open knobs.
+    """Choose values for the unset knobs.
 
-    `previous` contains the values chosen when the run began. They are kept if a layout with them
-    still fits. Raises ConfigError if no layout fits.
+    `previous` contains the values chosen when the run began. They are kept if a layout that uses
+    them still fits. Raises ConfigError if no layout fits.
     """
     open_knobs &= relevant_knobs(config, hardware)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
@@ -83,8 +81,8 @@ def choose(
 
 
 def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
-    """Return the knobs that need to be chosen: without rollouts only trainer knobs, and the numbers
-    of ranks and engines only if the number of GPUs is known."""
+    """Return the knobs that need to be chosen. Without rollouts, these are only trainer knobs. The
+    numbers of ranks and engines are chosen only if the number of GPUs is known."""
     counts = frozenset({"rollout.engines", "trainer.ranks"} if hardware.assumed else ())
     if config.data.sources:
         return KNOBS - counts
@@ -93,10 +91,8 @@ def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
 
 
 def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
-    """Return the reason for the value of each open knob.
-
-    Most reasons compare the layout with one that differs only in this knob.
-    """
+    """Return the reason for the value of each unset knob. Most reasons compare the layout with one
+    that differs only in this knob."""
     config, engine = best.config, best.plan.engine.parts
     share = config.rollout.gpu_memory_utilization * search.hardware.gpu_gib
     at_once = engine_sequences(config)
@@ -149,16 +145,16 @@ def _against(best: Layout, other: Layout | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedChoice:
-    """The values chosen when the run began, or none if they no longer apply."""
+    """The values chosen when the run began. There are none if they no longer apply."""
 
     values: Values = field(default_factory=dict[str, Any])
     changed: str = ""
-    """What has changed about the hardware, or an empty string."""
+    """A description of how the hardware has changed, or an empty string."""
 
 
 def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
-    """Load the values that were saved for the run that is about to be resumed, unless the hardware
-    (`Hardware.signature`) has changed."""
+    """Load the values that were saved for the run that is about to be resumed. They are dropped if
+    the hardware (`Hardware.signature`) has changed."""
     folder = Path(config.run.dir).expanduser()
     saved = _read_cache(folder)
     resumes = config.run.resume != "never" and checkpoint.latest(folder / "checkpoints")

@@ -21,7 +21,7 @@ from keel.trainer.run import checkpoint
 
 CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16 = {"avx512_bf16", "amx_bf16"}
-"""CPU flags for hardware support of bfloat16 matrix multiplication."""
+"""CPU flags that indicate hardware support for bfloat16 matrix multiplication."""
 _MEMORY_BYTES = 10e9
 """Nominal memory bandwidth shared by two or more cores, in bytes per second."""
 _GEMM_SHARE = 0.8
@@ -51,11 +51,9 @@ def has_bfloat16() -> bool:
 
 
 def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Config:
-    """Return the config with `model.dtype: auto` replaced by a dtype.
-
-    A resumed run keeps its dtype. A new run uses float32 on a CPU without bfloat16 instructions,
-    and otherwise the schema's default, bfloat16.
-    """
+    """Return the config with `model.dtype: auto` replaced by a dtype. A resumed run keeps its
+    dtype. A new run uses float32 on a CPU without bfloat16 instructions, and otherwise the schema's
+    default, bfloat16."""
     if DTYPE not in remaining:
         return config
     folder = Path(config.run.dir).expanduser()
@@ -94,11 +92,8 @@ def _gemm_flops(dtype: torch.dtype) -> float:
 def cpu_time(
     config: Config, facts: ModelFacts, *, prompt_tokens: int, flops: float = 0.0
 ) -> StepTime:
-    """Estimate how many seconds each part of a step takes on this CPU.
-
-    `prompt_tokens` is the mean prompt length. `flops` is the GEMM rate in FLOP/s; if it is 0, the
-    rate is measured.
-    """
+    """Estimate how many seconds each part of a step takes on this CPU. `prompt_tokens` is the mean
+    prompt length. `flops` is the GEMM rate in FLOP/s, which is measured if `flops` is 0."""
     flops = flops or _gemm_flops(getattr(torch, config.model.dtype))
     config = replace(config, data=replace(config.data, max_prompt_tokens=prompt_tokens))
     estimate = step_time(

@@ -1,7 +1,5 @@
-"""Downloads a hub model to the other nodes of a cluster before the engines and ranks start.
-
-Otherwise the download would count towards the start timeout.
-"""
+"""Downloads a hub model to the other nodes of a cluster before the engines and ranks start, so that
+the download does not count towards the start timeout."""
 
 from __future__ import annotations
 
@@ -22,20 +20,15 @@ _POLL_S = 1.0
 
 
 class _Downloader:
-    """Ray actor that downloads a model to the hub cache of its node."""
-
     def fetch(self, path: str) -> None:
-        """Download the missing files of a model."""
         if download := Download.of(path):
             download.fetch()
 
 
 def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
-    """Download the hub model `path` on all nodes except this one.
-
-    `nodes` lists the Ray ids of the nodes that need the model; if it is empty, all nodes do. Raises
-    ConfigError if a download fails, and RuntimeError if a node is lost.
-    """
+    """Download the hub model `path` on all nodes except this one. `nodes` lists the Ray ids of the
+    nodes that need the model. If it is empty, all nodes do. Raises ConfigError if a download fails,
+    and RuntimeError if a node is lost."""
     if not is_hub_name(path) or Path(path).exists():
         return
     here = ray.get_runtime_context().get_node_id()

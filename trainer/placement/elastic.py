@@ -1,7 +1,7 @@
 """Changes the layout of a run.
 
-At each start, the run uses the full recipe if it fits on the cluster, and fewer ranks and engines
-otherwise. After a step that ran out of memory, it uses settings that need less.
+Each time the run starts, it uses the full recipe if it fits on the cluster, and fewer ranks and
+engines otherwise. After a step that ran out of memory, it uses settings that need less.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SILENT_NODES_S = 90.0
 """Maximum wait for nodes that do not answer. By then, Ray has declared dead nodes lost."""
 _THREADS = 32
 _MAX_LAYOUTS = 64
-"""Maximum number of smaller configs to try, largest first. Each can take seconds."""
+"""Maximum number of smaller configs to try, starting with the largest. Each can take seconds."""
 RANKS, ENGINES = "trainer.ranks", "rollout.engines"
 _REMEDY = (
     f"Lower {RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
@@ -64,7 +64,7 @@ class ElasticLayouts:
     facts: ModelFacts
     hardware: Hardware
     chosen: Values = field(default_factory=dict[str, Any])
-    """The values that Keel chose for the knobs left open in the recipe."""
+    """The values that Keel chose for the knobs left unset in the recipe."""
     say: Callable[[str], object] = print
     nodes: Callable[[], list[Node]] = cluster_nodes
     silent: Callable[[], list[str]] = list[str]
@@ -72,15 +72,15 @@ class ElasticLayouts:
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     joinable: bool = True
-    """True if more nodes can join the cluster. False if Keel started it on this machine."""
+    """True if more nodes can join the cluster, and False if Keel started it on this machine."""
     _begun: bool = False
 
     def next(self) -> Config:
         """Return the config for the next start of the run.
 
         If the full config does not fit, wait for more nodes before using a smaller one. Raises
-        TimeoutError if too few nodes become available in time, and ConfigError if no node can ever
-        join.
+        TimeoutError if too few nodes become available in time, and ConfigError if the config does
+        not fit and no node can ever join.
         """
         first, self._begun = not self._begun, True
         alone, shortage = first and not self.joinable, ""
@@ -109,7 +109,7 @@ class ElasticLayouts:
         return self.whole.trainer.min_ranks or int(RANKS in self.chosen)
 
     def _with_reductions(self) -> Config:
-        """The full config, but with the memory-saving changes made after earlier failures."""
+        """Return the full config with the memory-saving changes made after earlier failures."""
         if not self.lowering.times:
             return self.whole
         now, trainer = self.lowering.config.trainer, self.whole.trainer
@@ -119,7 +119,8 @@ class ElasticLayouts:
         return replace(self.whole, trainer=trainer)
 
     def _wait_for_silent_nodes(self) -> None:
-        """Wait until Ray has declared dead nodes lost. Until then, it would start actors there."""
+        """Wait until Ray has declared dead nodes lost. Until then, it would start actors on
+        them."""
         began, warned = self.clock(), False
         while (silent := self.silent()) and self.clock() - began < _SILENT_NODES_S:
             if not warned:
@@ -132,7 +133,7 @@ class ElasticLayouts:
             self.pause(POLL_S)
 
     def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
-        """Return the reason why the config does not fit on these nodes, or an empty string."""
+        """Return the reason the config does not fit on these nodes, or an empty string."""
         if self.hardware.gpu:
             try:
                 place(config, allowed(nodes, config.run))
@@ -148,7 +149,7 @@ class ElasticLayouts:
         )
 
     def _wait(self, whole: Config, shortage: str) -> Config:
-        """Wait until the full config fits, or until a smaller one may be used, and return it."""
+        """Wait until the full config fits or a smaller one may be used, and return that config."""
         run, min_ranks = whole.run, self._min_ranks
         timeout_s, reason = run.startup_timeout_s, _REMEDY
         future = f"After {timeout_s:g} s (run.startup_timeout_s) the run ends. {_REMEDY}"
@@ -193,7 +194,7 @@ class ElasticLayouts:
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
         """Return the config with the most ranks and engines that fit on these nodes, or None and
-        the reason."""
+        the reason there is none."""
         free = [
             replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
             for node in allowed(nodes, whole.run)
@@ -262,12 +263,9 @@ def _silent_nodes() -> list[str]:
 
 
 def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
-    """Yield configs with fewer ranks or engines. Those that keep the largest share of both come
-    first.
-
-    Ranks that share experts or contexts are kept together. `gpus` is the total number of GPUs for
-    ranks and engines, or None on CPUs.
-    """
+    """Yield configs with fewer ranks or engines, starting with those that keep the largest share of
+    both. Ranks that share experts or contexts are kept together. `gpus` is the total number of GPUs
+    for ranks and engines, or None on CPUs."""
     trainer, rollout = config.trainer, config.rollout
     samples, width = bool(config.data.sources), rollout.tensor_parallel
     unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
@@ -308,7 +306,7 @@ class OomRecovery:
 
     def after(self, error: OutOfMemory) -> str:
         """Change the config to use less memory, save the change in the run folder, and return a
-        message. Raises `error` if no further reduction is possible."""
+        message for the user. Raises `error` if no further reduction is possible."""
         reduced = _with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
         if reduced is None:
             raise error
@@ -326,7 +324,7 @@ class OomRecovery:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOnOom:
-    """A learner that retries a step that ran out of memory."""
+    """A learner that repeats a step that ran out of memory."""
 
     learner: _RetryableLearner
     lowering: OomRecovery
@@ -340,8 +338,8 @@ class RetryOnOom:
         return self.attempt(lambda _: self.learner.step(groups))
 
     def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
-        """Call `act` with the current config until the step fits, reducing memory use after each
-        failure."""
+        """Call `act` with the current config until the step fits in memory. After each failure, the
+        config is changed to use less memory."""
         times = 0
         while True:
             try:
@@ -362,8 +360,8 @@ class RetryOnOom:
 
 
 def _with_less_memory(config: Config) -> Config | None:
-    """Return a config with half the micro-batch, then with activation checkpointing, then without
-    kept attention outputs, or None if nothing is left to change."""
+    """Halve the micro-batch of a config. If it cannot be smaller, turn on activation checkpointing,
+    and after that stop keeping attention outputs. Returns None if nothing is left to change."""
     trainer, least = config.trainer, config.max_context
     if trainer.micro_batch_tokens > least:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))

@@ -1,7 +1,5 @@
-"""Checks that a recipe is supported for its model's architecture.
-
-The checks run before any slow import. Each of them raises ConfigError if it fails.
-"""
+"""Checks that a recipe is supported for its model's architecture. The checks run before any slow
+import, and each raises ConfigError if it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ EXPERT_PARALLEL = (
 )
 """Architectures that have a DeepSpeed AutoEP preset and support routing replay."""
 _SPARSE_ATTENTION = "DeepseekV32ForCausalLM"
-"""The architecture whose indexer selects the tokens to attend to."""
+"""The architecture in which an indexer selects the tokens to attend to."""
 _SERVED_LATENTS = (512, 576)
 """Latent cache widths that vLLM's sparse attention kernels support on GPUs."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -76,11 +74,9 @@ def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool)
 
 
 def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
-    """Check that vLLM can serve a model with sparse attention, and that training uses it, too.
-
-    Models without sparse attention always pass. `kv_width` is the number of cached elements per
-    token and layer.
-    """
+    """Check that vLLM can serve a model with sparse attention, and that training also uses sparse
+    attention. Models without it always pass. `kv_width` is the number of cached elements per token
+    and layer."""
     if architecture != _SPARSE_ATTENTION:
         return
     if config.trainer.attention != "sparse":
@@ -98,10 +94,8 @@ def check_engine_attention(config: Config, *, architecture: str, kv_width: int, 
 
 
 def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
-    """Check that the indexer has something to learn.
-
-    It does not if even the longest text window has at most `top_k` tokens.
-    """
+    """Check that the indexer has something to learn. It does not if even the longest text window
+    has at most `top_k` tokens."""
     if top_k and longest <= top_k and config.trainer.attention != "dense":
         raise ConfigError(
             f"trainer.attention = {config.trainer.attention!r}: the longest window has {longest:,} "
@@ -111,10 +105,8 @@ def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
 
 
 def no_sharing(config: Config, *, head_size: int) -> str:
-    """Return the reason why training cannot share a group's prompt, or an empty string if it can.
-
-    `head_size` is 0 for a latent cache.
-    """
+    """Return the reason training cannot share a group's prompt, or an empty string if it can.
+    `head_size` is 0 for a latent cache."""
     if config.model.batch_invariant:
         return "not with model.batch_invariant"
     return "" if head_size else "latent keys and values are too wide to copy"

@@ -52,15 +52,14 @@ class NodeHealth:
     messages: tuple[str, ...] = ()
     """New warnings, and messages about processes that were killed."""
     ray_failure: str = ""
-    """Why Ray cannot be used, for example because one of its processes has exited or hangs."""
+    """The reason Ray cannot be used, for example that one of its processes has exited or hangs. It
+    is empty if Ray can be used."""
     dead_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
     """The hosts of nodes that Ray has declared lost, keyed by node id."""
 
 
 @dataclass(slots=True)
 class _ProcessHealth:
-    """Tracks how long a process has been stopped or idle."""
-
     process: psutil.Process
     actor: str = ""
     """Name of the actor that runs in the process, if any."""
@@ -75,8 +74,8 @@ class _ProcessHealth:
     def poll(self, elapsed_s: float, *, wakes: bool = True) -> None:
         """Check whether the process has run, and update `stopped_s` and `idle_s`.
 
-        Set `wakes` if a healthy process of this kind regularly wakes up, so that one that does not
-        must be hanging. Raises one of `EXITED` if the process has exited.
+        Set `wakes` if healthy processes of this kind wake up regularly. A process that does not run
+        at all is then hanging. Raises one of `EXITED` if the process has exited.
         """
         main = thread_state(self.process.pid, self.process.pid)
         self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0
@@ -98,8 +97,7 @@ class _ProcessHealth:
     def check(self, subject: str, timeout_s: float, consequence: str, messages: list[str]) -> str:
         """Return a description of the hang if it has exceeded `timeout_s`, or an empty string.
 
-        A shorter hang adds one warning to `messages`. A timeout of 0 means that no hang is too
-        long.
+        A shorter hang adds one warning to `messages`. With a timeout of 0, no hang is too long.
         """
         hang, duration_s = "has been stopped (SIGSTOP)", self.stopped_s
         if not self.stopped_s:
@@ -130,7 +128,7 @@ class HangDetector:
         """Monitor Ray's own processes, and the run's actors that `raylet` has started.
 
         `ray_processes` maps a description of each Ray process to its id. `start` is the id of the
-        run's current start (`keel.model.ray_timeouts.start`); actors of other starts are ignored.
+        run's current start (`keel.model.ray_timeouts.start`). Actors of other starts are ignored.
         If `hang_timeout_s` is 0, no process is killed.
         """
         self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
@@ -141,7 +139,8 @@ class HangDetector:
         self._clock, self._host = PollClock(POLL_S, clock), socket.gethostname()
 
     def poll(self) -> NodeHealth:
-        """Check all processes, kill the run's processes that have hung too long, and report."""
+        """Check all processes, kill processes of the run that have hung too long, and return the
+        results."""
         elapsed_s, messages = self._clock.elapsed(), list[str]()
         failures = [self._poll_ray(*item, elapsed_s, messages) for item in self._ray.items()]
         failure = next(filter(None, failures), "")
@@ -204,10 +203,8 @@ class HangDetector:
 
 
 def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int, _ProcessHealth]:
-    """Return all processes in `known` and `pids` that are still running.
-
-    Processes in `known` are included because the kernel may have omitted some from `pids`.
-    """
+    """Return all processes in `known` and `pids` that are still running. Processes in `known` are
+    included because the kernel may have omitted some from `pids`."""
     processes = dict(known)
     for pid in pids:
         if pid not in processes:
@@ -217,10 +214,8 @@ def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int
 
 
 def _mark(process: psutil.Process) -> str:
-    """Return the environment variable that names a process's actor and its owner.
-
-    Ray sets it only after the process has started; until then, the result is empty.
-    """
+    """Return the environment variable that names a process's actor and its owner, or an empty
+    string. Ray sets the variable only after the process has started."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(NAME, "")
     return ""

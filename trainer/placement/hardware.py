@@ -2,8 +2,8 @@
 
 All GPUs of an actor are on the same node. Actors of the same kind are placed on as few nodes as
 possible, because neighbouring ranks exchange the most data. The kind whose actors need the most
-GPUs is placed first, since it is the hardest to fit. Trainer ranks come first among kinds of equal
-size.
+GPUs is placed first, because it is the hardest to fit. Trainer ranks come first among kinds of
+equal size.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 RANK_CPUS = 0.5
 """CPU cores that Ray reserves for a rank without a GPU. Ranks and engines then take turns."""
 SHARED_GPU = 0.5
-"""Fraction of a GPU that Ray reserves for each of two actors that share it. Other knobs decide how
-they divide the memory."""
+"""Fraction of a GPU that Ray reserves for each of two actors that share it. Other knobs determine
+how they divide the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Peak datasheet rates of a GPU and its links, per second. Link rates are for one direction."""
+    """A GPU's peak rates per second for compute, memory and links, from its datasheet. Link rates
+    are for one direction."""
 
     name: str = "NVIDIA H200"
     flops: float = 989e12
@@ -79,12 +80,12 @@ _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("RTX 5090", 210, 1.79, _PCIE5),
     ("RTX 4090", 165, 1.01, _PCIE4),
 )
-"""A pattern for the name reported by the driver, bfloat16 TFLOP/s, memory TB/s and link GB/s. The
-first match is used."""
+"""Each row has a pattern for the name that the driver reports, bfloat16 TFLOP/s, memory TB/s and
+link GB/s. The first row that matches is used."""
 
 
 def spec_of(name: str) -> GpuSpec:
-    """Return the spec of a GPU with this name. A GPU that is not listed gets an H200's rates."""
+    """Return the spec of the GPU with this name. A GPU that is not listed gets an H200's rates."""
     default = GpuSpec()
     if not name:
         return default
@@ -105,10 +106,8 @@ def spec_of(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """All actors of one kind.
-
-    Each needs one CPU core and `gpus` GPUs. A guest needs another core and shares the GPUs.
-    """
+    """All actors of one kind. Each needs one CPU core and `gpus` GPUs. A guest shares these GPUs
+    and needs another core."""
 
     name: str
     count: int
@@ -184,11 +183,11 @@ class Hardware:
     found: bool = True
     """True if the hardware was detected on this machine or on the cluster."""
     assumed: bool = False
-    """True if the number of GPUs is unknown, so `nodes` has just enough for the recipe."""
+    """True if the number of GPUs is unknown. `nodes` then has just enough for the recipe."""
     note: str = ""
-    """Where this information comes from."""
+    """The source of this information."""
     missing: str = ""
-    """Why the recipe does not fit yet, if some of `nodes` have not joined the cluster."""
+    """The reason the recipe does not fit yet, if some of `nodes` have not joined the cluster."""
 
     @property
     def signature(self) -> dict[str, Any]:
@@ -237,7 +236,7 @@ class Seat:
     node: Node
     gpus: int
     first: int | None
-    """Id of the first GPU; the others have consecutive ids. None if other programs also use the
+    """Id of the first GPU. The others have consecutive ids. None if other programs also use the
     node."""
     shared: bool = False
     """True if the actor shares its GPUs with the actor of another kind that has the same index."""
@@ -261,14 +260,14 @@ class Placement:
 
     @property
     def ranks_by_node(self) -> list[tuple[Node, int]]:
-        """Each node that has trainer ranks, with the number of its ranks."""
+        """Maps each node that has trainer ranks to the number of its ranks."""
         nodes = [seat.node for seat in self.seats if seat.kind == RANK]
         unique = {id(node): node for node in nodes}
         return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """Return the seat that holds an actor's GPUs. If the actor shares them with a rank, this is
-        the rank's seat."""
+        """Return the seat that holds an actor's GPUs. This is a rank's seat if the actor shares the
+        GPUs with it."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
@@ -294,11 +293,9 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """Assign GPUs to all actors, or only to those of one kind.
-
-    Engines share GPUs with ranks if `rollout.colocated` is set or there is only one GPU. Raises
-    ConfigError if there are not enough free GPUs, or if no node has enough of them for one actor.
-    """
+    """Assign GPUs to all actors, or only to the actors of one kind. Engines share GPUs with ranks
+    if `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there are not
+    enough free GPUs, or if no node has enough of them for one actor."""
     nodes = list(nodes)
     placed = [kind for kind in _kinds(config) if only in ("", kind.name)]
     available = sum(node.free_gpus for node in nodes)
@@ -374,10 +371,8 @@ def _too_small(
 
 
 def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
-    """Return the minimum number of nodes needed to fit all of the recipe's actors.
-
-    Each node has `node_gpus` GPUs, or as many as the largest actor needs.
-    """
+    """Return as few nodes as possible on which all of the recipe's actors fit. Each node has
+    `node_gpus` GPUs, or as many as the largest actor needs."""
     kinds = _kinds(config)
     size = max(node_gpus, *(kind.gpus for kind in kinds))
     most = sum(-(-kind.count // (size // kind.gpus)) for kind in kinds)
@@ -389,7 +384,7 @@ def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
 
 
 def idle_nodes(count: int, gpus: int) -> list[Node]:
-    """Return hypothetical nodes that are idle and have enough CPU cores."""
+    """Return hypothetical idle nodes with enough CPU cores."""
     return [
         Node(name=f"node {i}", gpus=gpus, cpus=2 * gpus, free_gpus=gpus, free_cpus=2 * gpus)
         for i in range(count)
@@ -397,7 +392,8 @@ def idle_nodes(count: int, gpus: int) -> list[Node]:
 
 
 def allowed(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
-    """Return the nodes and GPUs that `run.nodes` and `run.gpus_per_node` allow the run to use."""
+    """Return the nodes and GPUs that the run may use according to `run.nodes` and
+    `run.gpus_per_node`."""
     limit = run.gpus_per_node
     if not limit:
         return list(nodes)

@@ -1,4 +1,5 @@
-"""Searches for the fastest layout that fits the hardware, by varying a recipe's open knobs.
+"""Searches for the fastest layout that fits the hardware, by varying the knobs that a recipe leaves
+unset.
 
 Layouts within a factor `TIE` of the fastest count as equally fast. Among these, the search prefers
 the lowest ZeRO stage, and then the lowest memory use. A layout whose spare memory is smaller than
@@ -49,7 +50,7 @@ TIE = 1.02
 _KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need (rollout/engine/kv_cache.py)
 _SHARE, _MAX_SHARE = 0.92, 0.95
 """Largest fraction of a GPU that an engine may get, with and without a safety margin. At startup,
-vLLM needs its whole share free, and some memory is always in use."""
+vLLM needs all of this memory to be free, and some memory is always in use."""
 _HOST_POWER = 3
 """Exponent of the norm that combines a rank's host time and GPU time. It was fitted to
 micro-batches of 4,608 to 18,432 tokens."""
@@ -58,19 +59,19 @@ _STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
 and 3 to 12 % for stage 3."""
 _MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096  # larger micro-batches gain nothing, smaller ones lose
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-"""Numbers of micro-batches per rank and optimizer step that are tried."""
+"""The numbers of micro-batches per rank and optimizer step to try."""
 _SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 """Additional micro-batch sizes, in trajectories, in case only a few trajectories fit."""
 _SAVES = 0.98
-"""Of two micro-batch sizes that give the same number of micro-batches, the larger one is tried only
-if it computes less than this fraction of the tokens."""
+"""If two micro-batch sizes give the same number of micro-batches, the larger one is tried only if
+it computes less than this fraction of the tokens."""
 _EVAL_SEQUENCES, _SMALL_CACHE = 128, 0.1
-"""Concurrent sequences for evaluations. They are allowed only if their KV cache takes at most this
-fraction of a GPU."""
+"""The number of concurrent sequences for evaluations. It is used only if the KV cache for them
+takes at most this fraction of a GPU."""
 _MAX_SEQUENCES = 1024  # the largest number for which vLLM captures CUDA graphs
 _WAVES = (1, 2, 3, 4)  # in which the completions for a step may be sampled
 _SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
-"""The open knobs that affect the placement."""
+"""The knobs that affect the placement."""
 
 
 def with_values(config: Config, values: Values) -> Config:
@@ -119,8 +120,6 @@ class Layout:
 
 
 class _Strictness(NamedTuple):
-    """Restrictions on the layouts that a search accepts."""
-
     spare: float = 1.0
     """Safety factor for a rank's memory."""
     max_share: float = _MAX_SHARE
@@ -146,7 +145,7 @@ class LayoutSearch:
         self.config, self.open_knobs, self.hardware = config, open_knobs, hardware
         self.strictness = _STRICTNESSES[0]
         self.candidates: list[Layout] = []
-        """The layouts that the last call to `best` considered."""
+        """The layouts that the last call of `best` considered."""
         self.gpus = sum(node.gpus for node in hardware.nodes) - config.rewards.judge.gpus
         """Total number of GPUs for engines and ranks."""
         self._facts, self._samples = facts, bool(config.data.sources)
@@ -186,8 +185,8 @@ class LayoutSearch:
         return _unique(self._open(dict(zip(_SEATS, each, strict=False))) for each in seats)
 
     def _rank_counts(self) -> list[int]:
-        """Return the numbers of ranks to try, largest first: all GPUs, multiples of a sixteenth of
-        them, and the GPUs left over by the engines."""
+        """Return the numbers of ranks to try, largest first. These are all GPUs, multiples of a
+        sixteenth of them, and the GPUs that the engines leave over."""
         config, gpus = self.config, self.gpus
         trainer, width = config.trainer, config.rollout.tensor_parallel
         if "trainer.ranks" not in self.open_knobs:
@@ -203,10 +202,10 @@ class LayoutSearch:
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
 
     def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
-        """Return values for the number of sequences that an engine samples at once, largest first.
+        """Return the numbers of sequences to try that an engine samples at once, largest first.
 
-        They let the engines sample a step in one wave, in two, and so on. If `fewer` is set, the
-        list also has numbers so small that they need almost no memory.
+        With these numbers, the engines sample a step in one wave, in two, and so on. If `fewer` is
+        set, the list also has numbers so small that they need almost no memory.
         """
         knob, config = "rollout.max_num_seqs", self.config
         if knob not in self.open_knobs or not self._samples:
@@ -225,8 +224,8 @@ class LayoutSearch:
 
     @cached_property
     def turns(self) -> list[Values]:
-        """Ways in which an engine and a rank can share a GPU: side by side, time-sharing, and
-        time-sharing with offloading."""
+        """The ways to try in which an engine and a rank share a GPU: side by side, time-sharing,
+        and time-sharing with offloading."""
         if not self._samples:
             return [{}]
         knobs = ("rollout.time_share", "trainer.offload_while_sampling")
@@ -239,10 +238,8 @@ class LayoutSearch:
         return [self._open(way) for way in values if closed.items() <= way.items()]
 
     def learning(self, ranks: int) -> Iterator[list[Values]]:
-        """Yield lists of trainer knob values to try.
-
-        Within a list, only the micro-batch size differs, and the largest comes first.
-        """
+        """Yield lists of trainer knob values to try. The values in a list differ only in the
+        micro-batch size, and the largest comes first."""
         trainer, model = self.config.trainer, self.config.model
         sizes, recompute = self.micro_batches(ranks), "trainer.activation_checkpointing"
         # Sparse, batch-invariant and float32 attention use operators whose output cannot be kept.
@@ -263,7 +260,7 @@ class LayoutSearch:
 
     @property
     def no_sharing(self) -> str:
-        """Why prompts cannot be shared, or an empty string."""
+        """The reason prompts cannot be shared, or an empty string."""
         return no_sharing(self.config, head_size=self._facts.head_size)
 
     @property
@@ -309,7 +306,7 @@ class LayoutSearch:
         """Return the micro-batch sizes to try, largest first.
 
         They split a rank's share of a step into one part, two parts, and so on. Each size needs
-        less memory and more time than the one before it.
+        less memory and more time than the previous one.
         """
         knob, spread = "trainer.micro_batch_tokens", self.config.trainer.sequence_parallel
         if knob not in self.open_knobs:
@@ -351,7 +348,7 @@ class LayoutSearch:
         return None
 
     def fitting(self) -> Iterator[Layout]:
-        """Yield the layouts that fit. Layouts that cannot be the best one are skipped."""
+        """Yield the layouts that fit. Layouts that cannot be the best are skipped."""
         fastest = math.inf
         for seats in self.placements:
             for sizes in self.learning(seats.get("trainer.ranks", self.config.trainer.ranks)):
@@ -369,10 +366,8 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Yield the layouts that fit with these values, for different ways of sampling.
-
-        Stop once the engine's cache holds all sequences at once without time-sharing.
-        """
+        """Yield the layouts that fit with these values, for different ways of sampling. Stop once
+        the engine's cache holds all sequences at once without time-sharing."""
         for turns in self.turns:
             if self._placed({**values, **turns}) is None:
                 continue
@@ -422,10 +417,8 @@ class LayoutSearch:
         return self._placements[seats]
 
     def layout(self, values: Values) -> Layout | None:
-        """Return the layout with these values for the open knobs, or None if it does not fit.
-
-        The engine's share of the GPU is chosen here.
-        """
+        """Return the layout with these values for the unset knobs, or None if it does not fit. The
+        engine's share of GPU memory is chosen here."""
         placement = self._placed(values)
         if placement is None:
             return None
@@ -480,8 +473,8 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def refusal(self) -> ConfigError:
-        """Return the error to raise if no layout fits: why even the one that needs the least memory
-        does not."""
+        """Return the error to raise if no layout fits. It says why even the layout with the lowest
+        memory use does not fit."""
         ways = [
             {**seats, **sizes[-1], **turns, **self.sampling(seats, fewer=True)[-1]}
             for seats in self.placements

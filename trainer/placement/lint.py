@@ -10,10 +10,10 @@ from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 
 _OLD_STEPS = 16
-"""Completions count as old once they lag by this many optimizer steps. 0 is harmless and 28 is
-harmful (docs/stability.md)."""
+"""A completion counts as old if the policy has since taken this many optimizer steps. A lag of 0 is
+harmless and a lag of 28 is harmful (docs/stability.md)."""
 _SMALL_MODEL = 50_000_000
-"""Models with fewer parameters than this can use higher learning rates."""
+"""Models with fewer parameters than this tolerate higher learning rates."""
 _SFT_SECTIONS = ("run", "model", "trainer", "alarms", "sft")
 _SHOWN = 3
 
@@ -67,11 +67,11 @@ def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
 
 
 def ignored_knobs(config: Config, chosen: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Yield warnings about knobs that have no effect.
+    """Yield warnings about knobs that are set but have no effect.
 
-    In a recipe for supervised training only, these are the knobs that are set although only `keel
-    train` uses them. An override of run.steps also has no effect if sft.epochs is set. `chosen`
-    contains the knobs that Keel chooses.
+    If a recipe is only for supervised training, these are the knobs that only `keel train` uses. An
+    override of run.steps also has no effect if sft.epochs is set. `chosen` contains the knobs that
+    Keel chooses.
     """
     if config.sft.epochs and any(
         each.partition("=")[0].strip() == "run.steps" for each in split_overrides(overrides)

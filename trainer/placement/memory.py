@@ -25,12 +25,12 @@ and the rank's value is measured."""
 STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
 """The parts of a rank's memory that are used only during forward and backward passes."""
 _JOINED = "gradients joined"
-"""Memory that an update needs beyond what the freed activations provide."""
+"""Memory that an update needs in addition to the memory that the activations have freed."""
 _SUB_GROUP_BYTES = 4e9  # master weights that ZeRO-3 updates at a time (DeepSpeed's default)
 RANK_SPARE = 1.06
 """Safety factor for a rank's memory. Estimates are up to 2 % too low, and trajectories vary."""
 ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
-"""Assumed safety factor and reserve for an engine's memory, not counting the KV cache."""
+"""Safety factor and reserve for an engine's memory without the KV cache. Both are assumed."""
 ENGINE_BEYOND_GIB = 1.0
 """Memory that an engine uses beyond its share, for CUDA graphs and buffers. It was 0.6 to 1.0 GiB
 in four of five randomly drawn workloads."""
@@ -86,7 +86,7 @@ def engine_sequences(config: Config) -> int:
 
 
 def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
-    """Return how many bytes one token takes in the KV cache of each of an engine's GPUs."""
+    """Return how many bytes of KV cache one token takes on each of an engine's GPUs."""
     shares = min(config.rollout.tensor_parallel, facts.kv_heads)
     return facts.layers * facts.kv_width * BYTES[config.engine_dtype] / shares
 
@@ -122,11 +122,9 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 def cached_sequences(
     config: Config, memory: Memory, gpu_gib: float, *, taken_gib: float = 0.0
 ) -> int:
-    """Return how many full-length completions fit in an engine's KV cache.
-
-    `taken_gib` is the memory that other processes use on each GPU. Raises DoesNotFit if not even
-    one completion fits, or if the engine's share of the GPU is not free.
-    """
+    """Return how many full-length completions fit in an engine's KV cache. `taken_gib` is the
+    memory that other processes use on each GPU. Raises DoesNotFit if not even one completion fits,
+    or if the engine's share of the GPU is not free."""
     share = config.rollout.gpu_memory_utilization
     rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
@@ -147,8 +145,9 @@ def cached_sequences(
 
 
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
-    """Return how many bytes of an engine's share are certain to be available for its KV cache, or 0
-    if they are not enough for all completions. vLLM then has to measure its memory use."""
+    """Return how many bytes of an engine's share are certain to be available for its KV cache.
+    Returns 0 if they are not enough for all completions. vLLM then has to measure its memory use.
+    """
     memory = engine_memory(config, facts, gpu=True)
     cache = memory.parts["KV cache"]
     rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
@@ -181,7 +180,6 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
 
 
 def _rank_tokens(config: Config) -> float:
-    """Return how many tokens of a micro-batch one rank computes."""
     longest = max(config.trainer.micro_batch_tokens, config.max_context)
     return longest / config.trainer.sequence_parallel
 
@@ -196,8 +194,8 @@ def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
-    """Return the ZeRO stage in use. Same as `keel.trainer.engine.zero.zero_stage`, but without its
-    imports."""
+    """Return the ZeRO stage in use. The result is the same as for
+    `keel.trainer.engine.zero.zero_stage`, but this function does not need its imports."""
     mixed = gpu and config.model.dtype != "float32"
     return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
 
@@ -205,9 +203,9 @@ def stage_in_use(config: Config, *, gpu: bool) -> int:
 def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     """Estimate the memory of one rank.
 
-    ZeRO shards the optimizer state from stage 1, the gradients from stage 2, and the parameters in
-    stage 3. Expert parallelism shards the experts in every stage, and sequence parallelism shards
-    the tokens of a micro-batch.
+    ZeRO shards the optimizer state from stage 1 on, the gradients from stage 2 on, and the
+    parameters in stage 3. Expert parallelism shards the experts in every stage, and sequence
+    parallelism shards the tokens of a micro-batch.
     """
     trainer, count = config.trainer, facts.parameters
     ranks, tokens = trainer.ranks, _rank_tokens(config)
@@ -269,7 +267,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
     """Return the size of the second copy of the gradients that a rank needs during an update.
 
-    The copy arises when the rank joins its gradients into one tensor, which ZeRO-3 does for a few
+    The copy arises because the rank joins its gradients into one tensor. ZeRO-3 does so for a few
     layers at a time. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
     `flatten_dense_tensors_aligned`.)
     """
@@ -283,14 +281,14 @@ def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) 
 
 
 def reading_ranks(trainer: TrainerConfig) -> int:
-    """Return how many ranks read the model from disk: rank 0, or below ZeRO-3 the first rank that
-    holds each expert. DeepSpeed broadcasts the weights."""
+    """Return how many ranks read the model from disk. Under ZeRO-3, only rank 0 does, and otherwise
+    the first rank that holds each expert. DeepSpeed broadcasts the weights to the other ranks."""
     return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
 
 
 def bucket_elements(trainer: TrainerConfig) -> int:
-    """Return the maximum size of a gradient bucket: smaller for a single rank, except under ZeRO-2,
-    where the larger one was measured."""
+    """Return the maximum size of a gradient bucket. It is smaller for a single rank, except under
+    ZeRO-2, where the larger size was measured."""
     lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)
     return _LONE_BUCKET_ELEMENTS if lone else _BUCKET_ELEMENTS
 
@@ -302,8 +300,8 @@ def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
 
 
 def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
-    """Return the memory for the gradients of the support head's weight and hidden states, and for
-    buffers of kept token ids."""
+    """Return how many bytes the support head needs for the gradients of its weight and hidden
+    states, and for buffers of kept token ids."""
     tokens = _rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
     whole = _HEAD_CHUNK_BYTES * facts.vocab_size
@@ -321,9 +319,9 @@ def _activation_elements(facts: ModelFacts, config: Config) -> float:
     """Return the number of elements per token that all layers hold at the peak, without experts'
     tokens.
 
-    The peak is at the start of the backward pass: each layer holds what it keeps (with
-    checkpointing only its input and possibly the output of attention), and the last layer holds all
-    its elements and gradients (two for the MLP and one for the residual stream).
+    The peak is at the start of the backward pass. Each layer then holds what it keeps: with
+    checkpointing, only its input and possibly the output of attention. The last layer also holds
+    all its elements and gradients (two for the MLP and one for the residual stream).
     """
     trainer, residual = config.trainer, facts.hidden_size * (1 + config.model.wide_residual)
     whole = layer_elements(facts, config)
@@ -342,8 +340,8 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
     These are the residual stream before and after attention; the outputs of norms (2 hidden sizes);
     queries and keys before and after norm and rotary embedding, values and the output of attention
     (3 attention widths, 3 key widths); and the gate, up projection, activation and product of the
-    MLP (4 widths). Norms that are not fused also keep a float32 input and the normalised values.
-    If the layer is `compiled`, the outputs of norms, the activation and the product are recomputed,
+    MLP (4 widths). Norms that are not fused also keep a float32 input and the normalised values. If
+    the layer is `compiled`, the outputs of norms, the activation and the product are recomputed,
     but the input of a block of experts is kept.
     """
     hidden = facts.hidden_size
@@ -374,9 +372,9 @@ def elementwise_elements(facts: ModelFacts) -> float:
 
 
 def expert_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that the experts of a MoE layer keep: copies of the
-    token to and from each expert (2 hidden sizes), the gate, the up projection, the product, and
-    the activation if experts are not fused."""
+    """Return the number of elements per token that the experts of a MoE layer keep. These are
+    copies of the token to and from each expert (2 hidden sizes), the gate, the up projection, the
+    product, and the activation if experts are not fused."""
     copies = 2 * facts.experts_per_token * facts.hidden_size
     return copies + (3 if facts.fused_experts else 4) * _expert_width(facts)
 
@@ -388,7 +386,8 @@ def key_width(facts: ModelFacts) -> float:
 
 
 def _expert_width(facts: ModelFacts) -> float:
-    """Total intermediate size of the routed experts that process one token in a MoE layer."""
+    """Return the total intermediate size of the routed experts that process one token in a MoE
+    layer."""
     if not facts.moe_layers:
         return 0.0
     each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
@@ -396,7 +395,8 @@ def _expert_width(facts: ModelFacts) -> float:
 
 
 def _mlp_width(facts: ModelFacts) -> float:
-    """Intermediate size of an average layer's MLP, including shared but not routed experts."""
+    """Return the intermediate size of an average layer's MLP, including shared but not routed
+    experts."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * _expert_width(facts)
@@ -425,7 +425,7 @@ def offloads(config: Config, *, shared: bool) -> bool:
 
 
 def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
-    """Return how much GPU memory a rank needs, in bytes. State that it can offload is left out."""
+    """Return how many bytes of GPU memory a rank needs, without the state that it can offload."""
     return least_bytes(config, memory) if offloads(config, shared=shared) else memory.total
 
 
@@ -441,21 +441,23 @@ def peak_bytes(config: Config, memory: Memory, plan: OffloadPlan) -> float:
 
 
 def _update_bytes(config: Config, memory: Memory) -> float:
-    """Bytes that a rank needs during an update, not counting the reference model."""
+    """Return how many bytes a rank needs during an update, without the reference model."""
     names = ("weights", "gradients", "optimizer", "unused", "CUDA")
     held = sum(memory.parts[name] for name in names)
     return held + update_copy_bytes(config, memory.parts, gpu=True)
 
 
 def held_bytes(memory: Memory) -> float:
-    """Return how many bytes a rank holds between steps: weights, optimizer and reference model."""
+    """Return how many bytes a rank holds between steps for weights, optimizer and reference
+    model."""
     return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 
 def offload_plan(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> OffloadPlan:
-    """Decide what a rank offloads to host memory: everything if the GPU memory is unknown (0)."""
+    """Decide how much a rank offloads to host memory. If the GPU memory is unknown (0), it offloads
+    everything."""
     if not offloads(config, shared=shared):
         return OffloadPlan()
     parts, state = memory.parts, memory.parts["optimizer"]
@@ -497,13 +499,14 @@ def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None)
 
 
 def _fixed_gib(config: Config) -> float:
-    """GiB for the CUDA context and for weights being sent to engines."""
+    """Return how many GiB the CUDA context and the weights being sent to engines take."""
     return TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024
 
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
-    """Return the minimum host memory that a rank needs: for the master weights, moments, gradients
-    and outgoing weights of an offloaded optimizer, and for what is offloaded for time-sharing."""
+    """Return the minimum host memory that a rank needs. It holds the master weights, moments,
+    gradients and outgoing weights of an offloaded optimizer, and everything that is offloaded for
+    time-sharing."""
     trainer = config.trainer
     learned, _ = _learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
@@ -514,11 +517,11 @@ def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
 def can_start_together(
     config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float, *, stepping: bool = False
 ) -> bool:
-    """Return True if an engine and a rank that share a GPU fit on it while both start, and if
-    `stepping`, while the rank computes a whole micro-batch.
+    """Return True if an engine and a rank that share a GPU fit on it while both start. With
+    `stepping`, they must also fit while the rank computes a whole micro-batch.
 
-    The engine needs its whole share to be free, and must not be disturbed while it measures its
-    KV cache (`guaranteed_cache_bytes`).
+    The engine needs its whole share to be free, and must not be disturbed while it measures its KV
+    cache (`guaranteed_cache_bytes`).
     """
     if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
         return False
@@ -532,7 +535,8 @@ def can_start_together(
 def check_trainer_fits(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> None:
-    """Check that a rank fits on its GPU, next to an engine if they share it. Raises DoesNotFit."""
+    """Check that a rank fits on its GPU, next to an engine if they share it. Raises DoesNotFit if
+    it does not."""
     share = config.rollout.gpu_memory_utilization
     needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:

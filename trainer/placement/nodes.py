@@ -64,7 +64,7 @@ _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Files that contain a container's memory limit, for cgroup versions 2 and 1."""
+"""The files that contain a container's memory limit, for cgroup versions 2 and 1."""
 _SMI_S = 10.0
 _NOTICED_GIB = 1.0  # an idle GPU may show this much memory as used
 QUOTED_PYTHON = {"py_executable": shlex.quote(sys.executable)}
@@ -79,8 +79,8 @@ _RAY_SETTINGS = {
 
 
 def start_ray() -> None:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine. Raises ConfigError if this
-    fails."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine if it is not set. Raises
+    ConfigError if this fails."""
     if ray.is_initialized():
         raise ConfigError(
             "this process already uses Ray, which Keel starts or joins itself (RAY_ADDRESS). Call "
@@ -151,11 +151,8 @@ def _join(address: str) -> None:
 
 
 def stop_ray() -> None:
-    """Leave the cluster, and stop all its processes if it was started here.
-
-    A lost cluster is not contacted, because Ray would wait forever or exit this process without a
-    message.
-    """
+    """Leave the cluster, and stop all its processes if it was started here. A lost cluster is not
+    contacted, because Ray would wait forever or exit this process without a message."""
     with signals_deferred():
         for kind, pids in own_processes().items():
             if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
@@ -167,10 +164,8 @@ def stop_ray() -> None:
 
 
 def cluster_nodes(*, gpus: bool = True) -> list[Node]:
-    """Return the living nodes with their free resources, those with the most GPUs first.
-
-    By default, nodes without GPUs are left out.
-    """
+    """Return the living nodes with their free resources, starting with the nodes that have the most
+    GPUs. By default, nodes without GPUs are omitted."""
     free_resources = bounded(free_by_node, CALL_S, "report free resources")
     nodes: list[Node] = []
     for node in bounded(ray.nodes, CALL_S, "list its nodes"):
@@ -190,7 +185,8 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
 
 
 def memory_gib() -> float:
-    """Return the total host memory of this machine, or the limit of its cgroup if lower, in GiB."""
+    """Return the total host memory of this machine in GiB, or the limit of its cgroup if that is
+    lower."""
     sizes = [psutil.virtual_memory().total]
     for path in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # no file, or "max"
@@ -209,12 +205,9 @@ def visible_gpus() -> int:
 
 
 def _taken_gib(*, least: bool = False) -> float:
-    """Return how much memory other processes use on this machine's busiest GPU in GiB, or 0 if this
-    is unknown.
-
-    If `least` is set, the least busy GPU counts instead; this is right for a cluster, where Ray
-    assigns the free GPUs.
-    """
+    """Return how many GiB other processes use on this machine's busiest GPU, or 0 if this is
+    unknown. If `least` is set, the least busy GPU counts instead. This is right for a cluster,
+    where Ray assigns the free GPUs."""
     program = shutil.which("nvidia-smi")
     if not program:
         return 0.0
@@ -239,7 +232,7 @@ def used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
 
 
 def detect_hardware(config: Config) -> Hardware:
-    """Return the hardware that a run started now would get, within the recipe's limits."""
+    """Return the hardware that a run would get if it started now, within the recipe's limits."""
     run = config.run
     detected = run.device == "auto" and (bool(visible_gpus()) or run.describes_gpus)
     if not (detected or run.device == "gpu"):
@@ -261,8 +254,6 @@ def detect_hardware(config: Config) -> Hardware:
 
 
 def _detect_nodes() -> list[Node]:
-    """List the cluster's GPU nodes, or the node that Ray would start on this machine if it has
-    GPUs."""
     if os.environ.get("RAY_ADDRESS"):
         start_ray()
         try:
@@ -282,8 +273,8 @@ def _detect_nodes() -> list[Node]:
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
-    """Return the hardware, plus the nodes that an elastic run (`trainer.min_ranks`) still needs for
-    its full size, each like the largest one present."""
+    """Return the hardware with added nodes, so that an elastic run (`trainer.min_ranks`) has its
+    full size. Each added node is like the largest one present."""
     trainer, run = config.trainer, config.run
     elastic = 0 < trainer.min_ranks < trainer.ranks
     if not hardware.found or not hardware.nodes or not elastic:
@@ -305,8 +296,8 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Return the hardware that `keel check` plans for: the described one, or else the detected one,
-    or else as many nodes as the recipe needs."""
+    """Return the hardware that `keel check` plans for. This is the hardware described in the
+    recipe, or else the detected hardware, or else as many nodes as the recipe needs."""
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes

@@ -55,10 +55,8 @@ _HINT = (
 
 
 def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
-    """Plan a run on this hardware. Raises ConfigError if the run does not fit.
-
-    This is used by `keel check` and when a run starts.
-    """
+    """Plan a run on this hardware. `keel check` and the start of a run use this. Raises ConfigError
+    if the run does not fit."""
     if not hardware.gpu:
         return make_plan(config, facts, gpu=False)
     placement = place(config, hardware.idle)
@@ -71,7 +69,8 @@ def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
 def plan_placed(
     config: Config, facts: ModelFacts, hardware: Hardware, placement: Placement
 ) -> Plan:
-    """Plan a run whose actors have these GPUs. Raises ConfigError if the run does not fit."""
+    """Plan a run whose actors have already been assigned to GPUs. Raises ConfigError if the run
+    does not fit."""
     plan = make_plan(
         config,
         facts,
@@ -88,11 +87,8 @@ def plan_placed(
 def _check_host_memory(
     config: Config, facts: ModelFacts, offload: OffloadPlan, placement: Placement
 ) -> None:
-    """Check that each machine has enough host memory for its trainer ranks.
-
-    It must hold the models that the ranks read and the state that they offload. Raises DoesNotFit
-    if it cannot.
-    """
+    """Check that each machine has enough host memory for the models that its trainer ranks read and
+    the state that they offload. Raises DoesNotFit if it does not."""
     each, reading = host_bytes(config, facts, offload), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
@@ -118,12 +114,10 @@ def make_plan(
     taken_gib: float = 0.0,
     spec: GpuSpec | None = None,
 ) -> Plan:
-    """Plan a run for a model with these properties.
-
-    `gpu_gib` is the memory of a GPU (0 if unknown), and `taken_gib` is the part used by other
-    processes. Set `shared` if an engine and a rank share a GPU. Raises ConfigError if the recipe
-    does not suit the model, and DoesNotFit if a GPU is too small.
-    """
+    """Plan a run for a model with these properties. `gpu_gib` is the memory of a GPU (0 if
+    unknown), and `taken_gib` is the part used by other processes. Set `shared` if an engine and a
+    rank share a GPU. Raises ConfigError if the recipe does not suit the model, and DoesNotFit if a
+    GPU is too small."""
     check_trainer(config, facts, spec or GpuSpec(), gpu=gpu)
     engine = engine_memory(config, facts, gpu=gpu)
     rank = trainer_memory(config, facts, gpu=gpu)
@@ -171,10 +165,8 @@ def describe(
     time: StepTime | None = None,
     trains: bool = True,
 ) -> str:
-    """Return the plan as text for `keel check`.
-
-    `data` has one line per source, and `seats` has one per node. `time` is the estimate for a CPU.
-    If `trains` is False, rows about steps are left out.
+    """Return the plan as text for `keel check`. `data` has one line per source, and `seats` has one
+    per node. `time` is the estimate for a CPU. If `trains` is False, rows about steps are omitted.
     """
     gpu, judge, time = hardware.gpu, config.rewards.judge, plan.time or time
     a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling

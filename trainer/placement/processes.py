@@ -24,7 +24,8 @@ class ThreadState:
     stopped: bool  # by SIGSTOP, together with its process
     debugged: bool
     switches: str
-    """Context switches so far. Empty if the kernel does not count them (such as gVisor)."""
+    """The number of context switches so far. It is empty if the kernel does not count them (such as
+    gVisor)."""
 
 
 def _tasks(pid: int) -> Path:
@@ -72,10 +73,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> str:
-    """Kill processes and wait for them to exit.
-
-    Returns a note if one of them does not exit, or an empty string.
-    """
+    """Kill processes and wait for them to exit. Returns a note if one of them does not exit, or an
+    empty string."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -88,7 +87,8 @@ def kill(processes: Sequence[psutil.Process]) -> str:
 
 
 def has_exited(process: psutil.Process | int) -> bool:
-    """Return True if a process has exited. A zombie counts as exited, since it holds no memory."""
+    """Return True if a process has exited. A zombie counts as exited, because it holds no
+    memory."""
     try:
         if isinstance(process, int):
             process = psutil.Process(process)

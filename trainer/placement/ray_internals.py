@@ -1,7 +1,5 @@
-"""All uses of private parts of Ray 2.60 in Keel's driver.
-
-No other file in trainer/ or model/ uses a private module or attribute of Ray.
-"""
+"""All code in Keel's driver that uses private parts of Ray 2.60. No other file in trainer/ or
+model/ uses a private module or attribute of Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +25,8 @@ STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py"
 
 
 def silence_ray() -> None:
-    """Hide Ray's messages about tokens, dead processes and signal handlers. Keel prints its own."""
+    """Hide Ray's messages about tokens, dead processes and signal handlers. Keel prints its own
+    messages instead."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     logging.getLogger(_WORKER).addFilter(_not_about_sigterm)
     worker: Any = import_module(_WORKER)
@@ -48,10 +47,8 @@ def _not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Return the free resources of each node, keyed by node id.
-
-    Ray's public functions report them only for the whole cluster.
-    """
+    """Return the free resources of each node, keyed by node id. Ray's public functions report them
+    only for the whole cluster."""
     return import_module("ray._private.state").available_resources_per_node()
 
 
@@ -64,10 +61,8 @@ def exit_now(status: int) -> NoReturn:
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Return the ids of the Ray processes that this process has started.
-
-    They are grouped by kind, such as `raylet` and `gcs_server`. The result is empty if this process
-    has joined an existing cluster.
+    """Return the ids of the Ray processes that this process has started, grouped by kind, such as
+    `raylet` and `gcs_server`. The result is empty if this process has joined an existing cluster.
     """
     processes = getattr(import_module(_WORKER)._global_node, "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
@@ -75,11 +70,11 @@ def own_processes() -> dict[str, list[int]]:
 
 @contextmanager
 def killing_own_processes() -> Iterator[None]:
-    """Make `ray.shutdown` kill the processes of a cluster that was started here.
+    """Make `ray.shutdown` kill the processes of a cluster that was started here, and their
+    descendants.
 
-    Their descendants are killed, too. Ray would first ask each process to exit, which would take a
-    second because they ignore SIGTERM. They are also killed at exit if `ray.shutdown` was never
-    called.
+    Ray would first ask each process to exit, which would take a second because they ignore SIGTERM.
+    They are also killed at exit if `ray.shutdown` was never called.
     """
     handles = list[int]()
     local = [pid for pids in own_processes().values() for pid in pids]
@@ -113,7 +108,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Make new clusters listen only on the loopback interface, so no port is reachable from
+    """Make new clusters listen only on the loopback interface, so that no port is reachable from
     outside."""
     variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.pop(variable, None)
@@ -129,10 +124,8 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def without_unused_processes() -> Iterator[None]:
-    """Start clusters without four Python processes that a run does not need.
-
-    They would use a tenth of the CPU time of a small run.
-    """
+    """Start clusters without four Python processes that a run does not need. They would use a tenth
+    of the CPU time of a small run."""
     services: Any = import_module("ray._private.services")
     node: Any = import_module("ray._private.node").Node
     start: Callable[..., Any] = services.start_ray_process
@@ -146,11 +139,9 @@ def without_unused_processes() -> Iterator[None]:
 
 
 def _without_agents(command: Sequence[str]) -> list[str]:
-    """Return the raylet's command line with a stub in place of the dashboard agent.
-
-    The agent for runtime environments is also changed to exit with its raylet, because it would
-    otherwise run for another minute.
-    """
+    """Return the raylet's command line with a stub in place of the dashboard agent. The agent for
+    runtime environments is also changed to exit with its raylet, because it would otherwise run for
+    another minute."""
     options = {name: value for name, _, value in (word.partition("=") for word in command)}
     dashboard, runtime = "--dashboard_agent_command", "--runtime_env_agent_command"
     if dashboard not in options:

@@ -42,12 +42,9 @@ class Reservation:
 
 @contextmanager
 def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
-    """Reserve the GPUs for a run until this process exits.
-
-    If `only` is set, GPUs are reserved only for actors of this kind. Raises ConfigError if the
-    cluster would be too small even when idle, and TimeoutError if other users do not free enough
-    GPUs in time.
-    """
+    """Reserve the GPUs for a run until this process exits. If `only` is set, GPUs are reserved only
+    for actors of this kind. Raises ConfigError if the cluster would be too small even when idle,
+    and TimeoutError if other users do not free enough GPUs in time."""
     place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
     end = time.monotonic() + timeout_s
     while True:
@@ -75,7 +72,7 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
 
 def _group(placement: Placement) -> PlacementGroup:
     """Create a placement group with one bundle for each actor that owns GPUs, on the actor's node.
-    A guest needs another CPU core in it."""
+    The bundle has another CPU core if the actor has a guest."""
     owners = _owners(placement)
     return placement_group(
         [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],

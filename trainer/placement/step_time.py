@@ -94,8 +94,8 @@ class Rates:
     expert_pass_s: float = 0.65e-3
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
-        """Return how long the host takes to launch the kernels of a trainer step. The GPU works
-        meanwhile."""
+        """Return how long the host takes to launch the kernels of a trainer step. The GPU works in
+        the meantime."""
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
         return layers * passes(config) * micro_batches
@@ -111,7 +111,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Estimated time for one step in which all completions reach their limits, in seconds."""
+    """Estimated time in seconds for one step in which all completions reach their limits."""
 
     decode: float
     prefill: float
@@ -123,7 +123,7 @@ class StepTime:
     driver: float
     """Time for dispatch, rule-based scoring, packing and metrics."""
     turns: float
-    """Time to put engines to sleep, wake them up and offload, if GPUs are time-shared."""
+    """Time to put engines to sleep, wake them up and offload tensors, if GPUs are time-shared."""
     machine: str
     sequences: int
     """Number of completions that an engine samples at once."""
@@ -184,7 +184,7 @@ def step_time(
     `micro_batches` is the number that a rank computes in all optimizer steps of a batch. Set
     `shared` if engines and ranks share GPUs. `sequences` is the capacity of an engine's KV cache.
     For time-shared GPUs, `woken` is the size of an engine that sleeps in each step, and `moved` is
-    what a rank offloads and loads in the meantime, both in bytes.
+    how much a rank offloads and loads in the meantime, both in bytes.
     """
     spec, rates = spec or GpuSpec(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
@@ -245,8 +245,8 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def _decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate the GPU time of one decoding step in seconds: the time for memory traffic or for
-    GEMMs, whichever is longer, plus small kernels and the sampler."""
+    """Estimate the GPU time of one decoding step in seconds. It is the time for memory traffic or
+    for GEMMs, whichever is longer, plus small kernels and the sampler."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -273,7 +273,7 @@ def compute_seconds(
     spec: GpuSpec,
     rates: Rates,
 ) -> float:
-    """Estimate how long a rank computes for its share of a step with `tokens` tokens, including
+    """Estimate how long a rank computes for its share of a step with `tokens` tokens. This includes
     recomputation, the reference model, the head and the optimizer."""
     trainer, width = config.trainer, BYTES[config.model.dtype]
     share = tokens / trainer.ranks
@@ -319,8 +319,8 @@ def compute_seconds(
 
 
 def passes(config: Config) -> int:
-    """Return the cost of training on a micro-batch, in forward passes. A backward pass counts as
-    two."""
+    """Return the cost of training on a micro-batch in units of a forward pass. A backward pass
+    counts as two."""
     backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     return 1 + backward + config.trainer.activation_checkpointing + with_reference
@@ -334,7 +334,7 @@ def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
-    """Estimate the communication time of a rank that is not hidden by compute: gradients,
+    """Estimate the communication time of a rank that is not hidden by compute. It covers gradients,
     gathered weights, tokens routed to experts, and slices of contexts."""
     trainer = config.trainer
     updates = config.algorithm.updates_per_batch if config.data.sources else 1

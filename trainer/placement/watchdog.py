@@ -1,8 +1,8 @@
 """Watches the processes of a run from a background thread, and has hung processes killed and
 replaced.
 
-If the cluster was started here, the thread itself polls the processes. In a cluster that was
-joined, an actor on each node polls them.
+If the cluster was started here, the thread itself polls the processes. If the run joined a cluster,
+an actor on each node polls them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ CONNECT_S = 5.0
 """Interval between attempts to reach the GCS, and the timeout of each attempt."""
 _GCS = "Ray's control service (GCS), on the cluster's first node,"
 _GCS_WARN_S, _GCS_HANG_S = 15.0, 40.0
-"""Seconds without an answer from the GCS before a warning, and before the run ends. After 60 s, Ray
-would end this process without a message."""
+"""Seconds without an answer from the GCS after which a warning is printed and the run ends. After
+60 s, Ray would end this process without a message."""
 GCS_ANSWER_S = 1.0
 """How long each poll waits for the GCS."""
 _LIST_NODES_S = 5.0
@@ -60,7 +60,7 @@ class Watchdog:
     def __init__(
         self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
-        """Start the thread, which polls at once if one of these local `processes` exits."""
+        """Start the thread. It polls at once if one of these local `processes` exits."""
         self.say = say
         """Called from the watchdog's thread with each warning."""
         self.nodes: Set[str] = frozenset()
@@ -132,7 +132,8 @@ class Watchdog:
 def start_watchdog(
     say: Callable[[str], Any], hang_timeout_s: float, nodes: Set[str] = frozenset()
 ) -> Iterator[Watchdog]:
-    """Watch the run's processes during a `with` block. `nodes` is described at `Watchdog.nodes`."""
+    """Return a context in which the run's processes are watched. `nodes` is described at
+    `Watchdog.nodes`."""
     if local := own_processes():
         processes = {name: local[kind][0] for kind, name in RAY_PROCESSES.items() if kind in local}
         detector = HangDetector(
@@ -188,7 +189,8 @@ class PartitionTimer:
         self._clock = ray_timeouts.PollClock(2 * CONNECT_S, clock)
 
     def expired(self) -> bool:
-        """Try to connect. Returns True if all attempts have failed for `PARTITION_S`."""
+        """Try to connect to the GCS. Returns True if every attempt in the last `PARTITION_S`
+        seconds has failed."""
         connected, elapsed_s = self._connects(), self._clock.elapsed()
         self._elapsed_s = 0.0 if connected else self._elapsed_s + elapsed_s
         return self._elapsed_s >= PARTITION_S
@@ -206,8 +208,6 @@ def can_connect(address: str) -> bool:
 
 @dataclass(slots=True)
 class _Node:
-    """The monitor of a node and its latest answer."""
-
     host: str
     monitor: Any
     last: NodeHealth
@@ -268,7 +268,7 @@ class ClusterMonitor:
         )
 
     def _poll_gcs(self, elapsed_s: float, messages: list[str]) -> str:
-        """Update the list of nodes. Returns the reason if Ray is unusable, or an empty string."""
+        """Update the list of nodes. Returns the reason Ray is unusable, or an empty string."""
         self._since_query_s += elapsed_s
         if self._query is None:
             if self._since_query_s < _LIST_NODES_S:
@@ -295,7 +295,6 @@ class ClusterMonitor:
         return ""
 
     def _update_nodes(self, alive: Mapping[str, str]) -> None:
-        """Forget dead nodes, and create a monitor on each new one."""
         for node in self._nodes.keys() - alive.keys():
             self._dead[node] = self._nodes.pop(node).host
         for node in alive.keys() - self._nodes.keys():
