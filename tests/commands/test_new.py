@@ -15,7 +15,7 @@ from keel.commands.reference import PAGES, all_knobs, describe, normal, pages, s
 from keel.commands.synthesize import depends_on
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig, decides_tasks
 
 HARDWARE = (
@@ -148,19 +148,6 @@ def test_names_are_described(name: str, parts: list[str], monkeypatch: pytest.Mo
     text = describe(name)
     assert [part for part in parts if part not in text] == []
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_unknown_names_are_answered() -> None:
-    for name, hint in (
-        ("trainer.lrr", "trainer.lr?"),
-        ("reward_std", "TRL"),
-        ("synthesize.author.modle", "author.model?"),
-        ("mismach/logp_abs", "mismatch/logp_abs"),
-        ("actor/ppo_kl", "mismatch/kl"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            describe(name)
-        assert hint in str(caught.value)
 
 
 def test_every_knob_of_a_recipe_is_described() -> None:

@@ -124,18 +124,6 @@ def test_recipes_inherit(tmp_path: Path) -> None:
     assert f"{base.name}:6: trainer.lrr" in refused(path)
 
 
-def test_replaced_values_are_reported_where_they_are_written(tmp_path: Path) -> None:
-    base = write(tmp_path, RECIPE, "base.yaml")
-    path = write(tmp_path, "defaults: base.yaml\nrun: 3\ndata: [1]\n")
-    run, data = sorted(refused(path).splitlines())
-    assert run.startswith(f"{path}:2: run = 3") and data.startswith(f"{path}:3: data = [1]")
-    text = "defaults: base.yaml\ndata:\n  sources:\n    - {source: jsonl, path: a}\n"
-    path = write(tmp_path, text)
-    assert refused(path).startswith(f"{path}:4: data.sources[0].name: missing")
-    # A replaced list also removes the lines of its former entries.
-    assert f"{base}:" not in refused(path, "data.sources.0.task=3")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -344,16 +344,6 @@ def test_conversations_end_in_the_labelled_verdicts(tmp_path: Path) -> None:
     }
 
 
-def test_bad_labels_are_named_with_their_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "labelled.jsonl"
-    bad = {**ROW, "verdicts": {"river": "yes", "brief": "met"}}
-    source.write_text(f"{json.dumps(ROW)}\n{json.dumps(bad)}\n")
-    assert write_judgements([str(source), "--out", str(tmp_path / "out.jsonl")]) == 2
-    assert f"{source}:2" in capsys.readouterr().err
-
-
 RECIPE = load_config("mixed-agents")
 SHOWN = {
     source.name: (source, getattr(demonstrations, source.environment.demonstrations.split(":")[1]))
