@@ -381,9 +381,11 @@ class LayoutSearch:
 
     def _unrestricted(self, layout: Layout) -> bool:
         config = layout.config
+        sequences = engine_sequences(config)
+        if sequences > (layout.plan.cached or 0):
+            return False
         most = self.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
-        sequences = engine_sequences(with_values(config, most))
-        return engine_sequences(config) == sequences <= (layout.plan.cached or 0)
+        return engine_sequences(with_values(config, most)) == sequences
 
     def _squeezed(self, layout: Layout) -> bool:
         turns = layout.config.rollout.time_share and "rollout.time_share" in self.open_knobs
