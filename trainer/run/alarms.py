@@ -10,15 +10,13 @@ from keel.configs.schema import AlarmsConfig
 from keel.rl.types import ScoredGroup
 
 _REASONS = 3
-"""Maximum number of reasons for missing completions to list in one warning."""
+"""Maximum number of reasons for missing completions that one warning lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A metric to watch, the knob with its limit, and what to say if it is crossed.
-
-    `problem` is a format string for the metric's value.
-    """
+    """A metric to watch, the knob that sets its limit, and the text to print if the limit is
+    crossed. `problem` is a format string for the metric's value."""
 
     knob: str
     metric: str
@@ -99,7 +97,7 @@ class Alarms:
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
         self.ends = ""
-        """Why the run should end, or an empty string."""
+        """The reason the run should end, or an empty string."""
         self._last_line: dict[str, int] = {}
         """The step at which each alarm last printed a warning."""
 

@@ -40,7 +40,8 @@ _TEXT = "text"
 def save_batch(
     run: Path, step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]
 ) -> Path:
-    """Save the batch of `step` and return the file. The oldest of too many are deleted."""
+    """Save the batch of `step` and return its file. If there are too many saved batches, the oldest
+    are deleted."""
     path = run / FOLDER / f"step_{step:06d}.npz"
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, NDArray[Any]] = {}
@@ -60,7 +61,7 @@ def save_batch(
 
 
 def drop_after(run: Path, step: int) -> None:
-    """Delete the batches of steps after `step`, which a resumed run will repeat."""
+    """Delete the batches of steps after `step`. A resumed run will repeat these steps."""
     for path in list_batches(run):
         if step_of(path) > step:
             path.unlink()

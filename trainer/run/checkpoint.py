@@ -34,12 +34,13 @@ from keel.trainer.run.restarts import CollectiveTimeout
 
 STATE = "state.json"
 PROGRESS = "trainer.json"
-"""Name of the file with the trainer's progress."""
+"""Name of the file that contains the trainer's progress."""
 _FINISHED = re.compile(r"step_(\d{6,})")
 
 
 class SaveError(RuntimeError):
-    """Raised if a checkpoint could not be written. The run is unaffected and can continue."""
+    """Raised if a checkpoint could not be written. The run itself is unaffected and can
+    continue."""
 
     final = False
     """True if this was the checkpoint of the last step."""
@@ -47,7 +48,7 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """State of a resumed run in addition to the trainer's own files."""
+    """The state that a resumed run needs in addition to the trainer's own files."""
 
     step: int
     version: int
@@ -139,13 +140,14 @@ def latest(root: Path) -> Path | None:
 
 
 def latest_complete(root: Path) -> Path | None:
-    """Return the newest checkpoint in which every file has the right size, or None."""
+    """Return the newest checkpoint in which every file has the right size, or None if there is
+    none."""
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
 
 
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """Return the reasons why a checkpoint cannot be used, one line per file. If `bits` is set, the
-    contents of all files are checked, too."""
+    """Return the reasons a checkpoint cannot be used, one line per file. If `bits` is set, the
+    contents of all files are also checked."""
     if damage := find_damage(folder, extra=True, bits=bits):
         return damage
     try:
@@ -170,7 +172,8 @@ def _prune(root: Path, newest: Path, *, keep: int) -> None:
 
 
 def config_digest(config: Config) -> str:
-    """Return a digest of all config sections that affect training: all except `run` and `eval`."""
+    """Return a digest of all config sections that affect training. These are all except `run` and
+    `eval`."""
     sections = dataclasses.asdict(config)
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)

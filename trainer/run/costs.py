@@ -1,8 +1,8 @@
 """Computes the cost of a run in GPU-hours and in FLOPs of the model.
 
-A forward pass costs 2 FLOPs per active parameter and token, a backward pass twice as much, so that
-training costs the usual 6·N·D, as budgets of pre-training are stated. Attention scores, activation
-recomputation and start-up are not counted.
+A forward pass costs 2 FLOPs per active parameter and token, and a backward pass costs twice as
+much. Training therefore costs 6·N·D, as in the usual budgets for pre-training. Attention scores,
+activation recomputation and start-up are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 
 @dataclass(frozen=True, slots=True)
 class CostRates:
-    """Cost of a second and of a token."""
+    """The GPUs that a run occupies and the FLOPs per token, from which its costs are computed."""
 
     gpus: int
     """Number of GPUs that the run occupies, including a judge's."""
@@ -52,12 +52,12 @@ def total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def costs_of(folder: Path) -> dict[str, float]:
-    """Return the total costs of the run in `folder`, or an empty dict without records."""
+    """Return the total costs of the run in `folder`, or an empty dict if it has no records."""
     return total_costs(json.loads(text) for _, text in metric_lines(folder / "metrics.jsonl"))
 
 
 def cost_rows(runs: Mapping[str, Mapping[str, float]]) -> list[Sequence[str]]:
-    """Return a table row for each run and one for their sum, under `HEADER`."""
+    """Return a table row for each run and a row for their sum. `HEADER` names the columns."""
     every = total_costs(runs.values())
     flops = every.get(_TRAINING, 0.0) + every.get(_SAMPLING, 0.0)
 

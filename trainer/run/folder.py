@@ -41,8 +41,8 @@ from keel.trainer.run.manifest import (
 )
 
 MARK = ".lock"
-"""Name of the lock file. Trainer ranks read the random token in it to verify that they see the same
-folder."""
+"""Name of the lock file. It contains a random token, which trainer ranks read to verify that they
+see the same folder."""
 _WRITTEN = (
     *("config.yaml", "chosen.json", "metrics.jsonl", "events.jsonl", "tensorboard"),
     *("trajectories", "rewards", "nonfinite", "model", "trackers"),
@@ -53,11 +53,8 @@ class RunFolder:
     """Context manager that creates, checks and locks a run folder."""
 
     def __init__(self, config: Config, tokenizer: str = "") -> None:
-        """Describe the folder of this config's run, without touching it.
-
-        `tokenizer` is the digest of the model's tokenizer (`digest_of_tokenizer`), or an empty
-        string if unknown.
-        """
+        """Describe the folder of this config's run without touching it. `tokenizer` is the digest
+        of the model's tokenizer (`digest_of_tokenizer`), or an empty string if unknown."""
         self.path = Path(config.run.dir).expanduser()
         self.model = self.path / "model"
         """Folder for the exported model."""
@@ -72,11 +69,12 @@ class RunFolder:
         self._last_step = 0
         """Step of the newest checkpoint when the folder was entered, even if it was damaged."""
         self._problems: dict[Path, list[str]] = {}
-        """Problems found in each verified checkpoint. They are cached so that each is read only
+        """Problems found in each verified checkpoint, cached so that each checkpoint is read only
         once."""
 
     def __enter__(self) -> Self:
-        """Create and lock the folder. Raises ConfigError if the run cannot use it."""
+        """Create and lock the folder. Raises ConfigError if the folder is not usable for this
+        run."""
         self._check_location()
         with self._writable():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -189,7 +187,7 @@ class RunFolder:
 
     @property
     def latest(self) -> Path | None:
-        """Return the folder of the newest intact checkpoint, or None."""
+        """Return the folder of the newest intact checkpoint, or None if there is none."""
         for path in reversed(checkpoint.finished(self._checkpoints)):
             if path not in self._problems:
                 problems = checkpoint.problems(path)
@@ -202,7 +200,8 @@ class RunFolder:
 
     @property
     def _damaged(self) -> dict[Path, list[str]]:
-        """The problems of each damaged checkpoint newer than `latest`, newest checkpoint first."""
+        """The damaged checkpoints newer than `latest` and their problems, newest checkpoint
+        first."""
         latest = self.latest
         return {
             path: self._problems[path]
@@ -211,8 +210,9 @@ class RunFolder:
         }
 
     def select_checkpoint(self, knob: str, value: str) -> Path | None:
-        """Return the checkpoint that the user asked for: `last`, a step number, or None for `base`.
-        Raises ConfigError, naming `knob`, if the checkpoint is missing or damaged."""
+        """Return the checkpoint that the user asked for. `value` is `last`, a step number, or
+        `base`, for which the result is None. Raises ConfigError, naming `knob`, if the checkpoint
+        is missing or damaged."""
         if value in ("base", "last"):
             return self.latest if value == "last" else None
         by_step = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
@@ -226,7 +226,8 @@ class RunFolder:
         return path
 
     def state(self) -> State | None:
-        """Return the state saved in the newest intact checkpoint, or None if it is missing."""
+        """Return the state saved in the newest intact checkpoint, or None if there is no such
+        checkpoint."""
         latest = self.latest
         return checkpoint.read_state(latest) if latest else None
 
@@ -257,7 +258,8 @@ class RunFolder:
         check_exported(self.model, "move that folder away and start the run again to rewrite it")
 
     def begin(self, step: int) -> None:
-        """Rename an existing exported model, because training is about to make it obsolete."""
+        """Rename the exported model of an earlier run, if any, because training is about to make it
+        obsolete."""
         if self.model.exists():
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
@@ -286,7 +288,7 @@ class RunFolder:
         return points
 
     def needs_evaluation(self, step: int) -> bool:
-        """Return True if the run is evaluated but the evaluation after `step` is missing."""
+        """Return True if the run has evaluations but the one after `step` is missing."""
         steps = [at for points in self.evaluations().values() for at, _ in points]
         return bool(steps) and step not in steps
 
@@ -310,7 +312,7 @@ class RunFolder:
         write: Callable[[Path], Mapping[str, Entry]],
         say: Callable[[str], object] = print,
     ) -> Path:
-        """Save a checkpoint, after flushing the metrics and events of all steps so far to disk."""
+        """Save a checkpoint after flushing the metrics and events of all steps so far to disk."""
         keep, before = self._config.run.keep_checkpoints, checkpoint.latest(self._checkpoints)
 
         def synced(partial: Path) -> Mapping[str, Entry]:

@@ -54,7 +54,7 @@ class Journal:
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the record, and remove everything after step `resumed_at`.
+        """Open the records of a run, and remove everything after step `resumed_at`.
 
         `trajectories` is the number of trajectories saved per step, as text and as JSON. If
         `save_all` is set, the JSON file contains all of them. `tokenizer` is the digest stored in
@@ -97,7 +97,7 @@ class Journal:
 
     @property
     def ends(self) -> str:
-        """The reason if an alarm ends the run, or an empty string."""
+        """The reason an alarm ends the run, or an empty string."""
         return self._alarms.ends if self._alarms is not None else ""
 
     def note(self, kind: str, text: str) -> None:
@@ -112,7 +112,8 @@ class Journal:
         groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Record a step. Raises `OSError`, naming the folder, if the step cannot be written."""
+        """Record a step. Raises `OSError`, naming the folder, if the step cannot be written to
+        disk."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
         lines: list[str] = []
         if self._costs is not None:
@@ -194,7 +195,7 @@ def truncate(path: Path, step: int) -> None:
 
 
 def sync_record(folder: Path, after: int) -> None:
-    """Flush the metrics, the events and the files of steps after `after` to disk."""
+    """Flush the metrics, the events and the files of all steps after `after` to disk."""
     folders = [folder / "trajectories", folder / BATCHES]
     files = [path for kind in folders for path in _files_after(kind, after)]
     for path in (folder / "metrics.jsonl", folder / EVENTS, *files):
@@ -216,16 +217,16 @@ def _files_after(folder: Path, step: int) -> list[Path]:
 
 
 def missing_steps(path: Path, until: int) -> str:
-    """Describe the steps from 1 to `until` that are missing from `metrics.jsonl`, such as "3 of the
-    steps 4 to 9", or return "" for a complete file."""
+    """Describe which of the steps from 1 to `until` are missing from `metrics.jsonl`, such as "3 of
+    the steps 4 to 9". Returns "" if none are missing."""
     recorded = {step for step, _ in metric_lines(path)}
     missing = [step for step in range(1, until + 1) if step not in recorded]
     return f"{len(missing)} of the steps {missing[0]} to {missing[-1]}" if missing else ""
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the step and the text of each line in `metrics.jsonl`, except an incomplete last line.
-    Raises ValueError, naming the file and line, if another line is invalid."""
+    """Return the step and the text of each line in `metrics.jsonl`. An incomplete last line is
+    skipped. Raises ValueError, naming the file and line, if any other line is invalid."""
     texts = path.read_text().splitlines() if path.exists() else []
     lines: list[tuple[int, str]] = []
     for number, text in enumerate(texts, start=1):
@@ -251,7 +252,7 @@ def steps_of(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def describe(scored: ScoredGroup, index: int) -> str:
-    """Return a trajectory as readable text: its prompt, answer, reward and reward parts."""
+    """Return a trajectory as readable text, with its prompt, answer, reward and reward parts."""
     prompt, answer = scored.group.prompt, scored.group.trajectories[index]
     parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts_G[index].items())
     head = (

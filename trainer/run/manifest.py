@@ -23,18 +23,18 @@ MANIFEST = "keel_manifest.json"
 PIECE = 64 * 2**20
 _BLOCK = 2**20
 _SAMPLES = 64
-"""Number of places in each file that a fingerprint samples."""
+"""The number of positions at which a fingerprint samples each file."""
 
 
 class Entry(NamedTuple):
-    """A file's size when it was written, and one digest for each piece of it."""
+    """A file's size at write time, and a digest of each chunk."""
 
     bytes: int
     sha256: list[str]
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Flush these files in `folder` to disk and return their sizes and digests."""
+    """Flush these files in `folder` to disk, and return their sizes and digests."""
     paths = {name: folder / name for name in names}
     with _threads() as threads:
         synced = [threads.submit(sync, path) for path in paths.values()]
@@ -52,8 +52,9 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a quick fingerprint of a model folder, from samples of its manifest or else its tensor
-    files, or "" if there is neither."""
+    """Return a quick fingerprint of a model folder, or "" if it has neither a manifest nor tensor
+    files. The fingerprint uses samples of the manifest, or of the tensor files if there is no
+    manifest."""
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     files = [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors"))
@@ -68,17 +69,16 @@ def fingerprint(folder: Path) -> str:
 
 
 def base_of(config: Config) -> str:
-    """Return the initial model's fingerprint, or an empty string if it is not a local folder."""
+    """Return the fingerprint of the initial model, or an empty string if the model is not a local
+    folder."""
     folder = Path(config.model.path).expanduser()
     return fingerprint(folder) if config.model.path != TINY_MODEL and folder.is_dir() else ""
 
 
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
     """Write the manifest of `folder`, computing digests for the files that are not in `sealed`.
-
-    Raises ValueError if a sealed file is missing or has a different size. This means that the ranks
-    do not share this file system.
-    """
+    Raises ValueError if a sealed file is missing or has a different size, which means that the
+    ranks do not share this file system."""
     here = sizes(folder)
     for name, entry in sealed.items():
         if here.get(name) != entry.bytes:
@@ -96,11 +96,9 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
 
 
 def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
-    """Return the differences between `folder` and its manifest, one line per file.
-
-    If `extra` is set, files that the manifest does not list are reported, too. If `bits` is set,
-    the contents of all files are checked.
-    """
+    """Return the differences between `folder` and its manifest, one line per file. If `extra` is
+    set, files that the manifest does not list are also reported. If `bits` is set, the contents of
+    all files are checked."""
     try:
         entries = _read(folder / MANIFEST)
     except (OSError, ValueError) as error:
@@ -147,7 +145,7 @@ def join_problems(problems: list[str], limit: int = 3) -> str:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes in bytes of all files below `folder` except the manifest, by path."""
+    """Return the size in bytes of each file below `folder` except the manifest, keyed by path."""
     by_name: dict[str, int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:

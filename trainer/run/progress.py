@@ -1,8 +1,7 @@
-"""Shows the progress of long waits: as a live line on a terminal, and as plain lines elsewhere.
+"""Shows the progress of long waits as a live line on a terminal, and as plain lines elsewhere.
 
-Plain lines are printed after one second, every 30 seconds, and at the end.
-
-This module also works without rich, because `make install` runs it in an empty environment.
+Plain lines are printed after one second, every 30 seconds, and at the end. This module also works
+without rich, because `make install` runs it in an empty environment.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from keel.trainer.run.signals import outliving
 
 _FIRST_LINE_S, _LINE_EVERY_S, _POLL_S = 1.0, 30.0, 0.2
 _MIN_COUNTED_S = 2.0
-"""The remaining time is not estimated before this many seconds have passed."""
+"""The remaining time is estimated only after this many seconds."""
 
 
 class Wait:
@@ -33,7 +32,7 @@ class Wait:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the wait for `total` `unit`s (0 if unknown). If `quiet` is set, plain lines are
+        """Start waiting for `total` `unit`s (0 if unknown). If `quiet` is set, plain lines are
         printed only every 30 seconds."""
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done, self.before, self.note = 0.0, 0.0, ""
@@ -59,7 +58,7 @@ class Wait:
 
 
 def amount(done: float, total: float, unit: str) -> str:
-    """Format progress as text such as `3 of 8 prompts`. Bytes are shown in GB of 1e9 bytes."""
+    """Format progress as text such as `3 of 8 prompts`. Bytes are shown in GB (1e9 bytes)."""
     if unit == "bytes":
         return f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
     return f"{done:,.0f} of {total:,.0f} {unit}"
@@ -87,13 +86,13 @@ def waiting(what: str, *, total: float = 0, unit: str = "") -> Iterator[Wait]:
 
 
 class Display:
-    """Shows the progress of the current wait. If waits are nested, this is the innermost one."""
+    """Shows the progress of the current wait. If waits are nested, the innermost one is current."""
 
     def __init__(self, *, poll_s: float = _POLL_S) -> None:
         self._poll_s = poll_s
         self._open: list[Wait] = []
         self._printed: dict[Wait, float] = {}
-        """How many seconds each wait had taken when its last line was printed."""
+        """The seconds that each wait had taken when its last line was printed."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._live: Any = None

@@ -14,14 +14,12 @@ class WorkerLost(RuntimeError):
 
 
 class CollectiveTimeout(RuntimeError):
-    """Raised if a rank fails while the others wait for it. Nothing can be saved then."""
+    """Raised if a rank fails while the others wait for it. Nothing can be saved in this case."""
 
 
 class OutOfMemory(WorkerLost):
-    """Raised if a training step did not fit on a rank's GPU. Smaller micro-batches help.
-
-    `dropped` is True if the ranks have freed all memory used by the step.
-    """
+    """Raised if a training step did not fit on a rank's GPU. Smaller micro-batches help. `dropped`
+    is True if the ranks have freed all memory used by the step."""
 
     def __init__(self, text: str, *, dropped: bool = False) -> None:
         super().__init__(text)
@@ -33,7 +31,7 @@ class UpdateOutOfMemory(RuntimeError):
 
 
 class Restarts:
-    """Limits the number of restarts of engines and trainer within any period of `WINDOW_S`."""
+    """Limits how often engines and trainer may be restarted within any period of `WINDOW_S`."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Allow up to `limit` restarts (`run.max_restarts`)."""
@@ -43,10 +41,8 @@ class Restarts:
         """Set once training has begun. A run that fails earlier is not restarted."""
 
     def count(self, error: WorkerLost) -> None:
-        """Count a restart. Raises an error if no further restart is allowed.
-
-        This is `error` itself if training has not begun, and otherwise a WorkerLost with a hint.
-        """
+        """Count a restart, and raise an error if no further restart is allowed. The error is
+        `error` itself if training has not begun, and otherwise a WorkerLost with a hint."""
         if not self.started:
             raise error
         now = self._clock()

@@ -1,7 +1,5 @@
-"""Runs training from start to end.
-
-It opens the run folder, trains with restarts, exports the model and prints a summary.
-"""
+"""Runs training from start to end. This includes opening the run folder, training with restarts,
+exporting the model and printing a summary."""
 
 from __future__ import annotations
 
@@ -171,7 +169,7 @@ def open_journal(
     costs: StepCosts,
     tokens: TokenFile | None = None,
 ) -> Journal:
-    """Open the journal and the trackers of a run. Both are closed together with `stack`."""
+    """Open the journal and the trackers of a run. Both are closed when `stack` is closed."""
     journal = Journal(
         folder.path,
         view,
@@ -198,8 +196,8 @@ def save_checkpoint(
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Save a checkpoint. If this fails, returns False if a later one is due, and raises `SaveError`
-    otherwise."""
+    """Save a checkpoint and return True. If writing fails, return False if the run will write a
+    later one, and raise `SaveError` otherwise."""
     state = State(
         step=step,
         version=learner.version,
@@ -227,7 +225,6 @@ def _closing_summary(
     *,
     resume_command: str = "",
 ) -> str:
-    """Return a summary of the results that says where to find them or how to resume."""
     path, steps, lines = folder.path, config.run.steps, [""]
     evaluations = folder.evaluations()
     for name, points in evaluations.items():

@@ -30,7 +30,8 @@ FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop
 NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
 _PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
 _SLACK_S = 0.1
-"""Extra seconds for timers, because they may fire slightly earlier than `time.monotonic` shows."""
+"""Extra seconds for timers, because they may fire slightly too early by the clock
+`time.monotonic`."""
 
 
 class Preempted(KeyboardInterrupt):
@@ -144,8 +145,8 @@ def signals_blocked() -> Iterator[None]:
     """Block preemption signals in processes started during the `with` block.
 
     Schedulers signal every process of a job, but Ray and the trainer must stay alive until the
-    checkpoint is saved. When the block ends, Keel's handlers replace any that libraries have
-    installed.
+    checkpoint is saved. When the block ends, Keel's handlers replace any handlers that libraries
+    have installed.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
@@ -173,7 +174,8 @@ def signals_deferred() -> Iterator[None]:
 
 
 class Interrupt:
-    """Makes signals request a stop instead of ending the command, while open in the main thread."""
+    """Makes signals request a stop instead of ending the command. This applies while it is open in
+    the main thread."""
 
     def __init__(
         self,
@@ -259,8 +261,8 @@ class _OutlivingStream:
 
 
 def outliving(stream: TextIO | None) -> TextIO:
-    """Wrap a stream, or None for a closed one (`>&-`), so that it can be written to once its reader
-    is gone."""
+    """Wrap a stream so that writing to it still works once its reader is gone. `stream` is None if
+    the stream is closed (`>&-`)."""
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 
 

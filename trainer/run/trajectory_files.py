@@ -32,7 +32,7 @@ _MAX_LOG_RATIO = 20.0
 """Log-ratios are clipped to this limit, as in the loss."""
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 _MAX_TOKENS_PER_CHARACTER = 4
-"""Maximum number of tokens per character, since UTF-8 uses at most four bytes."""
+"""Maximum number of tokens per character. UTF-8 uses at most four bytes."""
 _REFERENCE_CHARACTERS = 2_000
 Place = tuple[ScoredGroup, int]
 """A trajectory, identified by its group and its index in the group."""
@@ -70,10 +70,8 @@ def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> _Selec
 
 
 def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place]:
-    """Choose up to `count` trajectories: the best and the worst completion of each group.
-
-    Groups with the largest spread of rewards come first.
-    """
+    """Choose up to `count` trajectories, namely the best and the worst completion of each group.
+    Groups with the largest spread of rewards come first."""
     chosen: list[Place] = []
     scored = [group for group in groups if len(group.rewards_G)]
     for group in sorted(scored, key=lambda g: -float(g.rewards_G.std())):
@@ -87,7 +85,7 @@ def _unique(places: Sequence[Place]) -> list[ScoredGroup]:
 
 
 class TokenTexts:
-    """Decodes a token sequence into the text added by each token."""
+    """Decodes a token sequence into the text that each token adds."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -105,7 +103,8 @@ class TokenTexts:
         return self._decode(ids)[self._skip :]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return one text per token. A character of several tokens belongs to the last one."""
+        """Return one text per token. If a character consists of several tokens, it belongs to the
+        last one."""
         texts: list[str] = []
         pending: list[int] = []
         for token in ids:
@@ -133,12 +132,13 @@ class TokenFile:
         numbers: Callable[[], Mapping[int, TokenNumbers]],
         answer: Callable[[Trajectory], str] = lambda _: "",
     ) -> None:
-        """Take functions that return the trainer's numbers for each segment, and the answer in a
-        trajectory."""
+        """`numbers` returns the trainer's numbers for each segment, and `answer` returns the answer
+        in a trajectory."""
         self._run, self._texts, self._numbers, self._answer = run, texts, numbers, answer
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
-        """Write the file for one step. This is atomic, since a report may be reading the file."""
+        """Write the file of one step. The write is atomic, because a report may be reading the
+        file."""
         selected = select_trajectories(groups, self._run)
         if not self._run.save_tokens or not selected.text:
             return
@@ -162,8 +162,8 @@ class TokenFile:
         partial.replace(path)
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
-        """Return a segment as a list of spans: strings of given tokens, and objects with lists of
-        values per sampled token."""
+        """Return a segment as a list with one item for each stretch of given or sampled tokens.
+        Given tokens are a string. Sampled tokens are an object with lists of values per token."""
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
@@ -196,10 +196,8 @@ def _group_record(
     contexts: Mapping[tuple[int, int], list[list[Any]]],
     answer: Callable[[Trajectory], str],
 ) -> dict[str, Any]:
-    """Return the record of one group, which becomes one line of the file.
-
-    `text` and `contexts` are keyed by the group's `id()` and the trajectory's index.
-    """
+    """Return the record of one group, which becomes one line of the file. `text` and `contexts` are
+    keyed by the group's `id()` and the trajectory's index."""
     prompt, group = scored.group.prompt, scored.group
     trajectories: list[dict[str, Any]] = []
     for index, trajectory in enumerate(group.trajectories):

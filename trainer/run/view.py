@@ -34,7 +34,7 @@ SHOWN = (
     ("completion length", "length/mean", "{:.1f}"),
     ("tokens per second", "throughput/tokens_per_second", "{:,.0f}"),
 )
-"""Metrics shown in the panel: label, name and format."""
+"""The metrics in the panel, each with its label, name and format."""
 _LINE = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "nll", "{:.4f}"),
@@ -45,11 +45,12 @@ _LINE = (
     ("length", "length/mean", "{:.0f}"),
     ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
 )
-"""Metrics shown in a plain line: label, name and format. The line has about 120 characters."""
+"""The metrics in a plain line, each with its label, name and format. The line has about 120
+characters."""
 _TIMES = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 _BARS = "▁▂▃▄▅▆▇█"
 _ECHO = 4
-"""Number of columns taken up by two echoed `^C`."""
+"""The number of columns that two echoed `^C` take up."""
 
 
 class View(Protocol):
@@ -65,16 +66,14 @@ class View(Protocol):
 
 
 def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
-    """Return a live panel if the output is a terminal, or a view that prints plain lines.
-
-    The output is `stream`, or standard output by default.
-    """
+    """Return a live panel if the output is a terminal, and otherwise a view that prints plain
+    lines. The output is `stream`, or standard output by default."""
     output = stream or sys.stdout
     return LiveView(title, steps) if output.isatty() else PlainView(steps, output)
 
 
 class PlainView:
-    """Prints one line per step, and one every 30 seconds during longer activities."""
+    """Prints one line per step, and a line every 30 seconds during longer activities."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout

@@ -16,14 +16,12 @@ from keel.trainer.run.trackers.sender import PROJECT, RunEnd
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
-"""Limits of the server: parameters per request, and characters per parameter and per tag."""
+"""The server's limits on parameters per request, and on characters per parameter and per tag."""
 
 
 class Mlflow:
-    """Logs a run to MLflow and resumes it by its id.
-
-    The parameters stay as they were at the first start, because MLflow cannot change them.
-    """
+    """Logs a run to MLflow and resumes it by its id. The parameters stay the same as at the first
+    start, because MLflow cannot change them."""
 
     remedy = "Check MLFLOW_TRACKING_URI, the server's credentials and the network"
 
@@ -68,9 +66,7 @@ class Mlflow:
 
 
 def _allowed(name: str) -> str:
-    """Replace characters that MLflow forbids in names.
-
-    Results look like `eval/sums/pass_at_1` and `data.sources.sums.size`.
-    """
+    """Replace characters that MLflow forbids in names. The result looks like `eval/sums/pass_at_1`
+    or `data.sources.sums.size`."""
     name = name.replace("@", "_at_").replace("[", ".").replace("]", "")
     return re.sub(r"[^\w\-. :/]", "_", name)

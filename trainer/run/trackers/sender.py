@@ -1,8 +1,8 @@
 """Sends the metrics and events of a run to its trackers in background threads.
 
 Each thread reads `metrics.jsonl` and `events.jsonl` as they grow. A slow or unreachable tracker
-does not delay the run and catches up later. `trackers/NAME.json` records its progress, so
-steps that a resumed run repeats are not sent again.
+does not delay the run and catches up later. `trackers/NAME.json` records its progress, so steps
+that a resumed run repeats are not sent again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
     from keel.trainer.run.journal import Journal
 
 RunEnd = Literal["finished", "stopped", "failed"]
-"""End of a run. A run that is `stopped` can be resumed with the same command."""
+"""The end of a run. A run that was `stopped` can be resumed with the same command."""
 PROJECT = "keel"
 """Default project name. Environment variables can override it."""
 EVENT = "tracker"
-"""Kind of the events written by this module. They are not sent to trackers."""
+"""The kind of the events that this module writes. They are not sent to trackers."""
 _CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
 """The class of each tracker. The key is the name of its package, its pip extra and its module in
 this folder."""
@@ -41,24 +41,19 @@ _RETRY_S, _HANG_S = 30.0, 120.0
 _ABANDONED = "keel-abandoned-"
 """Prefix for the names of abandoned threads."""
 _CLOSE_S, _HURRY_S = 60.0, 5.0
-"""Maximum wait at the end of a run, normally and after a preemption."""
+"""The maximum wait at the end of a run, normally and after a preemption."""
 
 
 class Tracker(Protocol):
-    """Sends the metrics and events of a run to an experiment tracker.
-
-    All methods except `abandon` are called from one thread and may block. If a call raises an
-    exception, it is repeated.
-    """
+    """Sends the metrics and events of a run to an experiment tracker. All methods except `abandon`
+    are called from one thread and may block. If a call raises an exception, it is repeated."""
 
     remedy: str
     """Advice for the user after a failure."""
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
-        """Start a run, or resume the run with this `id` if it is not empty.
-
-        Returns the id, and the place where the run's curves can be viewed.
-        """
+        """Start a run, or resume the run with this `id` if it is not empty. Returns the id, and the
+        address at which the run's curves can be viewed."""
         ...
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
@@ -125,7 +120,8 @@ class TrackerThread:
         self._say, self._retry_s, self._hang_s = say, retry_s, hang_s
         self._file = folder / "trackers" / f"{name}.json"
         self._sent = {"id": "", "step": -1, "events": 0, **_read_state(self._file)}
-        """The tracker's id of the run, the last step and the number of events it has received."""
+        """The tracker's id of the run, the last step it has received, and the number of events it
+        has received."""
         self._tracker: Tracker | None = None
         self._opened = False
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
@@ -154,7 +150,8 @@ class TrackerThread:
             self._warn(f"has not answered for {self._hang_s:.0f} s")
 
     def close(self, end: RunEnd) -> None:
-        """Let the thread send the rest in the background. It sets `done` when it is finished."""
+        """Let the thread send the remaining lines in the background. It sets `done` when it has
+        finished."""
         self._end = end
         self._wake.set()
 
@@ -241,7 +238,7 @@ class TrackerThread:
 
 
 def has_abandoned_threads() -> bool:
-    """Return True if an abandoned thread, which may crash the interpreter at exit, still runs."""
+    """Return True if an abandoned thread is still running. It may crash the interpreter at exit."""
     return any(thread.name.startswith(_ABANDONED) for thread in threading.enumerate())
 
 
@@ -264,10 +261,8 @@ class Trackers:
             thread.wake()
 
     def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
-        """Wait up to `seconds` for everything up to `step` to be sent.
-
-        Threads that are still busy are abandoned, and missing steps are reported.
-        """
+        """Wait up to `seconds` for everything up to `step` to be sent. Threads that are still busy
+        are abandoned, and missing steps are reported."""
         for thread in self._threads:
             thread.close(end)
         until = time.monotonic() + seconds
@@ -303,10 +298,8 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
 
 
 def _plain_knobs(config: Config) -> dict[str, Any]:
-    """Return all knobs that are set, as JSON values.
-
-    They are safe to upload: recipes contain no keys, only the names of environment variables.
-    """
+    """Return all knobs that are set, as JSON values. They are safe to upload, because recipes
+    contain no keys but only the names of environment variables."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

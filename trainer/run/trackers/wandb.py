@@ -67,10 +67,8 @@ class Wandb:
         self._run.finish(exit_code=0 if end == "finished" else 1)
 
     def abandon(self) -> None:
-        """Kill the W&B process, because the interpreter would wait minutes for it at exit.
-
-        `wandb sync` can upload the data that the process had received.
-        """
+        """Kill the W&B process. Otherwise the interpreter would wait minutes for it at exit. `wandb
+        sync` can upload the data that the process had received."""
         with suppress(psutil.Error):
             for process in psutil.Process().children():
                 if _PROCESS in process.name():
