@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from keel.model.layers.contexts import Contexts
 from keel.model.layers.flash4 import attend4, operator4
+from keel.model.layers.linear_attention import FAMILIES, use_packed_linear_attention
 from keel.model.torch_internals import to_device, varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
@@ -118,12 +119,17 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
+    hybrid = config.model_type in FAMILIES
+    if hybrid:
+        kinds.discard("linear_attention")
+        use_packed_linear_attention(model)
     if not kinds <= _SUPPORTED_LAYERS:
         raise ValueError(
             f"{config.model_type}: layers of type {sorted(kinds - _SUPPORTED_LAYERS)} would mix "
-            "packed segments. Only full, sliding and sparse attention can be trained"
+            "packed segments. Only full, sliding and sparse attention, and the linear attention of "
+            f"{', '.join(FAMILIES)}, can be trained"
         )
-    if not model.is_backend_compatible():
+    if not hybrid and not model.is_backend_compatible():  # the hybrid ones do not say so
         raise ValueError(
             f"{config.model_type}: attention does not use transformers' attention interface, so it "
             "would mix packed segments"

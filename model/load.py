@@ -42,6 +42,7 @@ from keel.model.hub import (
     one_line,
     written_by_code,
 )
+from keel.model.layers import linear_attention
 from keel.model.layers.fused import fuses_experts, fuses_norms
 from keel.model.lora import MLP, is_adapted, merged_tensors
 from keel.model.template_probe import check_template
@@ -94,6 +95,12 @@ class ModelFacts:
     """Number of parameters in all indexers."""
     full_attention: bool = True
     """The result of the function `full_attention`."""
+    linear_layers: int = 0
+    """Number of layers with linear attention."""
+    linear_width: int = 0
+    """Sum of the widths of queries, keys, values and gates in a layer with linear attention."""
+    state_size: int = 0
+    """Number of elements in the recurrent state of such a layer, for each sequence."""
     fused_norms: bool = True
     """Whether RMS norms run as single kernels on GPUs (model/layers/fused.py)."""
     fused_experts: bool = True
@@ -317,6 +324,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
             widths[last] += module.in_features + module.out_features
     balanced = experts and getattr(text, "output_router_logits", False)
     kv_heads, kv_width, head_size = _cache_shape(text)
+    linear_layers, linear_width, state_size = _linear_shape(text)
     facts = _FACTS[key] = ModelFacts(
         architecture=type(model).__name__,
         layers=text.num_hidden_layers,
@@ -339,6 +347,9 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         index_top_k=getattr(text, "index_topk", None) or 0,
         indexer_parameters=sum(p.numel() for name, p in parameters.items() if ".indexer." in name),
         full_attention=full_attention(text),
+        linear_layers=linear_layers,
+        linear_width=linear_width,
+        state_size=state_size,
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),
         projections=widths,
@@ -376,6 +387,15 @@ def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return kv_heads, 2 * kv_heads * size, size
+
+
+def _linear_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    if config.model_type not in linear_attention.FAMILIES:
+        return 0, 0, 0
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    layers = config.layer_types.count("linear_attention")
+    return layers, 2 * (keys + values), values * config.linear_key_head_dim
 
 
 def _experts_per_token(config: PreTrainedConfig) -> int:

@@ -146,8 +146,8 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module) -> bool:
     """Return whether the module computes weight · x / rms(x), and not (1 + weight) · x / rms(x)."""
-    weight = getattr(module, "weight", None)
-    if "RMSNorm" not in type(module).__name__ or not hasattr(module, "variance_epsilon"):
+    weight, name = getattr(module, "weight", None), type(module).__name__
+    if "RMSNorm" not in name or "Gated" in name or not hasattr(module, "variance_epsilon"):
         return False
     if not isinstance(weight, Tensor) or weight.ndim != 1 or len(list(module.parameters())) != 1:
         return False

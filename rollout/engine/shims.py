@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, silu, softplus
+from transformers.models.qwen3_next import modeling_qwen3_next
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+_recurrent: Any = inspect.unwrap(modeling_qwen3_next.torch_recurrent_gated_delta_rule)
+_chunked: Any = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
 
 
 def install() -> None:
@@ -20,6 +31,7 @@ def install() -> None:
         (UnquantizedFusedMoEMethod, "_setup_kernel", _prepack_experts),
         (RotaryEmbedding, "forward_cpu", _rotate_3d_queries),
         (CPUModelRunner, "sample_tokens", _keep_seeded_streams),
+        (gdn_attention, "cpu_gdn_attention_core", _gated_delta_rule),
     ):
         original = getattr(kind, name)
         if not hasattr(original, "keel_shim"):
@@ -73,3 +85,72 @@ def _keep_seeded_streams(original: Any) -> Any:
             generators.update(aside)
 
     return sample_tokens
+
+
+def _gated_delta_rule(original: Any) -> Any:
+    """Compute the gated delta rule in float32, too. vLLM's CPU kernels support bfloat16 only."""
+
+    def core(
+        mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType
+    ) -> None:
+        if mixed_qkv.dtype == torch.bfloat16:
+            return original(mixed_qkv, b, a, core_attn_out, layer_name)
+        context: Any = get_forward_context()
+        if context.attn_metadata is None:  # a warm-up
+            return None
+        layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+        batch = context.attn_metadata[layer.prefix]
+        ends, slots = batch.non_spec_query_start_loc, batch.non_spec_state_indices_tensor
+        decodes, sequences = batch.num_decodes, batch.num_decodes + batch.num_prefills
+        begun = batch.has_initial_state
+        rows = mixed_qkv, b, a, core_attn_out
+        if decodes:
+            _advance(layer, slots[:decodes], None, *(x[:decodes] for x in rows))
+        for i in range(decodes, sequences):
+            own, tokens = slice(i, i + 1), slice(int(ends[i]), int(ends[i + 1]))
+            _advance(layer, slots[own], begun[own], *(x[tokens] for x in rows))
+        return None
+
+    return core
+
+
+def _advance(
+    layer: Any,
+    slots: Tensor,
+    begun: Tensor | None,
+    mixed_qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    output: Tensor,
+) -> None:
+    """Continue equally long sequences from their states in the cache, or from zero where `begun`
+    is False."""
+
+    def grouped(x: Tensor) -> Tensor:  # [N, …] → [S, T, …]
+        return x.unflatten(0, (len(slots), -1))
+
+    convolved, recurrent = layer.kv_cache[:2]
+    recurrent = recurrent.view(*recurrent.shape[:2], *recurrent.shape[:1:-1])  # keys first
+    if not is_conv_state_dim_first():
+        convolved = convolved.transpose(1, 2)
+    before, state = convolved[slots], recurrent[slots]
+    if begun is not None:
+        fresh = ~begun[:, None, None]
+        before, state = before.masked_fill(fresh, 0), state.masked_fill(fresh[..., None], 0)
+    row = torch.cat([before, grouped(mixed_qkv).transpose(1, 2)], -1)  # [S, C, W−1+T]
+    convolved[slots] = row[..., -before.shape[-1] :]
+    weight = gdn_attention._unpacked_conv_weight(layer)[:, None]
+    row = silu(conv1d(row, weight, layer.conv1d.bias, groups=len(weight))).transpose(1, 2)
+    query, key, value = (grouped(x[0]) for x in layer.rearrange_mixed_qkv(row.flatten(0, 1)))
+    shared = value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(shared, 2) for x in (query, key))
+    rule = _recurrent if query.shape[1] == 1 else _chunked
+    out, recurrent[slots] = rule(
+        *(query, key, value),
+        g=-layer.A_log.exp() * softplus(grouped(a) + layer.dt_bias),
+        beta=grouped(b).sigmoid(),
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    output.copy_(out.flatten(0, 1))

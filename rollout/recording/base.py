@@ -94,7 +94,7 @@ class Recorder(ABC):
         """Return the number of requests for which the recorder still holds data."""
         return len(self._options)
 
-    def _save_before_preemption(self, scheduler: Any, read: _Read) -> None:
+    def _save_before_preemption(self, scheduler: Any, read: _Read, *, group: int = 0) -> None:
         """Save the routes of requests just before vLLM preempts them. A preempted request loses its
         keys and values. They are computed again later, possibly with new weights. Recorders that
         read routes from the same cache slots must therefore read them before the preemption."""
@@ -108,7 +108,7 @@ class Recorder(ABC):
             if begun and options is not None and options.routes:
                 first = options.routes_from
                 if tokens - first > len(self._saved.get(name, ())):
-                    blocks = scheduler.kv_cache_manager.get_block_ids(name)[0]
+                    blocks = scheduler.kv_cache_manager.get_block_ids(name)[group]
                     self._saved[name] = self._rows(name, blocks, first, tokens, read)
             preempt(request, *args, **kwargs)
 

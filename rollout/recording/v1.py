@@ -39,12 +39,15 @@ class _RouteTable:
 
     def __init__(self, runner: Any) -> None:
         groups = runner.kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        kinds = [type(group.kv_cache_spec) for group in groups]
+        if FullAttentionSpec not in kinds:
             raise ValueError(
-                "rollout.recorder = 'v1' keeps routes by cache slot, which needs full attention in "
-                f"every layer; this model has {', '.join(kinds)}"
+                "rollout.recorder = 'v1' keeps routes by cache slot, which needs layers with full "
+                f"attention; this model has {', '.join(sorted({kind.__name__ for kind in kinds}))}"
             )
+        self.group = kinds.index(FullAttentionSpec)
+        """Index of the KV cache group whose slots are used. A hybrid model has several groups."""
+        self._layer = groups[self.group].layer_names[0]
         layers = moe_runners(runner.model)
         experts = {moe.moe_config.num_experts for moe in layers}
         widths = {moe.moe_config.experts_per_token for moe in layers}
@@ -54,7 +57,7 @@ class _RouteTable:
                 f"ids that fit int16; this model has {sorted(widths)} of {sorted(experts)}"
             )
         self._batch = runner.input_batch
-        block = self._block = groups[0].kv_cache_spec.block_size
+        block = self._block = groups[self.group].kv_cache_spec.block_size
         shape = (len(layers), widths.pop())
         self._slots = torch.full(
             (runner.kv_cache_config.num_blocks * block, *shape), NO_ROUTE, dtype=torch.int16
@@ -73,7 +76,7 @@ class _RouteTable:
     def _store(self, model: nn.Module, args: Any, output: Any) -> None:
         mapping = get_forward_context().slot_mapping
         if isinstance(mapping, dict) and mapping:
-            slots = next(iter(mapping.values()))
+            slots = mapping[self._layer]
             self._slots[slots] = self._step[: len(slots)]
 
     def blocks(self, request_id: str) -> list[int]:
@@ -82,7 +85,7 @@ class _RouteTable:
             raise RecordingError(
                 f"request {request_id}: left the batch before its routes were read"
             )
-        return self._batch.block_table[0].get_numpy_array()[row].tolist()
+        return self._batch.block_table[self.group].get_numpy_array()[row].tolist()
 
     def rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
         """Return the routes [tokens − first, L, K] of the request that has these cache blocks."""
@@ -111,7 +114,8 @@ class V1Recorder(Recorder):
         runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
         if self._routes:
             self._table = _RouteTable(runner)
-            self._save_before_preemption(scheduler_of(engine), self._table.rows)
+            table = self._table
+            self._save_before_preemption(scheduler_of(engine), table.rows, group=table.group)
 
     def expect(self, request_id: str, options: RecordingOptions) -> None:
         super().expect(request_id, options)

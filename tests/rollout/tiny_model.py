@@ -6,23 +6,33 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from keel.model import load
 
 DENSE_LAYER = 1
 END = "<|im_end|>"
 VOCABULARY = 258
+HYBRID = {
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
+"""Sizes that only hybrid families have."""
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{{ '<|im_start|>assistant\n' }}"
 )
 
 
-def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeForCausalLM:
+def make_model(
+    folder: Path, *, seed: int = 0, head_dim: int = 32, family: str = "qwen3_moe"
+) -> PreTrainedModel:
     """Create a model with four layers, one of them dense, and a byte tokenizer. Saves both to
-    `folder`. Wide initial weights and a scaled output head make its distributions as peaked as
-    those of trained models."""
+    `folder`. In a hybrid family, only the last layer has full attention. Wide initial weights and a
+    scaled output head make its distributions as peaked as those of trained models."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((END, "<|im_start|>", *alphabet))}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -37,8 +47,9 @@ def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeFo
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            family,
             vocab_size=len(vocab),
             hidden_size=64,
             intermediate_size=64,
@@ -54,8 +65,10 @@ def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeFo
             max_position_embeddings=512,
             initializer_range=0.2,
             tie_word_embeddings=False,
+            pad_token_id=None,
             eos_token_id=0,
             dtype="float32",
+            **(HYBRID if family != "qwen3_moe" else {}),
         )
     ).eval()
     with torch.no_grad():
@@ -64,7 +77,7 @@ def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeFo
     return model
 
 
-def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tensor]:
+def perturbed(model: PreTrainedModel, *, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -73,5 +86,5 @@ def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tenso
     return checkpoint_tensors(model)
 
 
-def checkpoint_tensors(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in load.checkpoint_tensors(model)}

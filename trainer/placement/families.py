@@ -22,6 +22,13 @@ EXPERT_PARALLEL = (
 """Architectures that have a DeepSpeed AutoEP preset and support routing replay."""
 _SPARSE_ATTENTION = "DeepseekV32ForCausalLM"
 """The architecture in which an indexer selects the tokens to attend to."""
+_LINEAR_ATTENTION = (
+    "OlmoHybridForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
+"""Architectures whose layers of linear attention carry a state from token to token."""
 _SERVED_LATENTS = (512, 576)
 """Latent cache widths that vLLM's sparse attention kernels support on GPUs."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -104,11 +111,13 @@ def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
         )
 
 
-def no_sharing(config: Config, *, head_size: int) -> str:
+def no_sharing(config: Config, *, architecture: str, head_size: int) -> str:
     """Return the reason training cannot share a group's prompt, or an empty string if it can.
     `head_size` is 0 for a latent cache."""
     if config.model.batch_invariant:
         return "not with model.batch_invariant"
+    if architecture in _LINEAR_ATTENTION:
+        return "the state of linear attention would have to be copied to every completion"
     return "" if head_size else "latent keys and values are too wide to copy"
 
 
@@ -142,6 +151,11 @@ def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool
             f"trainer.share_prompts = true: the latent keys and values of {facts.architecture} are "
             "too wide to copy into every context. Leave it out"
         )
+    if trainer.share_prompts and facts.architecture in _LINEAR_ATTENTION:
+        raise ConfigError(
+            f"trainer.share_prompts = true: the linear attention of {facts.architecture} reads "
+            "each trajectory from its first token on. Leave it out"
+        )
     check_parallel(
         trainer,
         architecture=facts.architecture,
@@ -169,6 +183,11 @@ def check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, h
     if size > 1 and architecture == _SPARSE_ATTENTION:
         raise ConfigError(
             f"{knob}: the sparse attention of {architecture} needs a whole context on one rank. "
+            "Set it to 1; trainer.activation_checkpointing saves the most memory"
+        )
+    if size > 1 and architecture in _LINEAR_ATTENTION:
+        raise ConfigError(
+            f"{knob}: the linear attention of {architecture} needs a whole trajectory on one rank. "
             "Set it to 1; trainer.activation_checkpointing saves the most memory"
         )
     if heads % size:

@@ -261,7 +261,8 @@ class LayoutSearch:
     @property
     def no_sharing(self) -> str:
         """The reason prompts cannot be shared, or an empty string."""
-        return no_sharing(self.config, head_size=self._facts.head_size)
+        facts = self._facts
+        return no_sharing(self.config, architecture=facts.architecture, head_size=facts.head_size)
 
     @property
     def _sharing(self) -> Values:

@@ -45,6 +45,7 @@ _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
 """Bytes per kept token id in the support head (measured: 45 to 60, see docs/performance.md), and
 kept ids per token."""
 _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untruncated tokens
+_LINEAR_WIDTHS = 6  # kept by a layer of linear attention, in units of `linear_width` (assumed)
 _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
 _RESIDUE_GIB = 0.5  # held by the allocator after offloading: 0.3 to 0.8 GiB in four workloads
 
@@ -88,7 +89,8 @@ def engine_sequences(config: Config) -> int:
 def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
     """Return how many bytes of KV cache one token takes on each of an engine's GPUs."""
     shares = min(config.rollout.tensor_parallel, facts.kv_heads)
-    return facts.layers * facts.kv_width * BYTES[config.engine_dtype] / shares
+    layers = facts.layers - facts.linear_layers
+    return layers * facts.kv_width * BYTES[config.engine_dtype] / shares
 
 
 def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
@@ -108,10 +110,12 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         # The last group of a batch may be split between engines.
         groups = min(sequences, -(-sequences // config.algorithm.group_size) + 1)
         tokens = sequences * (longest - prompt) + groups * prompt
+    # float32 states of linear attention.
+    states = 4 * sequences * facts.linear_layers * facts.state_size / rollout.tensor_parallel
     return Memory(
         parts={
             "weights": weights,
-            "KV cache": kv_token_bytes(config, facts) * tokens,
+            "KV cache": kv_token_bytes(config, facts) * tokens + states,
             "activations": layer,
             "sampler": _SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size,
             "CUDA": ENGINE_CUDA_GIB * GIB,
@@ -340,13 +344,16 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
     These are the residual stream before and after attention; the outputs of norms (2 hidden sizes);
     queries and keys before and after norm and rotary embedding, values and the output of attention
     (3 attention widths, 3 key widths); and the gate, up projection, activation and product of the
-    MLP (4 widths). Norms that are not fused also keep a float32 input and the normalised values. If
-    the layer is `compiled`, the outputs of norms, the activation and the product are recomputed,
+    MLP (4 widths). Norms that are not fused also keep a float32 input and the normalised values.
+    Linear attention also keeps float32 copies for its convolution, gates and norm. If the layer is
+    `compiled`, the outputs of norms, the activation and the product are recomputed,
     but the input of a block of experts is kept.
     """
     hidden = facts.hidden_size
     stream = 2 * hidden * (1 + config.model.wide_residual)
-    attention = 3 * facts.attention_width + 3 * key_width(facts)
+    linear = facts.linear_layers / facts.layers
+    attention = (1 - linear) * (3 * facts.attention_width + 3 * key_width(facts))
+    attention += linear * _LINEAR_WIDTHS * facts.linear_width
     if compiled:
         inputs = facts.moe_layers / facts.layers * hidden
         return stream + inputs + attention + 2 * _mlp_width(facts)

@@ -278,7 +278,8 @@ def compute_seconds(
     trainer, width = config.trainer, BYTES[config.model.dtype]
     share = tokens / trainer.ranks
     # Causal attention sees half of the context on average: scores and their sum over values.
-    attention = 2 * facts.attention_width * config.max_context * facts.layers
+    attention = 2 * facts.attention_width * config.max_context
+    attention *= facts.layers - facts.linear_layers
     gemms = passes(config) * 2 * body_parameters(facts) / rates.gemm_share
     attended = passes(config) - trainer.keeps_attention
     other = config.model.batch_invariant or config.model.dtype == "float32" or not spec.flash4

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3MoeForCausalLM
+from transformers import PreTrainedModel
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.types import Group, Segment, Trajectory
@@ -42,9 +42,9 @@ class Report:
 class Reference:
     """Computes expected recordings with transformers in float32, one trajectory at a time."""
 
-    def __init__(self, model: Qwen3MoeForCausalLM) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.older: dict[int, Qwen3MoeForCausalLM] = {}
+        self.older: dict[int, PreTrainedModel] = {}
         """Earlier versions of the model, oldest first."""
         self.scores: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(model.model.layers):

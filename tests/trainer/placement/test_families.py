@@ -132,6 +132,8 @@ def config_of(model_type: str) -> PreTrainedConfig:
     config = CONFIG_MAPPING[model_type]()
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "Other")]
     text = config.get_text_config()
+    if text is not config:  # published with other inputs than text
+        config.architectures = ["ForConditionalGeneration"]
     text.num_hidden_layers = LAYERS
     if model_type == "lfm2":  # the default has attention layers only
         text.layer_types = ["conv", "full_attention"] * 2
