@@ -75,7 +75,8 @@ class SamplingProgress:
         self._before = self._count() if self._count else 0
 
     def at(self, finished: int) -> tuple[int, int, str]:
-        """Return the amount done, the total and the unit, given the number of finished prompts."""
+        """Return the amount done, the total amount and their unit, given the number of finished
+        prompts."""
         steps = min(self._count() - self._before, self._most) if self._count else 0
         if steps * self._prompts > finished * self._most:
             return steps, self._most, "decoding steps"
@@ -98,7 +99,7 @@ class BatchStream:
     ) -> None:
         """`next_prompts(n)` returns the next n prompts. `position(prompts)` returns a position in
         the data from which a resumed run starts with these prompts. `sample` and `score` must
-        return immediately and enforce their own timeouts. `start` is the last step already done."""
+        return immediately and enforce their own timeouts. `start` is the last completed step."""
         algorithm = config.algorithm
         self._next_prompts, self._position = next_prompts, position
         self._sample, self._score = sample, score
@@ -171,7 +172,8 @@ class BatchStream:
                 )
 
     def adopting(self, step: int, update: Future[None]) -> None:
-        """Make room for new groups once `update` has given the engines the weights from `step`."""
+        """Register an `update` that gives the engines the weights from `step`. Once it is done,
+        there is room for new groups."""
 
         def adopted(done: Future[None]) -> None:
             with self._changed:
@@ -186,7 +188,8 @@ class BatchStream:
         update.add_done_callback(adopted)
 
     def wait_for_adoption(self, should_abort: Callable[[], bool] = never) -> None:
-        """Wait until the engines have loaded the latest weights. Raises `Cancelled` on abort."""
+        """Wait until the engines have loaded the latest weights. Raises `Cancelled` if the run is
+        aborted."""
         if self._update is not None:
             wait_for(self._update, should_abort)
 

@@ -124,8 +124,6 @@ def check_environments(
 async def _try_source(
     config: Config, source: SourceConfig, task: Prompt, chat: TemplateChat | None
 ) -> dict[str, str]:
-    """Open an episode of a source's environment and try its agent program. Raises ValueError if
-    either does not work."""
     notes: dict[str, str] = {}
     seed, limits = environment_seed(config.run.seed, task), config.budget(source.domain_name)
     if (spec := environment_spec(config, source)) is not None:
@@ -184,7 +182,7 @@ def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
 
 
 def environment_spec(config: Config, source: SourceConfig) -> Program | McpServer | None:
-    """Return the specification of a source's environment. Returns None if the source has an agent
+    """Return the specification of a source's environment, or None if the source has an agent
     program without an environment. Raises ConfigError if the specification is invalid or this
     machine cannot isolate the environment."""
     environment = source.environment
@@ -225,7 +223,8 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
 
 
 def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
-    """Build the episode runner. Raises ConfigError if an environment is invalid."""
+    """Build the runner that plays episodes in the environments. Raises ConfigError if an
+    environment is invalid."""
     agents, starting = config.agents, asyncio.Semaphore(_MAX_STARTING)
     fork_servers: list[ForkServer] = []
 

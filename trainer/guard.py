@@ -35,7 +35,8 @@ class RunJournal(Protocol):
         groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Record a step with its metrics, the groups it trained on and the discarded groups."""
+        """Record a step with its metrics, the groups it trained on and the groups that were
+        discarded."""
         ...
 
     def evaluated(self, step: int) -> bool:

@@ -58,7 +58,7 @@ class Runtime:
     task: Task
     pool: RolloutPool
     ranks: Learner | None
-    """None if the trainer was not started."""
+    """The trainer ranks, or None if the trainer was not started."""
     scorer: Scorer
     agents: EpisodeRunner | None = None
     watchdog: Watchdog | None = None
@@ -320,7 +320,7 @@ def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tupl
 def build_scorer(
     config: Config, judge: JudgeService | None, say: Say, log: Path | None = None
 ) -> Scorer:
-    """Create the scorer for the recipe's rewards."""
+    """Create the scorer that computes the recipe's rewards."""
     return Scorer(
         config.data.rewards_by_domain,
         scale=config.algorithm.scale_advantages,

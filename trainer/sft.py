@@ -197,7 +197,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 
 def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all sets, in nats per
-    token. `indexer/held` is returned in the same way."""
+    token. Also return `indexer/held` for each set and over all sets, if it is in `scored`."""
     metrics: dict[str, Metric] = {}
     for metric, name in (("nll", "loss"), ("indexer/held", "indexer/held")):
         by_set = {

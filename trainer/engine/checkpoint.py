@@ -5,11 +5,11 @@
     random_rank_0.pt …               random state of each rank
     trainer.json                     progress
 
-The model's weights are not saved, as they are the rounded master weights. Tensors are not gathered:
-each rank writes its own tensors, except those that a rank with a lower number writes, too. A
-checkpoint can be loaded on any number of ranks and any ZeRO stage, because each `_StatePiece`
-refers to a flattened parameter of the original model. Loading a checkpoint does not execute code
-from it.
+The model's weights are not saved, because they can be computed by rounding the master weights.
+Tensors are not gathered: each rank writes its own tensors, except tensors that a rank with a lower
+number also writes. A checkpoint can be loaded on any number of ranks and any ZeRO stage, because
+each `_StatePiece` refers to a flattened parameter of the original model. Loading a checkpoint does
+not execute code from it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Share(NamedTuple):
     steps: dict[int, float]
     """Adam's step count for each tensor that has one."""
     ends: dict[str, int]
-    """The end of each parameter's elements on the rank, in the original model."""
+    """The index at which each parameter's elements on the rank end, in the original model."""
 
 
 class Checkpoints:

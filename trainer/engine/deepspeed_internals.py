@@ -277,7 +277,7 @@ def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
 
 
 def set_loss_scale(engine: DeepSpeedEngine, state: Mapping[str, float]) -> None:
-    """Restore the loss scaler's state, but keep its current settings."""
+    """Restore the loss scaler's saved state, but keep its current settings."""
     if loss_scale(engine):
         optimizer: Any = engine.optimizer
         vars(optimizer.loss_scaler).update({k: v for k, v in state.items() if k in _SCALER_STATE})
@@ -335,7 +335,7 @@ def original_names(layer: Any) -> dict[str, str]:
 def split_experts(
     parameters: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split parameters into those that all ranks share and those of experts."""
+    """Return the parameters that all ranks share, and the parameters of experts."""
     from deepspeed.moe.utils import split_params_into_shared_and_expert_params  # noqa: PLC0415
 
     return split_params_into_shared_and_expert_params(list(parameters))

@@ -1,4 +1,5 @@
-"""Trains with DeepSpeed on one trainer rank, by GRPO or supervised learning. Does not use Ray.
+"""Trains with DeepSpeed on one trainer rank, by GRPO or supervised learning. This module does not
+use Ray.
 
 The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`) or of the mean negative
 log-likelihood (`keel.rl.sft`). The shares of all micro-batches and ranks add up to the loss.
@@ -85,7 +86,8 @@ MIB = 2**20
 
 
 class TrainerEngine:
-    """The policy, optimizer and reference on one rank. All ranks must call the same methods."""
+    """The policy, optimizer and reference models on one rank. All ranks must call the same
+    methods."""
 
     def __init__(
         self,

@@ -135,8 +135,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 
 
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups for AdamW. Experts are in a group of their own, which ZeRO reduces
-    separately."""
+    """Return parameter groups for AdamW. Experts are in a separate group, which ZeRO reduces on its
+    own."""
     shared, experts = split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
     if experts:

@@ -53,14 +53,14 @@ class SplitGaps:
 
     def of(self, inputs: Inputs) -> Tensor | None:
         """Return the `sequence_gap` [S] of a micro-batch for `keel.rl.losses.grpo_loss`, or None if
-        no trajectory is split."""
+        it has no split trajectories."""
         if inputs.split_S is None:
             return None
         gaps = self._before_P[inputs.split_S.clamp(min=0)]
         return torch.where(inputs.split_S < 0, torch.nan, gaps)
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the largest mean over all micro-batches added so far."""
+        """Return the largest mean over the micro-batches added so far."""
         if not self._count:
             return {}
         return {"mask/logp_gap_max": Max(float(self._means().clamp(min=0).amax()))}
@@ -118,9 +118,9 @@ def mass_share(
 
         c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
-    `log_mass` [m] covers this rank's part of the row. Masks that top-k may have cut (`CUT`) are not
-    counted, since their probability at sampling time is unknown. Returns this micro-batch's share
-    of the penalty, and [4] float32 totals for `mass_metrics`.
+    `log_mass` [m] covers this rank's shard of the row. Masks that top-k may have cut (`CUT`) are
+    not counted, because their probability at sampling time is unknown. Returns this micro-batch's
+    share of the penalty, and [4] float32 totals for `mass_metrics`.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
     weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)

@@ -47,7 +47,7 @@ from keel.trainer.engine.zero import initialize
 
 Attention = Literal["sparse", "warm-up", "dense"]
 BACKEND = "inductor"
-"""The backend for torch.compile. On a CPU it needs a C++ compiler, and compiling takes minutes."""
+"""The backend for torch.compile. On a CPU it needs a C++ compiler and takes minutes to compile."""
 
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
@@ -119,7 +119,8 @@ class Inputs:
 
     @property
     def padding(self) -> bool:
-        """True if the micro-batch is empty and only keeps this rank's collectives in step."""
+        """True if the micro-batch is empty. It then only keeps this rank's collectives in step with
+        other ranks."""
         return len(self.sequence_tokens_S) == 0
 
     @staticmethod
@@ -324,9 +325,8 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> Self:
-        """Create a reference policy with its own network. Under ZeRO-3 or expert parallelism,
-        `sharded` is DeepSpeed's configuration. Otherwise it is None, and each rank has a full copy.
-        """
+        """Create a reference policy with its own network. `sharded` is DeepSpeed's configuration
+        under ZeRO-3 or expert parallelism. Otherwise it is None, and each rank has a full copy."""
         network.eval().requires_grad_(False)
         network.replays = False  # uses its own indexers
         forward = network.to(device) if sharded is None else initialize(network, sharded, device)

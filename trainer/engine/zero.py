@@ -103,8 +103,8 @@ def deepspeed_config(
     model: PreTrainedModel,
 ) -> dict[str, Any]:
     """Return the configuration for DeepSpeed. Gradients are accumulated and reduced in float32.
-    DeepSpeed is set to accumulate over one micro-batch, and the engine itself marks where a step
-    ends."""
+    DeepSpeed is set to accumulate over one micro-batch, and the engine itself marks the end of a
+    step."""
     stage = zero_stage(trainer, dtype)
     # DeepSpeed allocates the whole bucket even for a smaller model.
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -222,7 +222,8 @@ def apply_gradients(
 
 @contextmanager
 def room_to_update() -> Iterator[None]:
-    """Return a context that raises `UpdateOutOfMemory` if the code inside it runs out of memory."""
+    """Return a context for an update. Raises `UpdateOutOfMemory` if the code inside it runs out of
+    memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -133,7 +133,6 @@ class ElasticLayouts:
             self.pause(POLL_S)
 
     def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
-        """Return the reason the config does not fit on these nodes, or an empty string."""
         if self.hardware.gpu:
             try:
                 place(config, allowed(nodes, config.run))
@@ -254,7 +253,6 @@ def elastic_layouts(
 
 
 def _silent_nodes() -> list[str]:
-    """Return the hosts of nodes that Ray considers alive but that do not accept connections."""
     nodes = [n for n in bounded(ray.nodes, CALL_S, "list its nodes") if n["Alive"]]
     addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -36,7 +36,7 @@ _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types that vLLM refuses to run in float16 because their activations overflow."""
 FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types with pre-norm residual layers in both vLLM and transformers."""
+"""Model types whose residual layers are pre-norm in both vLLM and transformers."""
 
 
 def check_engine_dtype(config: Config, model_type: str) -> None:

@@ -38,7 +38,7 @@ class GpuSpec:
     link_bytes: float = 450e9
     """Bandwidth between GPUs in the same node."""
     network_bytes: float = 50e9
-    """Network bandwidth per GPU: 400 Gb/s."""
+    """Network bandwidth per GPU (400 Gb/s)."""
     host_bytes: float = 44e9
     """Bandwidth to and from pinned host memory, measured on PCIe 5. PCIe 4 is assumed to be half as
     fast."""
@@ -371,8 +371,8 @@ def _too_small(
 
 
 def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
-    """Return as few nodes as possible on which all of the recipe's actors fit. Each node has
-    `node_gpus` GPUs, or as many as the largest actor needs."""
+    """Return just enough idle nodes for all of the recipe's actors. Each node has `node_gpus` GPUs,
+    or as many as the largest actor needs."""
     kinds = _kinds(config)
     size = max(node_gpus, *(kind.gpus for kind in kinds))
     most = sum(-(-kind.count // (size // kind.gpus)) for kind in kinds)

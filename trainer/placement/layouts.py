@@ -55,8 +55,8 @@ _HOST_POWER = 3
 """Exponent of the norm that combines a rank's host time and GPU time. It was fitted to
 micro-batches of 4,608 to 18,432 tokens."""
 _STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
-"""Slowdown factor of each ZeRO stage, not counting communication. Measured: 2 to 6 % for stage 2,
-and 3 to 12 % for stage 3."""
+"""The factor by which each ZeRO stage slows a step down, not counting communication. The measured
+slowdown is 2 to 6 % for stage 2, and 3 to 12 % for stage 3."""
 _MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096  # larger micro-batches gain nothing, smaller ones lose
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """The numbers of micro-batches per rank and optimizer step to try."""
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def rank(self) -> tuple[int, float, float]:
-        """Sort key for layouts that are equally fast. The best layout sorts first."""
+        """Sort key for layouts that are equally fast. The best layout comes first."""
         engine, needs = self.plan.engine.total / GIB, self.plan.peak / GIB
         if self.config.data.sources:
             if not self.shared:

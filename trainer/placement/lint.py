@@ -1,4 +1,4 @@
-"""Warns about legal but unusual values, which may be typos or deliberate experiments."""
+"""Warns about values that are legal but unusual. They may be typos or deliberate experiments."""
 
 from __future__ import annotations
 

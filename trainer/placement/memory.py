@@ -1,6 +1,6 @@
-"""Memory model: estimates how many bytes an engine and a trainer rank use, and for what.
+"""Memory model: estimates how many bytes an engine and a trainer rank use, and for which purpose.
 
-The estimates are computed from the model's configuration; docs/scaling.md compares them with
+The estimates are computed from the model's configuration. docs/scaling.md compares them with
 measurements.
 """
 
@@ -37,13 +37,13 @@ in four of five randomly drawn workloads."""
 _TRAINER_UNUSED_GIB = 1.5  # held by PyTorch's allocator beyond a step's tensors: 0.2 to 2.4 GiB
 _SAMPLER_BYTES = 20  # per vocabulary id and sequence: logits, probabilities, both sorted with ids
 _BUCKET_ELEMENTS, _LONE_BUCKET_ELEMENTS = 500_000_000, 50_000_000
-"""Sizes of DeepSpeed's gradient bucket: the default, and the one for a single rank, which has
+"""The default size of DeepSpeed's gradient bucket, and the size for a single rank, which has
 nothing to reduce."""
 _ZERO_2_BUCKETS = 4  # buckets and copies under ZeRO-2, fitted to three measured steps
 _LIVE_ELEMENTS = 1_000_000_000  # parameters that ZeRO-3 keeps gathered (DeepSpeed's default)
 _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
 """Bytes per kept token id in the support head (measured: 45 to 60, see docs/performance.md), and
-kept ids per token."""
+the mean number of kept ids per token."""
 _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untruncated tokens
 _LINEAR_WIDTHS = 6  # kept by a layer of linear attention, in units of `linear_width` (assumed)
 _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
@@ -56,7 +56,7 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory use of one GPU, or of one actor on a CPU: bytes by purpose."""
+    """Memory use of one GPU, or of one actor on a CPU, in bytes for each purpose."""
 
     parts: Mapping[str, float]
 
@@ -362,8 +362,8 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
 
 
 def normed_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that pass through the norms of an average layer: the
-    residual stream (twice), the queries and the keys."""
+    """Return the number of elements per token that pass through the norms of an average layer.
+    These are the residual stream (twice), the queries and the keys."""
     return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
@@ -424,7 +424,7 @@ class OffloadPlan:
     host: float = 0.0
     """Peak number of bytes in host memory."""
     moved: float = 0.0
-    """Bytes transferred per step, counting both directions."""
+    """Bytes transferred per step in both directions together."""
 
 
 def offloads(config: Config, *, shared: bool) -> bool:

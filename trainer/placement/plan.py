@@ -87,8 +87,6 @@ def plan_placed(
 def _check_host_memory(
     config: Config, facts: ModelFacts, offload: OffloadPlan, placement: Placement
 ) -> None:
-    """Check that each machine has enough host memory for the models that its trainer ranks read and
-    the state that they offload. Raises DoesNotFit if it does not."""
     each, reading = host_bytes(config, facts, offload), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:

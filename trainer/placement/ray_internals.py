@@ -21,7 +21,7 @@ _DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Methods of Ray's `Node` class that start the autoscaler, the log monitor and the dashboard."""
 STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py"))]
-"""Command line for the programs in `ray_stubs.py`."""
+"""The command line that runs the programs in `ray_stubs.py`."""
 
 
 def silence_ray() -> None:

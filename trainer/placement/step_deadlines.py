@@ -1,4 +1,4 @@
-"""Deadlines for calls to trainer ranks, adapted to how long earlier calls took."""
+"""Computes deadlines for calls to trainer ranks, based on how long earlier calls took."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def step_of(folder: Path) -> int:
 
 
 def latest(root: Path) -> Path | None:
-    """Return the finished checkpoint with the highest step, or None."""
+    """Return the finished checkpoint with the highest step, or None if there is none."""
     return next(reversed(finished(root)), None)
 
 

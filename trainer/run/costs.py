@@ -26,9 +26,9 @@ class CostRates:
     gpus: int
     """Number of GPUs that the run occupies, including a judge's."""
     train_flops: float
-    """FLOPs for a token that the trainer computes."""
+    """FLOPs for each token in training."""
     rollout_flops: float
-    """FLOPs for a token in an engine."""
+    """FLOPs for each token in an engine."""
 
     def metrics(self, numbers: Mapping[str, float], seconds: float) -> dict[str, float]:
         """Return the costs of a step that took `seconds` and whose metrics are `numbers`."""

@@ -244,7 +244,7 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def steps_of(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of each step, including evaluations that were made after a resume."""
+    """Return the metrics of each step. They include evaluations that were made after a resume."""
     steps: dict[int, dict[str, Any]] = {}
     for step, text in metric_lines(path):
         steps[step] = {**json.loads(text), **steps.get(step, {})}

@@ -1,7 +1,7 @@
 """Detects damaged files and changed models.
 
 A manifest lists the size and SHA-256 digests of every file in a folder. It is written last, so a
-folder that has one is complete. Digests are computed by several threads, in pieces of 64 MiB.
+folder with a manifest is complete. Several threads compute the digests, in chunks of 64 MiB.
 Fingerprints identify models quickly.
 """
 

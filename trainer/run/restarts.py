@@ -1,4 +1,4 @@
-"""Errors that end a training attempt, and the limit on automatic restarts."""
+"""Defines the errors that end a training attempt, and limits automatic restarts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WINDOW_S = 3 * 3600.0
 
 
 class WorkerLost(RuntimeError):
-    """Raised if a process or node was lost. The run can restart from its last checkpoint."""
+    """Raised if a process or node was lost. The run can restart from its newest checkpoint."""
 
 
 class CollectiveTimeout(RuntimeError):
