@@ -2,9 +2,9 @@
 follows, if any.
 
 The network receives a single row of N tokens, so embeddings, experts and routes need neither
-padding nor a second layout. Only the attention function knows where segments begin. It is
-registered with transformers' attention interface, which passes it the keyword `segments` from the
-model's forward. No N × N mask is ever built.
+padding nor another layout. Only the attention function knows where segments begin. It is registered
+with transformers' attention interface, which passes it the keyword `segments` from the model's
+forward. No N × N mask is ever built.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention
 _UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
 """Keywords with which transformers requests attention features that Keel does not support."""
 _FILL = 0.8
-"""Minimum ratio between the shortest and the longest segment in a padded block."""
+"""Minimum ratio between the lengths of the shortest and the longest segment in a padded block."""
 
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -54,7 +54,7 @@ class Segments:
     """[S+1] int32. Segment s consists of the tokens offsets[s] … offsets[s+1]−1."""
     longest: int
     blocks: tuple[tuple[int, int], ...]
-    """(segments, padded length) for each block. Together the blocks have M padded rows."""
+    """(number of segments, padded length) of each block. Together the blocks have M padded rows."""
     token_of_row: Tensor
     """[M] the packed token in each padded row, or 0 if the row is padding."""
     row_of_token: Tensor
@@ -64,7 +64,7 @@ class Segments:
     group: ProcessGroup | None = None
     """The process group that shares the row, if the row is split (`keel.model.ulysses`)."""
     contexts: Contexts | None = None
-    """The context of each segment, if any segment follows another one. If None, each segment
+    """The context of each segment, or None if no segment follows another one. Each segment then
     attends only to itself."""
 
     @staticmethod
@@ -140,7 +140,7 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
 
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep torch.compile from including a function in the graphs of compiled layers."""
+    """Exclude a function from the graphs of layers compiled with torch.compile."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
@@ -176,7 +176,7 @@ def packed_attention(
     """Compute causal attention within each segment. This is an attention function for transformers.
 
     `query` is [1, Hq, N, D], and `key` and `value` are [1, Hkv, N, D]. Returns ([1, N, Hq, Dv],
-    None). With sequence parallelism, N is the number of tokens in this rank's part of the row.
+    None). With sequence parallelism, N is the number of tokens in this rank's shard of the row.
     `kernels` is the function that computes the attention (default: `attend`).
     """
     if segments is None:
@@ -203,14 +203,13 @@ def packed_attention(
 
 
 def packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    """Like `packed_attention`, but with FlashAttention-4."""
+    """Compute the same as `packed_attention`, but with FlashAttention-4."""
     return packed_attention(*args, **options, kernels=_attend4)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
     """Compute attention for a whole row. Takes query [N, Hq, D], key and value [N, Hkv, D], the
-    scaling (None for the default) and the window (None if there is no window). Returns [N, Hq,
-    Dv]."""
+    scaling (None for the default) and the window (None for no window). Returns [N, Hq, Dv]."""
     operator = _varlen if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, *rest)
 
@@ -221,9 +220,9 @@ def _attend4(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *res
 
 
 def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the contiguous keys and values of all contexts, their offsets and the longest
-    context's length. A segment's queries are the last positions of its context, as flash attention
-    assumes."""
+    """Return the contiguous keys and values of all contexts, the contexts' offsets and the length
+    of the longest context. A segment's queries are the last positions of its context, as flash
+    attention assumes."""
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
     return contexts.spread(key), contexts.spread(value), contexts.offsets, contexts.longest

@@ -24,7 +24,7 @@ from keel.configs.schema import ConfigError
 from keel.rl.futures import on_thread
 
 HUB_S = 5.0
-"""How many seconds to wait for the hub's first answer. transformers itself would retry for half a
+"""Number of seconds to wait for the hub's first answer. transformers itself would retry for half a
 minute."""
 KNOWN = "Decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3 are (docs/models.md)"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,14 +71,14 @@ _LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"
 """The files that transformers and vLLM load. Code and subfolders such as `original/` are not
 included."""
 _CODED = "｜DSML｜"
-"""A token that identifies DeepSeek-V3.2's tokenizer."""
+"""A token by which DeepSeek-V3.2's tokenizer is recognised."""
 
 
 # Paths and the hub.
 
 
 def from_anywhere(path: str) -> str:
-    """Make a folder's path absolute, because Ray actors run in different working directories."""
+    """Make a folder's path absolute, because Ray actors run in other working directories."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
@@ -126,8 +126,9 @@ def hub_options(path: str) -> dict[str, Any]:
 
 
 def check_path(path: str) -> None:
-    """Check that a path is a model folder or possibly a model on the hub. If a hub model is not
-    downloaded yet, only check that the hub answers. Raises ConfigError if a check fails."""
+    """Check that a path is a model folder or the possible name of a model on the hub. If a hub
+    model is not downloaded yet, only check that the hub answers. Raises ConfigError if a check
+    fails."""
     if Path(path).is_dir():
         return
     if Path(path).exists():
@@ -260,15 +261,15 @@ def ignored_code(folder: Path | None, known: Any) -> list[str]:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """Return an error's text as one line. Control characters are escaped, since the text may come
-    from a file."""
+    """Return an error's message as one line. Control characters are escaped, because the message
+    may quote an untrusted file."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:limit]
 
 
 def written_by_code(tokenizer: Any) -> bool:
-    """Return whether code formats the chats instead of a template, as for DeepSeek-V3.2. That code
-    is in `keel.rollout.chat.render`."""
+    """Return whether the model's chats are formatted by code instead of a template, as for
+    DeepSeek-V3.2. The code is in `keel.rollout.chat.render`."""
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
@@ -328,7 +329,8 @@ def missing_weights(path: str) -> str:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the single weight file, if it exists, and of those in the index."""
+    """Return the name of the single weight file, if it exists, and the names of the files in the
+    index."""
     names, index = {WHOLE} if (folder / WHOLE).is_file() else set[str](), folder / INDEX
     if index.is_file():
         try:
@@ -365,7 +367,7 @@ def _fault(file: Path) -> str:
 
 
 def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
-    """Return a mapping from tensor names to shapes for a folder whose weights are complete."""
+    """Return the shapes of all tensors in a folder by name. The weights must be complete."""
     folder = Path(path)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in [WHOLE] if (folder / WHOLE).is_file() else _weight_files(folder):
@@ -375,8 +377,8 @@ def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
-    """Yield the tensors with the given name from a folder's files. If `rows` is set, yield only
-    their first `rows` rows."""
+    """Yield the tensors with the given name from a folder's weight files. If `rows` is set, yield
+    only their first `rows` rows."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
             if name in set(content.keys()):

@@ -1,4 +1,4 @@
-"""Makes large libraries faster to import."""
+"""Speeds up the import of large libraries."""
 
 from __future__ import annotations
 

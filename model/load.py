@@ -86,7 +86,7 @@ class ModelFacts:
     """Number of KV cache elements per token and layer."""
     kv_heads: int
     """Number of key heads, over which tensor parallelism can split the KV cache. A latent cache
-    counts as 1."""
+    counts as one head."""
     head_size: int = 0
     """Size of a key head, or 0 for a latent cache."""
     index_top_k: int = 0
@@ -94,7 +94,7 @@ class ModelFacts:
     indexer_parameters: int = 0
     """Number of parameters in all indexers."""
     full_attention: bool = True
-    """The result of the function `full_attention`."""
+    """Whether every layer attends to all earlier tokens (see the function `full_attention`)."""
     linear_layers: int = 0
     """Number of layers with linear attention."""
     linear_width: int = 0
@@ -180,7 +180,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of everything that determines the token ids of texts and conversations. Returns
-    "" if there is no tokenizer.json."""
+    "" if the tokenizer has no tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
@@ -299,7 +299,7 @@ def load_model_config(path: str) -> PreTrainedConfig:
 
 
 _FACTS: dict[str, ModelFacts] = {}
-"""Facts by `as_text`."""
+"""Cached facts, keyed by the result of `as_text`."""
 
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
@@ -359,7 +359,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
 
 
 def as_text(config: PreTrainedConfig) -> str:
-    """Return a text that uniquely identifies the model."""
+    """Return a string that uniquely identifies a config."""
     return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
 

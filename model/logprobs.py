@@ -50,8 +50,8 @@ Head = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """The head's inputs for the n trainable tokens in a micro-batch, in host memory. They
-    depend only on the micro-batch, so all passes over it can share them."""
+    """The head's inputs for the n trainable tokens in a micro-batch, in host memory. They depend
+    only on the micro-batch, so all forward passes over it can share them."""
 
     rows: Tensor
     """[n] int64, the positions t of trainable tokens, ascending."""
@@ -62,7 +62,7 @@ class HeadInputs:
     kept_ids: Tensor
     """[nnz] int32."""
     kept_offsets: Tensor
-    """[n+1] int64. If sampling was not truncated, all spans are empty."""
+    """[n+1] int64. If sampling was not truncated, all masks are empty."""
     probes: Tensor
     """[m] int64, indices into the n tokens. They select a few tokens per segment for `kept_mass`.
     The choice depends only on the segment's sampled tokens, and not on packing."""
@@ -175,7 +175,7 @@ def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Choose at most `most` evenly spaced rows in each segment, and count how many rows each of
-    them represents. The first choice depends on the sum of the segment's sampled token ids."""
+    them represents. The first row depends on the sum of the segment's sampled token ids."""
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
     )

@@ -22,7 +22,8 @@ from keel.model.routing.routers import router_modules
 from keel.model.transformers_internals import switch_adapter
 
 MLP = ("gate_proj", "up_proj", "down_proj")
-"""Layers that get no adapters in a mixture of experts. peft takes these names for experts."""
+"""Layers that get no adapters in a mixture of experts, because peft treats layers with these names
+as experts."""
 _NAME = "default"
 """Name of the adapter in peft."""
 
@@ -54,7 +55,6 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
 
 
 def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and module of each layer that has an adapter."""
     for name, module in model.named_modules():
         if is_adapted(module):
             yield name, module
@@ -77,8 +77,8 @@ def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Turn off the adapters, so that `model` computes the base model, which is the reference
-    policy."""
+    """Turn off the adapters inside this context, so that `model` computes the base model, which is
+    the reference policy."""
     layers = [layer for _, layer in _adapted_layers(model)]
     for layer in layers:
         switch_adapter(layer, on=False)

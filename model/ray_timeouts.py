@@ -65,7 +65,8 @@ killed the actor because its machine ran out of memory."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether a process, node or object was lost, or Ray did not answer."""
+    """Return whether an error means that a process, node or object was lost, or that Ray did not
+    answer."""
     return isinstance(cause(error), (*GONE, ObjectLostError, Unanswered))
 
 
@@ -76,7 +77,7 @@ def cause(error: BaseException) -> BaseException:
 
 
 def death_reason(error: RayError) -> str:
-    """Return why an actor died, or "" if Ray only guesses the reason."""
+    """Return the reason an actor died, or "" if Ray only guesses the reason."""
     text = str(error)
     if isinstance(error, ActorUnavailableError):
         details = text.partition("RPC error: ")[2].partition(" rpc_code")[0]
@@ -88,12 +89,11 @@ def death_reason(error: RayError) -> str:
 
 class _State:
     lost = ""
-    """The reason why Ray can no longer be used, or "" while it works."""
+    """The reason Ray can no longer be used, or "" while it works."""
     leaving = left = False
     """`leaving` is set while this process leaves its cluster, and `left` afterwards."""
     start = secrets.token_hex(4)
-    """An id for the actors of this start. It distinguishes them from other actors on the same
-    cluster."""
+    """An id that distinguishes the actors of this start from other actors on the same cluster."""
 
 
 class PollClock:
@@ -141,11 +141,8 @@ def joined() -> None:
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """Leave the cluster by calling `act`. Errors are suppressed as in `attempt`.
-
-    All other calls then raise `RayLost` until a cluster is joined again. Otherwise, a late call
-    would make Ray start a new cluster.
-    """
+    """Leave the cluster by calling `act`, and suppress errors. All other calls then raise `RayLost`
+    until a cluster is joined again. Otherwise, a late call would make Ray start a new cluster."""
     _State.leaving = _State.left = ray.is_initialized()
     try:
         attempt(act, seconds, what, leaving=True)
@@ -160,7 +157,7 @@ def _check_usable(leaving: bool = False) -> None:
 
 
 def start() -> str:
-    """Return the id of this start. Its actors have this id in their environment."""
+    """Return the id of this start, which its actors have in their environment."""
     return _State.start
 
 
@@ -241,7 +238,7 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
-    """Run a clean-up call like `bounded`, but suppress its errors, which would hide the original
+    """Run a clean-up call with a deadline and suppress its errors. They would hide the original
     error or prevent further clean-up. If Ray does not answer, it is marked as lost."""
     try:
         bounded(act, seconds, what, leaving=leaving)

@@ -1,4 +1,5 @@
-"""Tests chat templates under resource limits, because they are programs that come with a model."""
+"""Tests chat templates under resource limits, because a template is a program that comes with a
+model."""
 
 from __future__ import annotations
 
@@ -41,11 +42,9 @@ _CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
 
 def check_template(tokenizer: Any, name: str) -> None:
     """Render a few conversations in a child process that has limited time, memory and text length.
-
     `name` describes where the template comes from. A template that raises an error passes this
     check. Raises ConfigError if the template exceeds a limit, and RuntimeError if the child process
-    failed for another reason.
-    """
+    fails for another reason."""
     child = os.fork()  # it inherits the tokenizer, and runs only pure Python
     if child == 0:
         _render_limited(tokenizer)

@@ -129,9 +129,9 @@ def on_device(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
 
 _VARIANTS = 64
 """Maximum number of graphs per function. Different layers, rows with one token, shared prompts,
-passes without gradient and the reference policy each need their own graph. Beyond the limit (8 by
-default), PyTorch runs the function uncompiled. When that happened on one of two ranks under ZeRO 2,
-gradients were wrong, probably because of their order."""
+forward passes without gradients and the reference policy each need their own graph. Beyond the
+limit (8 by default), PyTorch runs the function uncompiled. When that happened on one of two ranks
+under ZeRO 2, gradients were wrong, probably because of their order."""
 
 
 def specialise_and_recompute() -> None:

@@ -40,10 +40,10 @@ from keel.model.transformers_internals import left_out, loaded_as
 _LAYER = re.compile(r".*?\.\d+\.")
 """Matches a tensor's name up to the layer index."""
 _LAYER_LISTS = ("layers", "h")
-"""Possible names for the list of decoder layers. GPT-2 uses "h"."""
+"""Possible names of the list of decoder layers. GPT-2 uses "h"."""
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _ROWS = 256
-"""Number of rows to compare."""
+"""Number of rows of the output layer and the embedding to compare."""
 _RENAMED = 0.01
 """Fraction of ids that may differ within a model family, for example because reserved tokens were
 renamed."""
@@ -97,7 +97,7 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of the decoder. Raises ValueError if their list has an unknown name."""
+    """Return the decoder's layers. Raises ValueError if their list has an unknown name."""
     decoder = model.get_decoder()
     for name in _LAYER_LISTS:
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):

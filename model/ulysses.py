@@ -29,10 +29,10 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """This rank's part of every packed row. It consists of consecutive *input* tokens."""
+    """This rank's shard of every packed row. A shard consists of consecutive *input* tokens."""
 
     rank: int = 0
-    """Index of this part within the row."""
+    """Index of this shard within the row."""
     size: int = 1
     group: ProcessGroup | None = None
     """The process group that shares a row."""
@@ -48,24 +48,24 @@ class Slice:
         return Slice(dist.get_rank(group), size, group)
 
     def bounds(self, tokens: int) -> tuple[int, int]:
-        """Return the start and end of this part. All parts have the same length, and may extend
+        """Return the start and end of this shard. All shards have the same length, and may extend
         beyond the end of the row."""
         length = -(-tokens // self.size)
         return self.rank * length, (self.rank + 1) * length
 
     def cut(self, whole: NDArray[T], filling: int | bool) -> NDArray[T]:
-        """Return this rank's part of a per-token array, with padding beyond the end of the row."""
+        """Return this rank's shard of a per-token array, with padding beyond the end of the row."""
         start, stop = self.bounds(len(whole))
         part = whole[start:stop]
         rest = np.full((stop - start - len(part), *whole.shape[1:]), filling, whole.dtype)
         return np.concatenate([part, rest]) if len(rest) else part
 
     def filled(self, tokens: int) -> int:
-        """Return the total number of padding tokens in all parts."""
+        """Return the total number of padding tokens in all shards."""
         return -tokens % self.size
 
     def gather(self, part: Tensor, where: slice, total: int) -> Tensor:
-        """Concatenate the parts [..., r] of all ranks to [..., total], without gradient. `where`
+        """Concatenate the shards [..., r] of all ranks to [..., total], without gradient. `where`
         selects the columns that this rank fills."""
         if self.group is None:
             return part.detach()

@@ -32,7 +32,7 @@ from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 
 POLL_S = 1e-4
 _CHECK_S = 0.02
-"""Interval for checking whether the other end has failed. The check costs more than a poll."""
+"""Seconds between checks whether the other end has failed. A check costs more than a poll."""
 _NCCL_TIMEOUT = timedelta(days=1)
 """Long enough that NCCL itself never times out. `send` has its own timeout."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -81,7 +81,7 @@ class Channel:
         self._used = False
         store = connect(rendezvous, name, timeout_s)
         self._group: Any
-        """None after the channel was closed."""
+        """The process group, or None after the channel was closed."""
         if device.type == "cuda":
             with _nccl_watchdog_off():
                 self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options(_NCCL_TIMEOUT))
@@ -91,7 +91,8 @@ class Channel:
         self._options.rootRank = 0
 
     def receive(self, data: ChannelData) -> Tensor:
-        """Receive the bytes of the next bucket. Raises the same errors as `send`."""
+        """Receive the bytes of the next bucket. Raises TimeoutError if they take too long, and
+        ConnectionError if the channel breaks or is closed."""
         flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
         self.send(flat)  # every rank takes part in the broadcast
         return flat
@@ -158,8 +159,8 @@ class Channel:
 
 
 def _abort(last: list[Any]) -> None:
-    """Abort a process group. This function also drops the last reference to it, because its
-    destructor may block too."""
+    """Abort a process group. Also drop the last reference to it here, because its destructor may
+    block too."""
     group = last.pop()
     with suppress(RuntimeError):  # already broken
         group.abort()
@@ -213,7 +214,7 @@ class Mailbox:
         self._timeout_s = timeout_s
         self._acknowledged = 0
         self._tables: dict[str, tuple[TensorEntry, ...]] = {}
-        """The tables of tensors that were sent before, keyed by the name of their first tensor."""
+        """The tensor tables that were sent before, keyed by the name of their first tensor."""
 
     @property
     def _key(self) -> str:
@@ -230,8 +231,9 @@ class Mailbox:
         self._store.set(self._key, pickle.dumps((len(entries), message), pickle.HIGHEST_PROTOCOL))
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait until the engine has acknowledged the last message. `check` is called as in
-        `Channel.send`. Raises TimeoutError if the acknowledgement takes too long."""
+        """Wait until the engine has acknowledged the last message. `check` is called from time to
+        time and should raise an error if the engine has failed. Raises TimeoutError if the
+        acknowledgement takes too long."""
         late = f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for an engine's answer"
         end = time.monotonic() + self._timeout_s
         _poll(lambda: not self._store.check([self._key]), check, end, late)
@@ -300,8 +302,7 @@ class SharedView:
 
 
 def gpu_id(device: torch.device) -> str:
-    """Return a GPU identifier that does not depend on CUDA_VISIBLE_DEVICES. Returns an empty string
-    for a CPU."""
+    """Return a GPU identifier that does not depend on CUDA_VISIBLE_DEVICES, or "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 

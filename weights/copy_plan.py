@@ -65,10 +65,10 @@ class CopyPiece:
 Placed = Mapping[str, tuple[TensorEntry, tuple[CopyPiece, ...]]]
 """The pieces of each checkpoint tensor. A tensor that vLLM's loader ignores has none."""
 _Copies = tuple[list[Tensor], list[Layout]]
-"""Target tensors, and the layouts of the bucket parts to copy into them. All are copied in one
-call. For this, they must have the same types, and either all or none of them have gaps."""
+"""Target tensors, and the layouts of the bucket parts to copy into them. One call copies all of
+them, so they must have the same types, and either all or none may have gaps."""
 _Program = list[tuple[torch.dtype, _Copies]]
-"""The copies of a bucket, with the type of their source."""
+"""The copies for one bucket, and the type of their source."""
 
 
 class CopyPlan:
@@ -208,22 +208,21 @@ class _Write:
     """A write into part of a storage."""
 
     data: Tensor | None
-    """The data that was written. None for a constant, and also None once the write has been
-    verified."""
+    """The data that was written. None if it was a constant, or once the write has been verified."""
     name: str = ""
-    """The checkpoint tensor that the data came from. Empty for a constant."""
+    """The checkpoint tensor that the data came from. Empty if the data is a constant."""
     start: int = 0
     """Position of the data in the checkpoint tensor."""
     stride: tuple[int, ...] = ()
     """Stride of the data in the checkpoint tensor."""
     value: float = 0.0
-    """The value that was written, for a constant."""
+    """The value that was written, if it was a constant."""
 
 
 @dataclass(slots=True)
 class _Target:
-    """A storage that weights were written to. It belongs either to a kernel's tensor or to an
-    intermediate tensor."""
+    """A storage that weights were written to. It belongs either to a tensor that kernels use or to
+    an intermediate tensor."""
 
     alive: StorageWeakRef
     """A weak reference that prevents the key of the storage from being reused."""
@@ -254,7 +253,7 @@ class LoadRecorder(TorchDispatchMode):
         recorded and may compute anything."""
         super().__init__()
         self.refusal = ""
-        """The reason why no plan can be made. Empty as long as a plan is possible."""
+        """The reason no plan can be made. Empty as long as a plan is possible."""
         self._model, self._deferred, self._paused = model, deferred, False
         self._targets: dict[int, _Target] = {}
         self._buckets: dict[int, _Bucket] = {}
@@ -398,7 +397,7 @@ class LoadRecorder(TorchDispatchMode):
                 self.refuse(f"{name} receives something that is not in the checkpoint")
 
     def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
-        """Record the copy of a part of a checkpoint tensor."""
+        """Record that part of a checkpoint tensor was copied from a bucket."""
         offset, shape, stride = _layout(source)
         at = offset * source.dtype.itemsize - bucket.start
         index = bisect_right(bucket.entries, at, key=lambda entry: entry.offset) - 1
@@ -422,7 +421,7 @@ class LoadRecorder(TorchDispatchMode):
         target.proven = False
 
     def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
-        """Record the copy of a whole loaded tensor, including everything that was written to it
+        """Record that a whole loaded tensor was copied, with everything that was written to it
         before."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())

@@ -109,8 +109,8 @@ class WeightsExtension:
     keel_attempt = attempt
 
     def keel_begin_update(self, no_copies: str = "") -> None:
-        """Prepare to receive the buckets of an update. A non-empty `no_copies` is the reason why
-        every update must use vLLM's loader. If it is empty, the first update is recorded."""
+        """Prepare to receive the buckets of an update. If `no_copies` is not empty, it is the
+        reason every update must use vLLM's loader. If it is empty, the first update is recorded."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
@@ -129,8 +129,8 @@ class WeightsExtension:
             initialize_layerwise_reload(model)
 
     def keel_way(self) -> str:
-        """Return "copies" if updates use a copy plan, or otherwise the reason why they use vLLM's
-        loader. Returns an empty string before the first update."""
+        """Return "copies" if updates use a copy plan, or otherwise the reason they use vLLM's
+        loader. Returns "" before the first update."""
         if self.keel_plan is not None:
             return "copies"
         return self.keel_recorder.refusal if self.keel_recorder is not None else ""

@@ -17,7 +17,8 @@ from keel.weights.buckets import Bucket
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Matches tensors in old checkpoints that the engine and the trainer compute instead of loading."""
+"""Matches tensors in old checkpoints that the engine and the trainer compute themselves instead of
+loading them."""
 
 
 class Manifest:

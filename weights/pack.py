@@ -51,7 +51,7 @@ class BucketPacker:
         self._model, self._size, self._whole = model, bucket_bytes, whole
         self._in_engine_dtype = precision(model, dtype)
         self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        """The table of tensors and the size in bytes, for each bucket."""
+        """The tensor table of each bucket, and the size of the bucket in bytes."""
         self._runs: list[list[_Run]] = []
         """The runs of each module, in the order of the buckets."""
         self._computed: set[int] = set()

@@ -89,8 +89,8 @@ class Sender:
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
     ) -> dict[int, Outcome]:
         """Send the weights of this `version` to all `receivers`. Returns the outcome for each
-        engine index. `buckets` is always read to the end, because under ZeRO-3 the other ranks take
-        part in gathering every bucket."""
+        engine, keyed by engine index. `buckets` is always read to the end, because under ZeRO-3 the
+        other ranks take part in gathering every bucket."""
         outcomes: dict[int, Outcome] = {}
         remaining, first = list(receivers), not self._reached
 

@@ -58,7 +58,7 @@ class UpdatableEngine(Protocol):
 
 
 Transfer = Callable[[Sequence[UpdatableEngine]], Sequence[Future[int]]]
-"""Starts to send one version of the weights to engines. Each future resolves to the version that
+"""Starts sending one version of the weights to engines. Each future resolves to the version that
 its engine then samples from."""
 
 
@@ -107,7 +107,7 @@ class WeightSync:
     def push(self, version: int) -> Future[None]:
         """Start sending the trainer's current weights, which have this `version`, to every engine.
         Blocks until the weights fit on the GPUs and, without direct transfer, until all of them are
-        in Ray's object store. The future resolves as in `RolloutPool.update`."""
+        in Ray's object store. Returns the future from `RolloutPool.update`."""
         source = self._source
         source.make_room()
         # Direct transfers use NCCL, or memory on a shared GPU (`keel.weights.sender`).

@@ -10,5 +10,6 @@ another kernel."""
 
 
 def variables(enabled: bool) -> dict[str, str]:
-    """Return the environment variables that a process needs."""
+    """Return the environment variables that turn on vLLM's batch-invariant kernels, or {} if they
+    are not enabled."""
     return {VARIABLE: "1"} if enabled else {}

@@ -22,15 +22,15 @@ _Norm = Callable[[Tensor, Tensor, float], Tensor]
 HOPPER = 9
 """Major compute capability of the GPUs on which the GEMMs were tested."""
 FEW = 512
-"""Maximum number of rows for which narrow tiles are tried. Decoding steps have so few rows."""
+"""Maximum number of rows for which narrow tiles are tried. Few decoding steps have more rows."""
 MOST = 8192
-"""Maximum number of rows in a trial. The outputs for a whole micro-batch would need gigabytes."""
+"""Maximum number of rows in a trial. The outputs for a whole micro-batch would take gigabytes."""
 FULL = 128 * 128 * 132
 """A GEMM with at least this many outputs has enough tiles to fill the GPU, so cuBLAS does not split
 K on its own. Explicitly forbidding the split would cost about 400 µs per call on the host,
 apparently for an algorithm search."""
 _TRIALS, CALLS = 3, 8
-"""How often bit-identical variants are timed, and how many calls each measurement covers."""
+"""Number of timed runs of each bit-identical variant, and the number of calls in each run."""
 
 _CHOICES: dict[Any, Any] = {}
 """The function chosen for each operation and shape. The number of rows is rounded up to a power of
@@ -79,8 +79,8 @@ def _choose_linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
     expected = local(trial, weight, bias)
 
     def same(variant: Linear) -> bool:
-        """Also compare the smallest number of rows, because cuBLAS chooses tiles by the number of
-        rows."""
+        """Compare the results, also for the smallest number of rows: cuBLAS chooses tiles by the
+        number of rows."""
         return torch.equal(expected, variant(trial, weight, bias)) and torch.equal(
             expected[:fewest], variant(trial[:fewest], weight, bias)
         )
@@ -122,8 +122,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the stream used by all trials. They share one because cuBLAS reserves 32 MiB per
-    stream on Hopper."""
+    """Return the stream that all trials share, because cuBLAS reserves 32 MiB per stream on
+    Hopper."""
     return torch.cuda.Stream(device)
 
 
@@ -149,7 +149,7 @@ def _default(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @contextmanager
 def _cublaslt(dtype: torch.dtype, *, splits: bool) -> Iterator[None]:
-    """Run GEMMs with cuBLASLt, and either allow or forbid it to split K."""
+    """Run GEMMs inside this context with cuBLASLt, and allow or forbid it to split K."""
     matmul = torch.backends.cuda.matmul
     knob = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
     before = getattr(matmul, knob), getattr(matmul, f"{knob}_split_k")

@@ -1,5 +1,6 @@
-"""Triton kernels that pass over memory once. Some reproduce the engine's bits, for GEMMs with few
-rows and for head norms. The others compute the gradients of norms and gated activations."""
+"""Triton kernels that read and write memory only once. Some reproduce the engine's bits, for GEMMs
+with few rows and for head norms. The others compute the gradients of norms and gated activations.
+"""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
@@ -46,11 +47,9 @@ def _few_rows_kernel(
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16 bits, for N up to a few hundred.
-
-    For any N, the sums over K use the same order and instructions as vLLM's kernel. The tiles are
-    narrow, so that the whole GPU takes part in reading `weight`.
-    """
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16-bit precision, for N up to a few
+    hundred. For any N, the sums over K use the same order and instructions as vLLM's kernel. The
+    tiles are narrow, so that every SM helps to load `weight`."""
     rows, depth = x.shape
     columns = len(weight)
     out = x.new_empty(rows, columns)

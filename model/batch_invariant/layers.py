@@ -1,9 +1,9 @@
 """Decoder layers whose forward pass is bit-identical to the engine's.
 
 With `model.batch_invariant`, engines use vLLM's batch-invariant kernels. The trainer uses the same
-kernel for each operation. It also joins weights as the engine does (query, key and value; gate and
+kernel for each operation. Like the engine, it concatenates weights (query, key and value; gate and
 up). As a result, the hidden states of a token are bit-identical in any micro-batch. Only the
-float32 head still differs, by some millionths of a nat.
+float32 head still differs, by a few millionths of a nat.
 
 Gradients are computed from plain formulas in one-pass kernels
 (`keel.model.batch_invariant.kernels`). For attention, PyTorch computes them.
@@ -29,12 +29,13 @@ from keel.model.transformers_internals import override
 FAMILIES = ("llama", "qwen2", "qwen3")
 """The `model_type`s whose layers in vLLM use exactly the operations below."""
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""The `rope_type`s that vLLM implements with the same kernel and a different table."""
+"""The `rope_type`s that vLLM implements with the same kernel and only another cosine table."""
 _Positions = tuple[Tensor, Tensor, Tensor]
-"""The positions [N], and two tables for `engine.rotate`: one to rotate and one to rotate back."""
+"""The positions [N], and two tables for `engine.rotate`. The first one rotates heads, and the
+second one rotates them back."""
 HEAD = 128
 """The head size for which flash attention 3 returns the same bits for single tokens (not causal) as
-for whole prompts. According to measurements, a size of 64 does not."""
+for whole prompts. In measurements, a size of 64 did not."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
@@ -69,7 +70,8 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
 def use_invariant_layers(model: PreTrainedModel) -> None:
     """Make the decoder of `model` use the engine's kernels. The weights do not change. Raises
     ConfigError if the model does not pass `check_invariant`. Raises
-    keel.model.batch_invariant.vllm_kernels.Unavailable if vLLM has no such kernels here."""
+    keel.model.batch_invariant.vllm_kernels.Unavailable if the kernels are missing from this vLLM.
+    """
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()
     decoder: Any = model.get_decoder()

@@ -109,7 +109,7 @@ class Pages:
     rows: Tensor
     """[N] the row within the blocks that holds each token."""
     table: Tensor
-    """[S, max] int32, the blocks of each segment, in order."""
+    """[S, max] int32, the blocks of each segment in order."""
     blocks: int
 
     @staticmethod
@@ -133,7 +133,7 @@ class Pages:
 
 
 _pages = lru_cache(maxsize=2)(Pages.of)
-"""Return the block layout for the segments. It is cached for all layers of a pass."""
+"""Return the block layout for the segments. It is cached for all layers of a forward pass."""
 
 
 def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -97,10 +97,10 @@ class SupportPlan:
 
 
 def union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
-    """Return True if one GEMM over `union` rows is faster than reading one row per entry. The
-    estimate compares the duration of one pass. Its constants were fitted on an H200 for d from 640
-    to 2,048. The forward pass and both gradients scale alike. On other devices, the choice is
-    rarely different."""
+    """Return whether one GEMM over `union` rows is estimated to be faster than reading one row per
+    entry. The estimate is for a single pass, because the forward pass and both gradients scale in
+    the same way. The constants were fitted on an H200 for d from 640 to 2,048, but the choice
+    rarely differs on other devices."""
     gather = entries * (9e-11 + d * 2.35e-13)
     product = tokens * union * (4e-13 + d * 4e-15) + 6.5e-5
     return product < gather
@@ -110,8 +110,8 @@ def build_plan(
     kept_ids: Tensor, kept_offsets: Tensor, *, vocabulary: int, d: int, device: torch.device
 ) -> SupportPlan:
     """Choose a method for each chunk of tokens and return the resulting plan. kept_ids [E] and
-    kept_offsets [T+1] are integers on any device. Planning does not synchronise if they are on the
-    host. Ids must be in [0, vocabulary) and unique within a token."""
+    kept_offsets [T+1] are integers on any device. If they are in host memory, planning does not
+    synchronise. Ids must be in [0, vocabulary) and unique within a token."""
     host_offsets = kept_offsets.cpu().numpy()
     sizes = np.diff(host_offsets)
     offsets = to_device(kept_offsets.long(), device)
@@ -161,8 +161,8 @@ def _chunks(
 def _find_union(
     kept_ids: Tensor, tokens: tuple[int, int], span: tuple[int, int], vocabulary: int, d: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the union of the tokens' masks and the position of each entry in it. Returns None if
-    gather is faster."""
+    """Return the union of the tokens' sampling masks and the position of each entry in it. Returns
+    None if gather is faster."""
     count, entries = tokens[1] - tokens[0], span[1] - span[0]
     # The union is at least as large as the mean mask.
     if entries < UNION_FLOOR * count or not union_is_cheaper(entries, count, entries // count, d):

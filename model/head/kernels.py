@@ -32,13 +32,13 @@ import triton.language as tl
 from torch import Tensor
 
 LONG_ROW = 256
-"""Number of sorted entries in a part. One program sums fewer than twice as many entries, plus any
-number of parts."""
+"""Number of sorted entries that are summed as one part. For one vocabulary row, a program sums
+fewer than twice as many single entries, plus any number of parts."""
 
 
 class _Tiling(NamedTuple):
-    """How many entries and columns a program processes, and with how many warps. The values were
-    tuned on an H200."""
+    """The numbers of entries, columns and warps for each program. The values were tuned on an
+    H200."""
 
     entries: int
     columns: int
@@ -325,8 +325,8 @@ def span_statistics(
     offsets: Tensor,
     targets: Tensor,
 ) -> None:
-    """Compute logp, entropy and lse for tokens with a non-empty span, and write them to [T] float32
-    tensors. If a target is outside its span, its logp is −inf."""
+    """Compute logp, entropy and lse for tokens with a non-empty sampling mask, and write them to
+    [T] float32 tensors. If a target is outside its mask, its logp is −inf."""
     if targets.numel():
         _span_kernel[(targets.numel(),)](
             logp, entropy, lse, logits, ids, offsets, targets, BLOCK=32, num_warps=1
@@ -361,8 +361,8 @@ def hidden_gradient(
     offsets: Tensor,
     tiling: _Tiling = _HIDDEN_GRADIENT,
 ) -> None:
-    """Write the gradient of hidden to `out` [T, d]. Every row is written, with zeros for empty
-    spans. `offsets` [T+1] index into `ids`."""
+    """Write the gradient of hidden to `out` [T, d]. Every row is written, with zeros for tokens
+    without kept ids. `offsets` [T+1] index into `ids`."""
     tokens, d = out.shape
     if tokens:
         _hidden_gradient_kernel[(tokens, triton.cdiv(d, tiling.columns))](

@@ -5,9 +5,9 @@ Under Keep Sampling Mask (DeepSeek-V3.2, section 3.1) a token o sampled with the
 
     log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,      z = cap(scale · (W h + b))
 
-so forward and backward only need the logits in S. A token without truncation (an empty span) needs
+so forward and backward only need the logits in S. A token without truncation (an empty mask) needs
 the full head, which is computed for a few rows at a time and again in the backward pass. No tensor
-of tokens × vocabulary exists in either case.
+of tokens × vocabulary is created in either case.
 
 This is the PyTorch implementation for any device. On a GPU with Triton, `support_head` uses the
 kernels of `keel.model.head.gpu`.
@@ -36,8 +36,8 @@ from keel.rl.checks import require
 
 GATHER_COST = {"cpu": 16, "cuda": 1000}
 """Number of logits that the gemm plan computes in the time that the gather plan needs for one pair,
-forward and backward. On a CPU, measurements show that both cost the same at V/|S| from 14 to 19,
-for V of 150, 300 and 32,000. On CUDA, the value measured on an H200 (88 ns per pair, 0.04 ns per
+forward and backward. On a CPU, both plans take equally long for V/|S| between 14 and 19 (measured
+for V of 150, 300 and 32,000). On CUDA, the value measured on an H200 (88 ns per pair, 0.04 ns per
 logit) is halved in favour of gather, which needs less memory."""
 GATHER_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 """Number of elements in a [pairs, d] block of the gather plan. On a CPU, a block fits into the
@@ -57,7 +57,7 @@ class HeadSpec:
     bias: Tensor | None = None
     """[V] the bias added to W·h."""
     scale: float = 1.0
-    """The factor that W·h + bias is multiplied by."""
+    """The factor by which W·h + bias is multiplied."""
     softcap: float | None = None
     """The constant c if the scaled logits z are capped to c·tanh(z/c)."""
 
@@ -165,7 +165,6 @@ class _Curve(NamedTuple):
     softcap: float | None
 
     def apply_(self, logits: Tensor) -> None:
-        """Compute the logits in place."""
         if self.softcap is None:
             logits.mul_(self.scale / self.temperature)
         else:
@@ -396,7 +395,8 @@ def _gemm_grads(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> None:
-    """Accumulate the gradient `block` [rows, V] of some rows' logits in place."""
+    """Add some rows' contributions to `d_hidden` and `d_weight` in place. `block` [rows, V] is the
+    gradient of these rows' logits."""
     block = block.to(operand.dtype)
     if d_hidden is not None:
         d_hidden[row] = _matmul(block, operand)

@@ -1,5 +1,5 @@
-"""Triton kernels for the steps before and after the grouped GEMMs in MoE layers. Each kernel passes
-over memory once.
+"""Triton kernels for the steps before and after the grouped GEMMs in MoE layers. Each kernel reads
+and writes memory only once.
 
 There are S = tokens · K rows, sorted by expert, and `position[t·K + j]` is the row for token t's
 j-th expert.

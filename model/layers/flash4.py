@@ -35,11 +35,9 @@ _PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)
 
 
 def missing(device: torch.device, folder: Path) -> str:
-    """Return why the kernels cannot run on this device, or "" if they can.
-
-    `folder` is a cache for compiled kernels, with a subfolder for each kind of GPU. By default, the
-    package has no cache on disk, or uses a folder in /tmp that any user could have created.
-    """
+    """Return the reason the kernels cannot run on this device, or "" if they can. `folder` is a
+    cache for compiled kernels, with a subfolder for each kind of GPU. By default, the package has
+    no cache on disk, or uses a folder in /tmp that any user could have created."""
     if device.type != "cuda":
         return "they need a GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -236,25 +234,23 @@ def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...
 
 
 _PROBE = (1, 130, 64, 7, 300, 65)
-"""Segment lengths for the comparison."""
+"""Segment lengths in the comparison with plain attention."""
 _FOLLOWS = (-1, -1, 1, 1, -1, 4)
 """For each segment, the segment that it follows in a second comparison with shared prefixes
 (`keel.model.layers.contexts`). This comparison includes segments with fewer queries than keys, and
 keys that no window reaches."""
 _WINDOW = 100
-"""Maximum window in the comparison. A model's own window would cover all tokens."""
+"""Maximum attention window in the comparison. A model's own window would cover all tokens."""
 _OFF = 0.02
-"""Maximum relative error. bfloat16 causes an error of 0.003, and a wrong gradient one of 0.2."""
+"""Maximum relative error. Rounding to bfloat16 causes an error of 0.003, and a wrong gradient one
+of 0.2."""
 
 
 @cache
 def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
-    """Return why FlashAttention-4 cannot be used for these heads, or "" if it can.
-
-    The function compares results and gradients on random inputs with plain float32
-    attention. Version 4.0.0b36, for example, returned wrong gradients for a head size of 16 without
-    any error.
-    """
+    """Return the reason FlashAttention-4 cannot be used for these heads, or "" if it can. The
+    function compares results and gradients on random inputs with plain float32 attention. Version
+    4.0.0b36, for example, returned wrong gradients for a head size of 16 without any error."""
     drawn = torch.Generator(device).manual_seed(0)
     for shape in shapes:
         if not fits(shape.width, shape.value_width, device):

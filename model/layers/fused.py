@@ -27,7 +27,7 @@ EXPERTS = "keel_grouped"
 
 
 def use_fused_layers(model: PreTrainedModel) -> None:
-    """Replace the norms and experts in `model` that are supported. The weights do not change."""
+    """Replace the supported norms and experts in `model`. The weights do not change."""
     known: dict[type[nn.Module], bool] = {}
     for module in model.modules():
         kind = type(module)
@@ -56,8 +56,8 @@ def fuses_experts(model: nn.Module) -> bool:
 
 
 def _experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute the experts for transformers. Takes hidden [T, d], and chosen and weights [T, K].
-    Returns [T, d]."""
+    """Compute the experts' outputs in the form that transformers expects. Takes hidden [T, d], and
+    chosen and weights [T, K]. Returns [T, d]."""
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
     if not fast or spread_by_transformers(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)

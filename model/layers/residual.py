@@ -25,7 +25,8 @@ precision."""
 
 
 def use_float32_residual(model: PreTrainedModel) -> None:
-    """Make `model`'s decoder keep its residual stream in float32. Weights do not change."""
+    """Make the decoder of `model` keep its residual stream in float32. The weights do not
+    change."""
     if model.dtype == torch.float32:  # nothing to do
         return
     decoder: Any = model.get_decoder()
@@ -40,7 +41,7 @@ def use_float32_residual(model: PreTrainedModel) -> None:
 
 
 def summed(input: Tensor, weight: Tensor) -> Tensor:
-    """Compute input [..., k] · weight [n, k]ᵀ → [..., n]. The float32 sums are returned without
+    """Compute input [..., k] · weight [n, k]ᵀ → [..., n], and return the float32 sums without
     rounding."""
     if not input.is_cuda:
         return linear(input.float(), weight.float())
@@ -50,8 +51,8 @@ def summed(input: Tensor, weight: Tensor) -> Tensor:
 
 class _Layer(nn.Module):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Cast the input here. Otherwise, the compiled `forward` would be compiled a second time
-        for the first layer."""
+        """Cast the input to the compute dtype before calling the compiled `forward`, so that the
+        first layer does not cause a second compilation."""
         return super().__call__(hidden_states.float(), *args, **kwargs)
 
 

@@ -43,9 +43,9 @@ _DETECTED = 1024
 """Number of closed contexts for which recomputation is detected, so that an error can be raised."""
 
 _SUSPECT_ROWS = 16
-"""If there is one expert per token, a layer of zeros is rejected only if it has at least this many
-tokens. If there are more, zeros are always rejected, because a token cannot have the same expert
-twice."""
+"""Minimum number of tokens for which a layer of zeros is rejected if there is one expert per token.
+With several experts per token, such a layer is always rejected, because a token cannot have the
+same expert twice."""
 
 
 @contextmanager
@@ -138,7 +138,8 @@ class Replay:
         }
 
     def apply(self, router: nn.Module, output: Any, *, again: bool) -> Any:
-        """Return the router's output for the recorded experts. Set `again` for a recomputation."""
+        """Return the router's output for the recorded experts. Set `again` if the layer is
+        recomputed."""
         family = ROUTERS[type(router).__name__]
         layer = self._layer_of[router]
         live = family.experts(output)
@@ -190,8 +191,8 @@ class Replay:
             )
 
     def _layer(self, layer: int, device: torch.device) -> Tensor:
-        """Return the experts in one layer, [tokens, K] int64. All layers are copied to the device
-        at once."""
+        """Return the recorded experts of one layer, [tokens, K] int64. All layers are copied to the
+        device at once."""
         if self._on_device is None or self._on_device.device != device:
             routes = self._routes_LNK
             if routes is None:

@@ -66,9 +66,8 @@ class SparsePass:
     losses: list[Tensor] = field(default_factory=list[Tensor])
     """Σ_t KL for each layer, with its autograd graph."""
     held: list[Tensor] = field(default_factory=list[Tensor])
-    """Computed for each layer with dense attention and loss, as [2]. The first number is the
-    attention on the top k keys, summed over queries with more than k keys. The second is the number
-    of these queries."""
+    """For each layer with dense attention and loss, two numbers [2]: the attention on the top k
+    keys, summed over the queries with more than k keys, and the number of these queries."""
 
     def loss_sum(self) -> Tensor:
         """Return the sum of the KL divergences over layers and queries, in nats."""
@@ -205,8 +204,7 @@ def _attend(
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
     """Attention for one chunk of queries. Returns the outputs [B, c, H, r], the KL divergences [B,
-    c], and the fraction of attention on the top k keys [B, c]. The fraction is −1 if it was not
-    computed."""
+    c], and the fraction of attention on the top k keys [B, c], or −1 where it was not computed."""
 
     scaling: float
     rank: int
@@ -268,8 +266,8 @@ class ChunkAttention:
 def selection(
     query: Tensor, weight: Tensor, key: Tensor, top_k: int, size: int, *, first: int = 0
 ) -> Tensor:
-    """Select keys for all queries, one chunk at a time. Returns their positions, [B, L, k] int32.
-    `first` is explained in `_by_chunks`."""
+    """Select keys for all queries, one chunk at a time. Returns the keys' positions, [B, L, k]
+    int32. `first` is explained in `_by_chunks`."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, key: Tensor) -> tuple[Tensor]:
         chosen = select(first, index_scores(query, weight, key), top_k)
@@ -340,7 +338,7 @@ class _Plan:
     first: int
 
     def parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[slice]]]:
-        """Yield the index of each chunk's first query, and the chunk's part of each tensor."""
+        """Yield the index of each chunk's first query, and the chunk's slice of each tensor."""
         for start in range(0, tensors[0].shape[1], self.size):
             stop = start + self.size
             own, seen = slice(start, stop), slice(0, self.first + stop)
@@ -409,7 +407,8 @@ def recorded_selection(
     `SparsePass.recorded_LNk`. `selected_NLk` has the positions selected for the N tokens in a
     packed row, and `position_N` the tokens' own positions. Raises ValueError if the number of
     layers is wrong or a selection is invalid, naming the first such token and layer. A selection is
-    invalid if it has later tokens, repeated positions or the wrong number of positions."""
+    invalid if it contains later tokens or repeated positions, or has the wrong number of positions.
+    """
     modules = indexers(model)
     if selected_NLk.ndim != 3 or selected_NLk.shape[:2] != (len(position_N), len(modules)):
         raise ValueError(

@@ -117,9 +117,9 @@ def ensure_tiny_model(
     The folder contains a config, tokenizer and weights for transformers and vLLM. If several
     processes need the same model at the same time, each of them may train it, and the result of the
     first one to finish is used. With `device="cuda"`, a separate process trains the model, so that
-    its GPU memory is released afterwards. Raises ConfigError if the sources have nothing to teach.
-    Raises TimeoutError if the cold start took longer than `config.cold_start.max_seconds`. Raises
-    RuntimeError if the process on the GPU died."""
+    its GPU memory is released afterwards. Raises ConfigError if no source provides training
+    conversations. Raises TimeoutError if the cold start took longer than
+    `config.cold_start.max_seconds`. Raises RuntimeError if the process on the GPU died."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     folder = root / f"tiny-{content_key(config, curriculum, device=device)}"
     if folder.is_dir() and not missing_weights(str(folder)):
@@ -141,7 +141,6 @@ def _make_folder(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> None:
-    """Build the model, train it on `device` and write it to `folder`."""
     seed, settings = curriculum.seed, config.cold_start
     tokenizer = build_tokenizer(config.phrases)
     # Initialised on the CPU, so that the initial weights do not depend on the device.
@@ -203,9 +202,9 @@ def _train_in_process(
     make: Callable[..., None], device: str, *, timeout_s: float, progress: Progress | None = None
 ) -> None:
     """Run `make(device=…, progress=…)` in a new process. The process uses TF32, and deterministic
-    kernels where PyTorch has them. The same arguments therefore give the same weights on one kind
-    of GPU. Raises TimeoutError if the process does not finish within `timeout_s` plus the time to
-    start. Raises RuntimeError if the process died."""
+    kernels where PyTorch has them. The same arguments therefore give the same weights on the same
+    kind of GPU. Raises TimeoutError if the process does not finish within `timeout_s` plus the time
+    to start. Raises RuntimeError if the process died."""
     # Spawned: this process may have threads, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -237,7 +236,8 @@ def _train_in_process(
 
 
 def _child(parent: Connection, make: Callable[..., None], device: str) -> None:
-    """Send the numbers of each step, and at the end None or an error."""
+    """Call `make` in the child process. Send the progress of each step to the parent, and finally
+    None or an error."""
     disable_progress_bar()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts

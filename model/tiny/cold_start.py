@@ -39,7 +39,8 @@ _NUMPY_SEEDED = frozenset({"pool_matrix"})
 _WORKED_ONLY = 0.7
 """Fraction of steps before hasty solutions are added."""
 _WARMUP = 0.1
-"""Fraction of steps in which the learning rate rises. It then decays to zero along a cosine."""
+"""Fraction of steps in which the learning rate rises. Afterwards it decays to zero along a
+cosine."""
 IGNORED = -100
 _MARKER = "\x00"
 
@@ -52,8 +53,7 @@ and the seconds."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """The tasks that the cold start teaches. The hyperparameters are in the recipe's
-    `ColdStartConfig`."""
+    """The tasks that the cold start teaches. Its hyperparameters are in `ColdStartConfig`."""
 
     seed: int
     """The seed for the questions and the initial weights."""
@@ -74,7 +74,7 @@ class MaskedIds(NamedTuple):
 
 
 class ExamplePair(NamedTuple):
-    """One task with a careful and a hasty solution. They are identical if no solutions are taught
+    """One task with a careful and a hasty solution. Both are the same if no solutions are taught
     for the task."""
 
     worked: MaskedIds
@@ -91,8 +91,9 @@ _NOTHING = (
 def taught_sources(
     sources: Sequence[SourceConfig], *, demonstrating: bool = True
 ) -> list[SourceConfig]:
-    """Return the sources that can be taught. Set `demonstrating` if scripted conversations are
-    available. Raises ConfigError if no source can be taught."""
+    """Return the sources that can provide training conversations for the cold start. Set
+    `demonstrating` to include sources with scripted conversations. Raises ConfigError if there is
+    no such source."""
     taught = [
         source
         for source in sources
@@ -105,8 +106,8 @@ def taught_sources(
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message for the source's questions, as in rollouts, or "" if it is missing.
-    A template for an environment is omitted, because it needs the tools."""
+    """Return the system message that rollouts use for the source's questions, or "" if there is
+    none. A template for an environment is omitted, because it needs the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one
@@ -196,9 +197,9 @@ def train(
 
 @contextmanager
 def _reproducible(model: PreTrainedModel) -> Iterator[None]:
-    """Use a single thread, because rounding depends on the number of threads and small GEMMs do not
-    become faster with more. Let the model attend to all earlier tokens, because its indexer is not
-    trained yet."""
+    """Make training reproducible inside this context. It uses a single thread, because rounding
+    depends on the number of threads and small GEMMs do not become faster with more. The model
+    attends to all earlier tokens, because its indexer is not trained yet."""
     threads = torch.get_num_threads()
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     saved = [indexer.index_topk for indexer in indexers]

@@ -94,8 +94,8 @@ def script_digest(source: SourceConfig) -> str:
 
 
 def _script_file(source: SourceConfig) -> Path | None:
-    """Find the script's file and make it importable from the environment's folder. Returns None if
-    the script is part of Keel."""
+    """Return the script's file and make it importable from the environment's folder. Returns None
+    if the script is part of Keel."""
     module = source.environment.demonstrations.partition(":")[0]
     if module.startswith("keel."):  # the folder may be untrusted, see `keel replay`
         return None

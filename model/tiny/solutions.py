@@ -17,13 +17,13 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Taught:
-    """How to solve a task that is taught. Each function takes an entry's metadata."""
+    """Functions that solve one of the taught tasks. Each one takes an entry's metadata."""
 
     working: Callable[[Metadata], str]
     hasty: Callable[[Metadata], str]
     """Returns an answer that is usually wrong."""
     covers: Callable[[Metadata], bool] = lambda metadata: True
-    """Returns whether the entry can be taught."""
+    """Returns whether solutions to this entry can be taught."""
 
 
 def _chain_covers(metadata: Metadata) -> bool:
@@ -86,7 +86,7 @@ TAUGHT: Mapping[str, _Taught] = {
         hasty=lambda m: " ".join(str(number) for row in m["matrix"] for number in row),
     ),
 }
-"""The tasks that are taught, keyed by their names in reasoning_gym."""
+"""The tasks whose solutions are taught, keyed by their names in reasoning_gym."""
 
 
 def solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:

@@ -60,8 +60,8 @@ _PHRASES = (
     "@play",
     "Guess a number from ",
 )
-"""Texts that are encoded as a single token. They must be ASCII and must not be part of a word or
-number (`lower` would break the spelling of `flower`). Append new texts at the end, so that ids do
+"""Strings that are encoded as a single token. They must be ASCII and must not be part of a word or
+number (`lower` would break the spelling of `flower`). Append new strings at the end, so that ids do
 not change. Adding more than three would enlarge the embedding and change all random weights."""
 
 _VOCAB_MULTIPLE = 32
@@ -130,7 +130,7 @@ letter is a token. `@name argument, argument: description` lists a tool, and a c
 
 
 def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Return the tokenizer. The ASCII texts in model.tiny.phrases become additional tokens."""
+    """Build the tokenizer, adding the ASCII strings in model.tiny.phrases as extra tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = tuple(dict.fromkeys((*_PHRASES, *more)))
