@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from tests.gpu.marks import GPU
 SIZE = {"prompts": 6, "group": 3, "prompt_tokens": 64, "tokens": 200, "gpu_memory_utilization": 0.2}
 
 
-def mismatch(folder: Path, family: str, *arms: str) -> dict[str, dict[str, Any]]:
+def mismatch(folder: Path, family: str, *arms: str, **sizes: int) -> dict[str, dict[str, Any]]:
     """Run the arms one by one and return their measurements."""
-    write(folder / "model", family)
+    write(folder / "model", family, sizes)
     module, out = "benchmarks.mismatch", folder / "out"
     model = ["--out", str(out), "--model", str(folder / "model"), "--size", json.dumps(SIZE)]
     done = subprocess.run(
@@ -35,13 +36,13 @@ def mismatch(folder: Path, family: str, *arms: str) -> dict[str, dict[str, Any]]
     return found
 
 
-def write(folder: Path, family: str) -> None:
+def write(folder: Path, family: str, sizes: Mapping[str, int]) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family, vocab_size=2048, hidden_size=1024, intermediate_size=1280, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=1024,
         tie_word_embeddings=False, dtype="bfloat16", pad_token_id=0, bos_token_id=None,
-        eos_token_id=2,
+        eos_token_id=2, **sizes,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     for name, weight in model.named_parameters():
