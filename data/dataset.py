@@ -71,7 +71,7 @@ def load_dataset(
     """Read every source, use each distinct question once, and set the held-out prompts aside.
 
     A question held out by one source is not used for training in any other. `count_tokens` returns
-    the length of a rendered prompt. `check_reward` and `hub_answers` are those of `load_jsonl`.
+    the length of a rendered prompt. `check_reward` and `hub_answers` are passed to `load_jsonl`.
     Raises ConfigError if a source cannot be read or has too few distinct questions, or if a prompt
     is too long (under `long_prompts: error`).
     """
@@ -173,7 +173,6 @@ def _split(
 
 
 def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
-    """Keep only the training prompts that have a known pass rate within the source's bounds."""
     path = data_path(source.pass_rates)
     every = {item.prompt.prompt_id for item in split.loaded.items}
     kept: list[Item] = []
@@ -248,7 +247,6 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
 
 
 def _epochs(config: Config, source: SourceConfig, prompts: int) -> float:
-    """Return how many epochs a run trains on a source with this many prompts."""
     total = sum(config.data.weight_of(one) for one in config.data.sources) or 1.0
     share = config.data.weight_of(source) / total
     return share * config.run.steps * config.algorithm.prompts_per_step / max(1, prompts)

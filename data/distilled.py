@@ -31,12 +31,9 @@ class _Candidate:
     kind: _Kind
     prompt: str
     why_not: str
-    """The first reason from `_LEFT_OUT` that applies, or ""."""
+    """The first reason from `_LEFT_OUT` that applies, or "" if none does."""
     line: Mapping[str, Any]
-    """The line to write for `keel sft` (`source: trajectories`).
-
-    It includes the specialist's name.
-    """
+    """The JSON line for `keel sft` (`source: trajectories`). It includes the specialist's name."""
 
 
 def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
@@ -109,8 +106,8 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
 def _balanced(
     chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
 ) -> list[_Candidate]:
-    """Limit each kind to `balance` times as many completions as the rarest kind has, the first ones
-    for each prompt first."""
+    """Limit each kind to `balance` times as many completions as the rarest kind has. The first
+    completions for each prompt are preferred."""
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return [one for _, one in chosen]

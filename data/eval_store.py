@@ -3,7 +3,7 @@
 Results are saved after each prompt, so that a stopped evaluation can resume.
 
 samples.jsonl   one line per prompt and variant: its completions and their scores
-results.json    summary by variant and set
+results.json    summary by variant and prompt set
 settings.json   the settings that affect the completions
 """
 
@@ -55,7 +55,7 @@ class Asked:
     samples: Sequence[Mapping[str, Any]]
     """One dict per completion.
 
-    The keys are correct, error, parts, tokens, thinking (its length), finish_reason,
+    The keys are correct, error, parts, tokens, thinking (the thinking length), finish_reason,
     answer, messages, turns (in an environment), and `record`. The latter holds the additional keys
     that `keel sft` needs.
     """
@@ -103,8 +103,8 @@ def asked_of(
 ) -> Asked:
     """Collect the completions for one prompt.
 
-    `answer` returns a completion's final answer in a comparable form, or "", and `thinking` the
-    length of its thinking. `tokenizer` is a digest of the policy's tokenizer, if known.
+    `answer` returns a completion's final answer in a comparable form, or "", and `thinking` returns
+    its thinking length. `tokenizer` is a digest of the policy's tokenizer, if known.
     """
 
     def messages_and_record(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:

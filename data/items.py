@@ -67,7 +67,7 @@ def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:
 
 
 def malformed(lines: Sequence[str], knob: str) -> ConfigError:
-    """Return an error that lists where the malformed lines are."""
+    """Return an error that lists the malformed lines with their locations."""
     cure = "repair it, or set on_bad_line: skip"
     if len(lines) == 1:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")
@@ -76,7 +76,7 @@ def malformed(lines: Sequence[str], knob: str) -> ConfigError:
 
 
 def read_records(path: Path, parse: Callable[[Any], R], kind: str) -> list[R]:
-    """Parse the lines of a file that Keel wrote, without an incomplete last line. Raises
+    """Parse the lines of a file that Keel wrote, ignoring an incomplete last line. Raises
     ConfigError with the file and line number of a malformed line."""
     records: list[R] = []
     try:
@@ -122,7 +122,7 @@ def with_source_system(
 def without_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Undo `with_source_system`."""
+    """Remove the system messages that `with_source_system` prepended."""
     added, (first, *rest) = with_source_system(source, ()), messages
     if not added:
         return tuple(messages)

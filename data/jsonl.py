@@ -214,7 +214,8 @@ class _Reader:
         return value
 
     def _reward(self, row: _Row) -> dict[str, Any]:
-        """Build a row's reward spec. It may be absent if an environment grades the row."""
+        """Build a row's reward spec. A row that is graded by an environment needs no keys for
+        it."""
         record, graded = row.known, self._source.environment.grades
         keys = [key for key in _REWARD_KEYS if key in record]
         if not keys and graded:
@@ -260,7 +261,8 @@ class _Reader:
         return {"kind": "answer", "answer": answer, "match": match, **more}
 
     def _messages(self, row: _Row) -> list[dict[str, Any]]:
-        """Return a row's messages, or an empty list if the template replaces a missing prompt."""
+        """Return a row's messages, or an empty list if the row has no prompt and the source has a
+        template."""
         record, source = row.known, self._source
         prompt = record.get("prompt")
         if "messages" in record and "prompt" in record:
@@ -278,7 +280,8 @@ class _Reader:
         return messages
 
     def _in_template(self, row: _Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Fill in the template with the last message, which must be the user's, and the row."""
+        """Replace the last message, which must be the user's, with the template. Its placeholders
+        are filled with that message and the row's columns."""
         *before, last = messages or [{"role": "user", "content": None}]
         if last["role"] != "user":
             raise BadLine(f"ends with a message of the {last['role']}; a template needs the user's")

@@ -69,8 +69,9 @@ class FilterFolder:
         self._number = 0  # running total of kept prompts: progress is logged after each prompt
 
     def __enter__(self) -> Self:
-        """Lock the folder and read the pass rates already in it. Raises ConfigError if it cannot be
-        written, is in use, or has another policy, other settings or other prompts."""
+        """Lock the folder and read the pass rates already in it. Raises ConfigError if the folder
+        cannot be written to, is in use, or was created with another policy, other settings or other
+        prompts."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
             if changed := folder.changed(self._settings):
@@ -147,7 +148,6 @@ class FilterFolder:
         return rate is not None and rate.within(*bounds)
 
     def _table(self) -> list[str]:
-        """Return a table with a row for each source and for each domain with several sources."""
         rates = list(self._rates.values())
         domains = domains_to_show({n: s.domain_name for n, s in self._sources.items()})
         k, kept = self._filter.samples, {rate.id for rate in self._kept()}
@@ -164,7 +164,6 @@ class FilterFolder:
         return aligned(rows)
 
     def _left_out(self) -> list[str]:
-        """Return lines that say why prompts were not kept and why completions are missing."""
         least, most = self._filter.least_pass_rate, self._filter.most_pass_rate
         rates = list(self._rates.values())
         counts = {

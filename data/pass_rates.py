@@ -45,7 +45,8 @@ class PassRate:
 
     @property
     def known(self) -> bool:
-        """Whether any completion has a score. Otherwise a pass rate of 0 means nothing."""
+        """Whether any completion has a score. If none has, a pass rate of 0 says nothing about the
+        prompt."""
         return self.unscored < self.samples
 
     def within(self, least: float, most: float) -> bool:
@@ -80,8 +81,8 @@ def digest_of(prompt: Prompt) -> str:
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:
-    """Read the table, where the last line of an ID counts. Raises ConfigError as `read_records`
-    does."""
+    """Read the table of pass rates. If an ID appears more than once, its last line is used. Raises
+    ConfigError with the file and line number of a malformed line."""
 
     def parse(line: dict[str, Any]) -> PassRate:
         line.pop("pass_rate", None)

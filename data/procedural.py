@@ -38,7 +38,8 @@ _GENERATOR_ERRORS = (
 )
 
 _CACHE: dict[str, Any] = {}
-"""Built task datasets. Building one may mean filtering a hundred thousand words."""
+"""Task datasets that have already been built. Building one may mean filtering a hundred thousand
+words."""
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
@@ -115,8 +116,9 @@ def _describe(error: Exception) -> str:
 
 
 def load_episodes(source: SourceConfig) -> Loaded:
-    """Return prompts that only name tasks 0 to size − 1 of an environment, which opens the
-    conversation itself. `keel.agents.probe` rejects an environment that does not."""
+    """Return a placeholder prompt for each of the tasks 0 to size − 1 of an environment. The
+    environment itself opens the conversation; `keel.agents.probe` rejects an environment that does
+    not."""
     items: list[Item] = []
     for index in range(source.size):
         message = {"role": "user", "content": f"(task {source.name}/{index})"}

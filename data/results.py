@@ -1,4 +1,5 @@
-"""Summarizes an evaluation by variant and set, and compares two evaluations prompt by prompt.
+"""Summarizes an evaluation by variant and prompt set, and compares two evaluations prompt by
+prompt.
 
 The statistics are confidence intervals, paired differences, maj@k and fewest@k.
 """
@@ -22,9 +23,6 @@ from keel.rl.evaluation import pass_at_k, passed
 
 
 def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
-    """Summarize the completions for a set of prompts, with pass@k and maj@k for each k in
-    `pass_at`, fewest@k if every completion has turns, and `contest_score` and `attempts` unless
-    `submissions` is 0."""
     samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
     passes, numbers = [one.passes for one in asked], [one.number for one in asked]
@@ -61,8 +59,8 @@ def scores_by_steps(asked: Sequence[Asked]) -> tuple[dict[int, float], dict[int,
     """Return scores by the mean number of steps, as in Figure 6 of DeepSeek-V3.2 (2025).
 
     In the first result, one trajectory may take more and more steps. In the second, more and more
-    trajectories run in parallel (`fewest_steps_at_k`). A step is a turn. Without turns, both are
-    empty.
+    trajectories run in parallel (`fewest_steps_at_k`). A step is a turn. If the completions have no
+    turns, both results are empty.
     """
     samples = [sample for one in asked for sample in one.samples]
     if not samples or not all("turns" in sample for sample in samples):
@@ -87,10 +85,10 @@ def scores_by_steps(asked: Sequence[Asked]) -> tuple[dict[int, float], dict[int,
 
 
 def _submitted(samples: Sequence[Mapping[str, Any]], submissions: int) -> list[Mapping[str, Any]]:
-    """Return the completions to submit, in their order (DeepSeek-V3.2, appendix D).
+    """Return the completions to submit, in the order of submission (DeepSeek-V3.2, appendix D).
 
-    Completions are not submitted if they fail a test shown in the task, were cut off, have no score
-    or decline. The others are submitted by the length of their thinking, longest first.
+    A completion is not submitted if it fails a test shown in the task, was cut off, has no score or
+    declines the task. The others are ordered by thinking length, longest first.
     """
     fit = [
         sample
@@ -104,13 +102,14 @@ def _submitted(samples: Sequence[Mapping[str, Any]], submissions: int) -> list[M
 
 
 def attempts(samples: Sequence[Mapping[str, Any]], submissions: int) -> int | None:
-    """Return the number of submissions up to the first that is accepted, or None if none is."""
+    """Return the number of submissions up to and including the first accepted one, or None if none
+    is accepted."""
     accepted = (passed(sample["correct"]) for sample in _submitted(samples, submissions))
     return next((number for number, right in enumerate(accepted, start=1) if right), None)
 
 
 def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
-    """Return a prompt's score from 0 to 1, where the best submission counts for each subtask."""
+    """Return a prompt's score from 0 to 1. For each subtask, only the best submission counts."""
     best: dict[str, float] = {}
     for sample in _submitted(samples, submissions):
         worths = {k: v for k, v in sample["parts"].items() if k.startswith("subtask/")}
@@ -122,7 +121,7 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
 def results(
     asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Return a summary for each variant and set (`_sets_of`)."""
+    """Return a summary for each variant and each prompt set (`_sets_of`)."""
     result: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
         chosen = [one for one in asked if one.variant == variant]
@@ -134,8 +133,8 @@ def results(
 
 
 def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
-    """Return the domains that do not just consist of a source with the same name. `domain_of` maps
-    each source to its domain."""
+    """Return all domains except those that consist only of a source with the same name. `domain_of`
+    maps each source to its domain."""
     domains = {d: {s for s in domain_of if domain_of[s] == d} for d in domain_of.values()}
     return sorted(domain for domain, sources in domains.items() if sources != {domain})
 
@@ -179,7 +178,7 @@ def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the columns of a text table, the first one left and the others right."""
+    """Align the columns of a text table: the first to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -193,9 +192,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def compared(
     first: Sequence[Asked], second: Sequence[Asked]
 ) -> dict[str, dict[str, tuple[int, Difference]]]:
-    """Compare pass@1 on the prompts shared by two evaluations: the number of pairs and the
-    difference for each variant and set. Raises ValueError if no prompt is shared, or if prompts
-    with the same name differ."""
+    """Compare pass@1 on the prompts shared by two evaluations. Returns the number of shared prompts
+    and the difference for each variant and prompt set. Raises ValueError if no prompt is shared, or
+    if prompts with the same name differ."""
     earlier = {(one.variant, one.id): one for one in first}
     pairs = [(earlier[key], one) for one in second if (key := (one.variant, one.id)) in earlier]
     if not pairs:
@@ -236,7 +235,8 @@ def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -
 
 
 def compare(first: str, second: str) -> str:
-    """Compare two `keel eval` folders and return a table. Raises ConfigError if one is unusable."""
+    """Compare two `keel eval` folders and return a table. Raises ConfigError if a folder cannot be
+    compared."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
         lines = compared_table(compared(before, after))

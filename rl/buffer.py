@@ -93,8 +93,8 @@ class GroupBuffer:
         filter_by: _Filter = "none",
         max_refills: float = 0.0,
     ) -> None:
-        """Create a buffer for steps `start` + 1 … `steps`. `batch` is the number of groups per
-        step. At most `max_refills` · `batch` groups may be discarded per batch."""
+        """Create a buffer for steps `start` + 1 … `steps`, with `batch` groups per step. At most
+        `max_refills` · `batch` groups may be discarded per batch."""
         self._batch, self._lag, self._steps = batch, lag, steps
         self._filter: _Filter = filter_by
         self._budget = int(max_refills * batch)
@@ -103,8 +103,8 @@ class GroupBuffer:
         """Number of prompts submitted since step 1, not counting discarded ones."""
         self._numbers = 0
         self._queue: dict[int, _Place] = {}
-        """Groups by number, in order, for which no decision to keep or discard has been made. The
-        first one has not arrived yet."""
+        """The groups that have been neither kept nor discarded yet, keyed by number and in order.
+        The first one has not arrived yet."""
         self._members: list[ScoredGroup] = []
         self._discarded: list[ScoredGroup] = []
         self._counts: Counter[str] = Counter()
@@ -149,19 +149,19 @@ class GroupBuffer:
         return self._batches.popleft()
 
     def adopted(self, step: int) -> None:
-        """Free the slots of the groups from `step`, now that the engines use weights trained on
-        them."""
+        """Free the slots of the groups trained on up to `step`. It is called as soon as the engines
+        use the resulting weights."""
         self._adopted = max(self._adopted, step)
 
     def unfinished(self) -> tuple[Prompt, ...]:
-        """Return the prompts that have not been trained on, in order. A resumed run submits them
-        again."""
+        """Return the prompts that have not been trained on, in the order in which they were
+        submitted. A resumed run submits them again."""
         groups = [*(group for batch in self._batches for group in batch.groups), *self._members]
         queue = (place.prompt for place in self._queue.values() if not place.freed)
         return (*(group.group.prompt for group in groups), *queue)
 
     def discarding(self) -> tuple[Prompt, ...]:
-        """Return the prompts of groups that were filtered out for the batches not taken yet."""
+        """Return the prompts of the groups filtered out of batches that have not been taken yet."""
         ready = (group for batch in self._batches for group in batch.discarded)
         groups = [*ready, *self._discarded]
         freed = (place.prompt for place in self._queue.values() if place.freed)
@@ -184,9 +184,8 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """Free the slots of groups that are certain to be discarded, whatever happens to earlier
-        groups. A group is certain to be discarded if the discard budget suffices even when all
-        undecided groups before it are discarded too."""
+        """Free the slots of groups that are certain to be discarded. This is the case if the
+        discard budget suffices even when all undecided groups before them are discarded too."""
         discarded = len(self._discarded)
         for place in self._queue.values():
             discarded += place.group is None or place.reason is not None

@@ -35,7 +35,7 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
 def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
     """Compute evaluation metrics from scored groups, which have one or more completions per prompt.
 
-    pass@1    fraction of the requested completions that are completely right (`passed`), where
+    pass@1    fraction of the requested completions that are fully correct (`passed`), where
               missing and unscored ones count as wrong (Chen et al., 2021, k = 1)
     score     mean of `correct` over the present completions, including partial credit; 0 if the
               verifier failed

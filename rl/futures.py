@@ -77,7 +77,8 @@ def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
 
 
 def settle(future: Future[T], make: Callable[[], T]) -> None:
-    """Store the result or the error of `make` in a future, unless it has one or was cancelled."""
+    """Complete a future with the result of `make`, or with the error that it raises. The outcome is
+    dropped if the future is already done."""
     try:
         result = make()
     except BaseException as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 MEASURES = ("/pass@1", "/loss", "/indexer/held")
-"""Suffixes of the main evaluation metrics, which are shown in summaries and reports."""
+"""Suffixes of the main evaluation metrics. Summaries and reports show these metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Convert the metrics to plain numbers."""
+    """Return each metric's value as a Python number."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
 def mean_of(items: Iterable[float]) -> Mean:
-    """Return the mean of plain numbers."""
+    """Return the mean of some Python numbers, as a metric that can be merged."""
     return reduce(lambda acc, x: Mean(acc.total + x, acc.count + 1), items, Mean(0.0, 0.0))

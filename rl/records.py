@@ -92,9 +92,8 @@ def _spans(segment: Segment) -> dict[str, Any]:
 
 
 def _message(message: Message, *, learned: bool) -> dict[str, Any]:
-    """Return a message without `raw`. Sets `weight` to 0 for assistant messages that must not be
-    trained on, which are those that the policy did not sample and those with a malformed tool call.
-    """
+    """Return a message without `raw`. An assistant message that must not be trained on gets
+    `weight` 0: the policy did not sample it, or it contains a malformed tool call."""
     entry = {key: value for key, value in message.items() if key != "raw"}
     if message["role"] == "assistant":
         broken = any(

@@ -29,7 +29,7 @@ MALFORMED = "malformed_call"
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """The texts that open and close a thinking block in a model's chat format."""
+    """The strings that open and close a thinking block in a model's chat format."""
 
     open: str
     close: str
@@ -97,7 +97,7 @@ class Parsed:
     """True if the turn ended with a stop token. The tool calls in a truncated turn are never
     executed."""
     calls: tuple[ToolCall | Malformed, ...] = ()
-    """The tool calls, in the order of the text."""
+    """The tool calls, in the order in which they occur in the text."""
     inside: bool = False
     """True if the turn ended inside its thinking block. The next turn then continues this block
     (`tools_in_thinking`)."""
@@ -181,7 +181,7 @@ class TurnRequest:
     """The name returned by `conversation_of`. The request preferably goes to the engine that has
     this conversation's prefix in its cache."""
     token_ids_T: NDArray[np.int32]
-    """[T] the complete context."""
+    """The complete context, [T] token ids."""
     max_tokens: int
     """Maximum number of tokens to sample."""
     seed: int

@@ -96,13 +96,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMasks:
-    """The ids from which each token was sampled when sampling was truncated (top-p or top-k). Each
-    token has a span of ids. An empty span means that sampling was not truncated for this token."""
+    """The sampling mask of each token: the ids that it was sampled from after top-p or top-k
+    truncation. A token's mask is empty if its sampling was not truncated."""
 
     ids: NDArray[np.int32]
-    """[nnz] the concatenated spans."""
+    """[nnz] the ids in all masks, concatenated."""
     offsets: NDArray[np.int64]
-    """[T+1] the boundaries of the spans in `ids`. The span of token t is
+    """[T+1] where each mask begins and ends in `ids`. The mask of token t is
     `ids[offsets[t]:offsets[t+1]]`."""
 
     def __post_init__(self) -> None:
@@ -127,7 +127,8 @@ class SamplingMasks:
         return self.ids[self.offsets[token] : self.offsets[token + 1]]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Return the length of each span, [T]. It is 0 where sampling was not truncated."""
+        """Return the number of ids in the mask of each token, [T]. It is 0 where sampling was not
+        truncated."""
         return np.diff(self.offsets)
 
     def slice(self, start: int, stop: int) -> SamplingMasks:
@@ -188,8 +189,8 @@ class Segment:
     row of −1 means that nothing was recorded, which is always the case for the last row. None if
     the model has no router."""
     sampling_mask: SamplingMasks | None = None
-    """The mask of each sampled token, with an empty span for all other tokens. None if sampling was
-    not truncated."""
+    """The mask of each sampled token; all other tokens have an empty mask. None if sampling was not
+    truncated."""
     selected_TLk: NDArray[np.int32] | None = None
     """[T, L, k] the positions in this segment selected by sparse attention, input-aligned and
     padded with −1. A row of −1 means that nothing was recorded for that token. None if nothing was
@@ -379,8 +380,8 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNumbers:
-    """Per-token diagnostics of a segment, computed by the trainer. Values that were not computed
-    are NaN."""
+    """The trainer's diagnostics for each token of a segment. Values that were not computed are
+    NaN."""
 
     logp_T: NDArray[np.float32]
     """log π_θ of each sampled token, before the optimizer step."""

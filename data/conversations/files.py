@@ -44,8 +44,8 @@ _Placed = tuple[str, dict[str, Any]]
 def read_rows(
     source: ConversationsConfig, hub_answers: Callable[[], bool] = lambda: True
 ) -> ReadSource:
-    """Read chats from a file, a folder or a dataset on the hub. Raises ConfigError with the place
-    of a malformed row, unless `on_bad_line: skip` is set."""
+    """Read chats from a file, a folder or a dataset on the hub. Raises ConfigError with the
+    location of a malformed row, unless `on_bad_line: skip` is set."""
     knob = f"sft.sources[{source.name}]"
     check_keys(source.columns, KNOWN, knob)
     if source.source == "jsonl":
@@ -57,7 +57,8 @@ def read_rows(
 
 
 def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Rename a row's columns to the keys of a conversation. Raises BadLine if that fails."""
+    """Rename a row's columns to the keys of a conversation, and parse the cells of a table. Raises
+    BadLine if the row cannot be read."""
     if isinstance(row.record, BadLine):
         raise row.record
     renamed = {*columns, *columns.values()}
@@ -82,7 +83,8 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
 
     A trajectory is rendered again from its messages if it was sampled with a tokenizer other than
     the learner's (`tokenizer`, a digest), in a different mode or without the source's system
-    message. Raises ConfigError as `read_rows` does, and also if there is nothing to read.
+    message. Raises ConfigError if there is nothing to read, or with the location of a malformed
+    trajectory, unless `on_bad_line: skip` is set.
     """
     path, knob = data_path(source.path), f"sft.sources[{source.name}].path"
     if not path.is_dir():
@@ -97,7 +99,8 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
     def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Return whether there is an assistant message to train on. Malformed ones fail later."""
+        """Return whether a conversation has an assistant message to train on. True for a malformed
+        one, which is rejected later."""
         messages = conversation.get("messages")
         return not isinstance(messages, list) or any(
             not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)
@@ -134,8 +137,8 @@ def _read(
     rows: Iterable[tuple[str, R]],
     records: Callable[[str, R], Iterable[_Placed]],
 ) -> ReadSource:
-    """Read conversations from `rows` with their places. `records` splits a row and may raise
-    BadLine."""
+    """Read conversations from pairs of a location and a row. `records` returns the conversations in
+    a row, or raises BadLine if it is malformed."""
     # With a limit per prompt, `size` applies after it.
     size = 0 if source.most_per_prompt else source.size
     strict = source.on_bad_line == "error"
@@ -174,7 +177,8 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a run or evaluation by step, without those unpacked by `keel report`."""
+    """Return the trajectory files of a run or an evaluation in the order of their steps. Files
+    unpacked by `keel report` are excluded."""
     samples = folder / "samples.jsonl"
     if samples.is_file():
         return [samples]
@@ -185,7 +189,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:
-    """Return why a trajectory is not trained on, or "". Raises BadLine if it is malformed."""
+    """Return the reason a trajectory is excluded from training, or "" if it is kept. Raises BadLine
+    if it is malformed."""
     parts = record.get("parts")
     if not isinstance(parts, dict) or "messages" not in record:
         raise BadLine("is not a trajectory: it needs `messages` and the `parts` of its reward")

@@ -119,7 +119,7 @@ def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: st
 
 
 def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
-    """Return the keys in a line and its messages that nothing uses."""
+    """Return the keys in a line and in its messages that Keel does not use."""
     unread = {key for key in record if key not in known}
     for form in (*_FORMS, "completion"):
         for message in record[form] if isinstance(record.get(form), list) else ():
@@ -166,7 +166,6 @@ def _of_sharegpt(message: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Convert one entry to a `keel.rl.turns.Message`."""
     role = entry.get("role")
     if role not in ROLES:
         raise BadLine(f"`{at}.role` is {role!r}, must be one of {', '.join(ROLES)}")
@@ -226,11 +225,9 @@ def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Assign an ID to every tool call, and give every result the ID and name of its call.
-
-    A result without an ID answers the first open call, or the first open call with its name. Raises
-    BadLine if a result matches no call.
-    """
+    """Assign an ID to every tool call, and give every result the ID and name of its call. A result
+    without an ID answers the first unanswered call, or the first unanswered call with its name.
+    Raises BadLine if a result matches no call."""
     open_calls: dict[str, str] = {}
     for place, message in enumerate(messages):
         for number, call in enumerate(message.get("tool_calls", ())):

@@ -74,7 +74,8 @@ class Report:
 class Lessons:
     train: Stream[SftExample]
     heldout: Mapping[str, tuple[SftExample, ...]]
-    """Held-out conversations for each source name. Sources without any are missing."""
+    """Held-out conversations of each source, keyed by source name. Sources that hold none out are
+    omitted."""
     report: Mapping[str, Report]
 
 
@@ -107,7 +108,7 @@ def load_lessons(
     reserved: Collection[str] = (),
     reserved_ids: Collection[str] = (),
 ) -> Lessons:
-    """Read every source without duplicates and split off its held-out conversations.
+    """Read every source, remove duplicates, and split off the held-out conversations.
 
     A question that one source holds out is not trained on in any other. If a document is too long
     for the held-out set, only its last windows are held out. `reserved` contains the questions of
@@ -178,7 +179,8 @@ def load_lessons(
 
 
 def _content_of(lesson: SftExample) -> str:
-    """Return text that identifies a conversation, so that a resumed run detects changed data."""
+    """Return a text that changes if the conversation's tokens change. A resumed run uses it to
+    detect changed data."""
     tokens = hashlib.blake2b(digest_size=16)
     for segment in lesson.segments:
         tokens.update(segment.token_ids_T.tobytes())
@@ -244,9 +246,9 @@ def _part(
 def _held(source: ConversationsConfig, part: _Part, seed: int) -> set[str]:
     """Choose which `_Usable.key` values to hold out.
 
-    Whole questions and documents are taken in a seeded order as long as they fit. The remaining
-    places are filled with the end of one more document, or with the remaining question that has the
-    fewest conversations.
+    Whole questions and documents are taken in a seeded order as long as they fit. The rest of the
+    held-out set is filled with the end of one more document, or with the remaining question that
+    has the fewest conversations.
     """
     missing = source.holdout
     if missing > len(part.usable):
@@ -286,7 +288,7 @@ _Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) -> ReadSource:
-    """Generate `source.size` questions and keep those with a known solution. The seed is
+    """Generate `source.size` questions and keep those whose solution is known. The seed is
     `params.seed` if set, otherwise the run's."""
     knob = f"sft.sources[{source.name}]"
     task_seed = _SEED_OFFSET + seed * _SEED_STRIDE

@@ -42,14 +42,14 @@ _KEYS = string.ascii_lowercase
 _FILLER = ".,-~"
 _ASK = "?"
 _ASKING_SHARE = 0.25
-"""Fraction of a generated text that asks for letters."""
+"""The part of a generated text that asks for letters, as a fraction of its length."""
 _Encode = Callable[[str], Sequence[int]]
 """Converts text to token IDs without adding special tokens at the beginning or end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """How to tokenize documents, including the tokens to add before and after each one."""
+    """A function that tokenizes documents, and the tokens to add before and after each document."""
 
     encode: _Encode
     before: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ def retrieval_texts(
 
 
 def answers(text: str) -> list[int]:
-    """Return the positions of the predictable digits."""
+    """Return the positions of the predictable digits in a generated text."""
     return [at + 2 for at, mark in enumerate(text[:-2]) if mark == _ASK and text[at + 2] != _ASK]
 
 

@@ -33,7 +33,7 @@ class Example:
     prompt_id: str = ""
     """The `keel.rl.types.Prompt.prompt_id` of the prompt that a sampled conversation answers."""
     unread: frozenset[str] = field(default_factory=frozenset[str])
-    """Keys in the line that nothing uses."""
+    """Keys in the line that Keel does not use."""
 
     @property
     def question(self) -> str:
@@ -60,7 +60,7 @@ class ReadSource:
 
     examples: tuple[Example, ...]
     skipped: tuple[str, ...] = ()
-    """Why each malformed line was skipped."""
+    """For each malformed line, the reason it was skipped."""
     unselected: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of trajectories dropped for each reason."""
 

@@ -124,7 +124,6 @@ def cached_places() -> list[Path]:
 
 
 def _stem(name: str) -> str:
-    """Return a file's name without its extension and shard number."""
     shard = _SHARD.fullmatch(name)
     return shard[1] if shard else name.partition(".")[0]
 
@@ -146,7 +145,7 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _saved(folder: Path, split: str) -> list[Path]:
-    """Return the files in a folder written by `save_to_disk`, or an empty list."""
+    """Return the files that `save_to_disk` wrote to a folder, or an empty list if it wrote none."""
     try:
         if (index := folder / "dataset_dict.json").is_file():
             splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]

@@ -146,7 +146,7 @@ def _checked(record: Any) -> dict[str, Any]:
 
 
 def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
-    """Yield the rows of a JSON-lines file with any file name."""
+    """Yield the rows of a JSON-lines file, whatever its name is."""
     for number, line in lines_of(path, knob):
         at = f"{path}:{number}"
         try:
@@ -193,7 +193,6 @@ def _rows(path: Path, knob: str) -> Iterator[Row]:
 
 
 def _json_rows(path: Path, knob: str) -> Iterator[Row]:
-    """Yield the rows of a `.json` file, which contains a list or one object per line."""
     with open_file(path) as file:
         text = file.read().decode("utf-8-sig")
     if not text.lstrip().startswith("["):

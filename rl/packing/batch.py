@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from keel.rl.types import SamplingMasks
 
 Loss = Literal["grpo", "nll"]
-"""The loss to train a micro-batch with, from `keel.rl.losses`."""
+"""The loss from `keel.rl.losses` with which to train on a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,8 @@ class BatchFormat:
     """(L, k) of the recorded sparse attention selections, or None if none were recorded."""
     loss: Loss = "grpo"
     watched: Mapping[int, int] = field(default_factory=dict[int, int])
-    """The number of each watched segment, keyed by the segment's `id()`."""
+    """The index of each watched segment in the `watched` argument of `pack`, keyed by the segment's
+    `id()`."""
 
     @staticmethod
     def of(groups: Sequence[ScoredGroup], watched: Sequence[Segment]) -> BatchFormat:
@@ -176,7 +177,6 @@ class _Span(NamedTuple):
 
 
 def _spans(groups: Sequence[PrefixGroup]) -> tuple[list[_Span], list[PackItem]]:
-    """Return the spans to pack, in order, and an item for each trajectory."""
     spans: list[_Span] = []
     items: list[PackItem] = []
     for group in groups:
@@ -195,7 +195,6 @@ def _spans(groups: Sequence[PrefixGroup]) -> tuple[list[_Span], list[PackItem]]:
 
 
 def _join(groups: Sequence[PrefixGroup], batch_format: BatchFormat) -> MicroBatch:
-    """Concatenate all segments of `groups`, including all per-token data."""
     spans, items = _spans(groups)
     lengths = [span.stop - span.start for span in spans]
     owners = [(items or [_PADDING_ITEM])[span.sequence] for span in spans]

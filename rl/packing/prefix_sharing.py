@@ -128,8 +128,8 @@ def estimate_packing(
 
 
 def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> float:
-    """Return the duration of a step, in tokens. In each round, all ranks wait for the rank with the
-    most tokens."""
+    """Return the duration of a step, measured in tokens. In each round, all ranks wait for the one
+    with the most tokens."""
     tokens = [group.tokens for group in groups]
     plan = assign(groups, ranks=ranks, capacity=capacity)
     filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
@@ -138,7 +138,8 @@ def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> floa
 
 
 def _cut(cluster: PrefixGroup, limit: int) -> Iterator[PrefixGroup]:
-    """Split a cluster into groups of at most `limit` tokens. A larger item gets its own group."""
+    """Split a cluster into groups of at most `limit` tokens. An item that is larger than that gets
+    its own group."""
     shared, members, size = cluster.shared, list[PackItem](), cluster.shared
     for item in cluster.items:
         own = item.tokens - shared + shared // KV_COPIES_PER_TOKEN + 1
@@ -155,7 +156,6 @@ def _group(items: Sequence[PackItem], shared: int) -> PrefixGroup:
 
 
 def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Cluster the trajectories of a group by common prefix, without limiting the cluster size."""
     clusters: list[PrefixGroup] = []
     for item in group:
         place, shared = _find_cluster(clusters, item)
@@ -185,7 +185,8 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
 
 
 def _common(one: Segment, other: Segment, limit: int) -> int:
-    """Return the length of the common prefix, up to `limit`. Tokens and experts must match."""
+    """Return the length of the common prefix, up to `limit`. Both the tokens and the recorded
+    experts must match."""
     if one.selected_TLk is not None or other.selected_TLk is not None:
         return 0
     limit = _equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
