@@ -100,7 +100,7 @@ class ModelFacts:
     linear_width: int = 0
     """Sum of the widths of queries, keys, values and gates in a layer with linear attention."""
     state_size: int = 0
-    """Number of elements in the recurrent state of such a layer, for each sequence."""
+    """Number of elements in the recurrent state of a layer with linear attention, per sequence."""
     fused_norms: bool = True
     """Whether RMS norms run as single kernels on GPUs (model/layers/fused.py)."""
     fused_experts: bool = True

@@ -64,8 +64,6 @@ _THINKING = _REASONING_FIELDS[0]
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A chat completion returned by the endpoint."""
-
     content: str
     reasoning: str
     reasoning_field: str
@@ -129,8 +127,8 @@ class EndpointCompletions:
             self._thread.join(_CLOSE_S)
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """Sample a group of completions and return a future for it. The group lists failed
-        completions with the reason. The future fails with RuntimeError if the endpoint is unusable
+        """Sample a group of completions and return a future for it. The group lists each failed
+        completion with the reason. The future fails with RuntimeError if the endpoint is unusable
         for all requests."""
 
         async def group() -> Group:
@@ -164,7 +162,7 @@ class EndpointCompletions:
         thinking: bool,
         within_s: float = inf,
     ) -> _Reply | str:
-        """Request a chat completion. Returns the reply, or a string that says why there is none.
+        """Request a chat completion. Returns the reply, or the reason there is none as a string.
         The time limit starts when the request gets one of the `endpoint.max_concurrent` slots.
         Raises RuntimeError if the endpoint is unusable for all requests, and TimeoutError after
         `within_s` seconds."""
@@ -217,8 +215,8 @@ class EndpointCompletions:
             return self._printable(f"the endpoint's reply is invalid: {error}")
 
     def _fails_again(self) -> bool:
-        """Count a failure. Returns True after so many consecutive failures that the endpoint,
-        rather than the prompts, must be the cause."""
+        """Count a failure. Returns True once so many requests in a row have failed that the
+        endpoint itself must be the cause."""
         self._failures += 1
         return self._failures > MAX_FAILURES
 
@@ -287,7 +285,7 @@ class _Part:
 class EndpointTurns:
     """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it. The endpoint's
     token ids are unknown, so placeholder ids represent each part of a conversation. The first id is
-    the number of the part. The other ids only make up the number of tokens."""
+    the number of the part. The other ids only fill it up to its number of tokens."""
 
     stop_ids: tuple[int, ...] = ()
 

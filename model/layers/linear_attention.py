@@ -33,7 +33,7 @@ _MODULES = ("modules.convolution", "ops.gated_delta_rule")
 
 def use_packed_linear_attention(model: PreTrainedModel) -> None:
     """Restrict the gated delta rule layers in `model` to the `segments` passed to its forward.
-    Raises ValueError if this version of transformers computes them in another way."""
+    Raises ValueError if this version of transformers lacks the functions to replace."""
     module = sys.modules[type(model).__module__]
     for name, patch in ((_CONVOLUTION, _convolution), (_DELTA_RULE, _delta_rule)):
         original = getattr(module, name, None)
@@ -97,7 +97,8 @@ def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for(tokens: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, on a CPU without the kernels of packages that run on GPUs only."""
+    """Return `function` for tokens on a GPU. On a CPU, return the version without GPU-only
+    kernels."""
     return function if tokens.is_cuda else inspect.unwrap(function)
 
 
@@ -120,7 +121,8 @@ def _check(segments: Any) -> None:
 
 @cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return flash-linear-attention's convolution and delta rule, or None without the package."""
+    """Return flash-linear-attention's convolution and delta rule, or None if the package is
+    missing."""
     try:
         modules, ops = (import_module(f"fla.{name}") for name in _MODULES)
     except ImportError:

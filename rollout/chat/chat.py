@@ -59,11 +59,11 @@ class TemplateChat:
         """Maps the text of each control token that ends a turn to its id."""
         self._end_ids = frozenset(self.ends.values())
         self.tool_modes: set[bool] = set()
-        """Thinking modes (on or off) in which a conversation with tools has started."""
+        """Thinking modes (on or off) in which a conversation with tools has been started."""
         self._prefixes: dict[bool, str] = {}
 
     def inside_thinking(self) -> TemplateChat:
-        """Return the same format with tool calls inside the thinking."""
+        """Return a copy of this format in which the policy calls tools while it thinks."""
         result = copy.copy(self)
         result.tools_in_thinking = True
         return result
@@ -164,7 +164,8 @@ class TemplateChat:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """Render a conversation as text with marks (see `encoding`)."""
+        """Render a conversation as text, with marks around text from outside the template (see
+        `encoding`)."""
         if tools and not self.format.calls:
             raise ValueError(
                 f"{self.renderer.name} writes calls in an unknown format, so tools such as "

@@ -105,7 +105,8 @@ class Encoder:
         return self.encode_in_pieces(text)
 
     def encode_in_pieces(self, text: str) -> list[int]:
-        """Encode a rendered text, with a separate call for each piece between control tokens."""
+        """Encode a rendered text piece by piece, with one call for the text between two control
+        tokens."""
         ids: list[int] = []
         end, strip = 0, False
         for match in self._pattern.finditer(text):
@@ -133,7 +134,7 @@ class Encoder:
         return "".join(parts)
 
     def without_special(self, text: str) -> str:
-        """Remove the text of special tokens, such as those that Command A puts around answers."""
+        """Remove the special tokens in a text, such as those that Command A puts around answers."""
         return self._special.sub("", text)
 
     def _encode_plain(self, text: str, *, left: bool, right: bool) -> list[int]:

@@ -72,8 +72,8 @@ class Format:
     ends: tuple[str, ...] = ()
     """Texts of the control tokens that end a turn, in addition to the tokenizer's eos_token."""
     equal_ends: bool = False
-    """True if these ends are interchangeable. A template may then write a different end from the
-    one that was sampled."""
+    """True if these ends are interchangeable, so a template may write another end than the policy
+    sampled."""
     message: str = ""
     """Text that starts the body of each message, if a turn in this format has several messages."""
     message_end: str = ""
@@ -182,8 +182,8 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _without_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
-    """Return the text outside the two marks, and the calls. Unpaired marks are removed. If there
-    are no calls after an opening mark, a malformed call is added."""
+    """Return the text outside the marks `begin` and `end`, and the calls. Unpaired marks are
+    removed. If an opening mark is not followed by any calls, a malformed call is added."""
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)

@@ -130,9 +130,8 @@ def render(
     speak: bool = True,
 ) -> str:
     """Render a conversation with the chat template or with DeepSeek-V3.2's code. If `speak` is set,
-    the text ends with the start of the policy's turn. A template that does not know the role
-    developer gets these messages as system messages. Errors from the template are raised
-    unchanged."""
+    the text ends with the start of the policy's turn. Developer messages become system messages if
+    the template does not know the role developer. Errors from the template are raised unchanged."""
     if written_by_code(tokenizer):
         return _deepseek_v32(messages, tools, thinking=thinking)
     if not _DEVELOPER.search(str(tokenizer.chat_template)):

@@ -47,9 +47,9 @@ def check_prefix_law(
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
     """Check that the policy can call tools while it thinks, and only then. The check parses a call,
-    adds its result in the usual way, and continues the thinking. It also checks that a call after
-    the thinking counts as malformed. `chat` must have `tools_in_thinking` set and must pass
-    `check_prefix_law`. Raises ValueError naming the template and a fix."""
+    appends its result and continues the thinking. It also checks that a call after the thinking
+    counts as malformed. `chat` must have `tools_in_thinking` set and must pass `check_prefix_law`.
+    Raises ValueError naming the template and a fix."""
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
     reply = _reply(0, 1, tools, thinking=True)
     after, close = _answers(reply), chat.marks.close
@@ -82,8 +82,8 @@ def _check_conversation(
     chat: TemplateChat, tools: Sequence[ToolSpec], calls: Sequence[int], *, thinking: bool
 ) -> None:
     """Check a conversation in which turn i makes `calls[i]` calls, followed by an answer and
-    another user question. Every turn is extended in two ways: as if the policy had ended it, and as
-    if it had been truncated at its length limit."""
+    another user question. Each turn is extended once as if the policy had ended it, and once as if
+    it had been truncated at its length limit."""
     messages: list[Message] = [
         {"role": "system", "content": "Help."},
         {"role": "user", "content": "Which?"},

@@ -18,8 +18,6 @@ _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RenderedPrompt:
-    """A prompt as token ids."""
-
     token_ids: list[int]
     thinking: bool
     """True if the prompt ends inside a think block that the policy has to close."""

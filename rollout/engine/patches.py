@@ -36,7 +36,7 @@ completions may share these prompts."""
 SPARE_PAGES = 16
 """Extra pages per completion, because Keel's scheduler allocates several pages at once."""
 _RESERVE = 2**30
-"""Bytes reserved for CUDA graphs, which are captured after the cache is allocated."""
+"""Bytes reserved for CUDA graphs, which are captured only after the cache has been allocated."""
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def install_invariant_kernels() -> None:
 # Residual stream in float32.
 
 _wide_outputs: list[_SummedLinearMethod] = []
-"""Linear methods of the engine that is currently being built."""
+"""Linear methods of the engine that is being built."""
 
 
 @contextmanager

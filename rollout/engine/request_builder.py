@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
 
 _MAX_HASHED_TOKENS = 2**24
-"""Maximum number of tokens whose hashes are kept, over all conversations. Each token takes about 9
-bytes."""
+"""Maximum number of tokens whose block hashes are stored, over all conversations. Each token takes
+about 9 bytes."""
 
 
 class TemplatedRequests:
@@ -81,14 +81,16 @@ class TemplatedRequests:
             self._open[name] = conversation, ids, prepared
 
     def ended(self, name: str) -> None:
-        """Keep the block hashes of a request after it has finished or was aborted."""
+        """Store a request's block hashes once it has finished or been aborted, so that the
+        conversation's next turn can reuse them."""
         if (entry := self._open.pop(name, None)) is not None:
             conversation, prompt, request = entry
             sampled = np.array(list(request.output_token_ids), np.int32)
             self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
 
     def _hash(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
-        """Return the hashes of the blocks that have none yet. This replaces vLLM's block hasher."""
+        """Return hashes for the blocks that have none yet. This method replaces vLLM's block
+        hasher."""
         if self._known:
             request.block_hashes += self._known
         return hasher(request)
@@ -104,7 +106,8 @@ class _PrefixHashes:
         self._tokens = 0
 
     def prefix(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
-        """Return the hashes of a conversation's leading blocks whose token ids have not changed."""
+        """Return the hashes of the leading blocks of a conversation, as far as its token ids are
+        unchanged."""
         if (entry := self._entries.get(conversation)) is None:
             return []
         before, hashes = entry
@@ -113,7 +116,7 @@ class _PrefixHashes:
         return hashes[: agree // self._block]
 
     def keep(self, conversation: str, ids: NDArray[np.int32], hashes: list[bytes]) -> None:
-        """Store the hashes of a conversation. Drops the oldest conversations if too many are
+        """Store the hashes of a conversation, and drop the oldest conversations if too many are
         stored."""
         if (before := self._entries.pop(conversation, None)) is not None:
             self._tokens -= len(before[0])

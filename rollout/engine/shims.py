@@ -88,7 +88,8 @@ def _keep_seeded_streams(original: Any) -> Any:
 
 
 def _gated_delta_rule(original: Any) -> Any:
-    """Compute the gated delta rule in float32, too. vLLM's CPU kernels support bfloat16 only."""
+    """Add support for dtypes other than bfloat16, in which vLLM's CPU kernels compute the gated
+    delta rule."""
 
     def core(
         mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType
@@ -123,8 +124,8 @@ def _advance(
     a: Tensor,
     output: Tensor,
 ) -> None:
-    """Continue equally long sequences from their states in the cache, or from zero where `begun`
-    is False."""
+    """Process the next tokens of sequences of equal length, and update their states in the cache.
+    Sequences start from a state of zeros where `begun` is False."""
 
     def grouped(x: Tensor) -> Tensor:  # [N, …] → [S, T, …]
         return x.unflatten(0, (len(slots), -1))

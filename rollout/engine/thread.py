@@ -1,6 +1,6 @@
 """Runs an engine on a separate thread. Other threads send it commands and receive futures. The
 thread steps the engine while there is work and runs commands between steps. Groups can therefore
-join or leave the running batch."""
+join or leave a running batch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _STOP_S = 60.0
 """Time limit for the thread to stop, in seconds. Stopping takes at most one engine step."""
 
 _When = Literal["now", "idle", "complete weights"]
-"""When a command may run: at once, when no completion is being sampled, or when no update is in
-progress."""
+"""When a command may run: immediately, while no completion is being sampled, or while no update is
+in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ class EngineThread:
             inbox.taken()
 
     def sleep(self) -> None:
-        """Release GPU memory until the next update. Running completions are handled as in
-        `begin_update`."""
+        """Release GPU memory until the next update. Depending on `rollout.weight_updates`, running
+        completions either pause or finish first."""
         self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
@@ -194,8 +194,8 @@ class EngineThread:
         self._await(self._enqueue(run), what)
 
     def stats(self) -> dict[str, float]:
-        """Return totals since the start, and the numbers of groups, turns and recordings that the
-        engine currently holds."""
+        """Return totals since the start, and how many groups, turns and recordings the engine
+        currently holds."""
         names = ("version", "sampled_tokens", "steps", "fast_steps", "recordings")
 
         def collect(engine: VllmEngine) -> dict[str, float]:

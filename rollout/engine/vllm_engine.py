@@ -110,7 +110,8 @@ class VllmEngine:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds that torch.compile took at startup. Small if the compile cache was warm."""
+        """Seconds that torch.compile took at startup. The time is short if the compile cache was
+        warm."""
         return float(self._llm.vllm_config.compilation_config.compilation_time)
 
     @property
@@ -131,9 +132,9 @@ class VllmEngine:
     def add(
         self, number: int, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a group or a turn. `step` returns it under the number of this job when it
-        is complete. The `max_tokens` of a turn takes precedence. Raises ValueError if the prompt
-        does not fit."""
+        """Start sampling a group or a turn as the job with this `number`, which `step` yields once
+        it is complete. A turn has its own `max_tokens`, which overrides the setting in `sampling`.
+        Raises ValueError if the prompt does not fit."""
         recording = RecordingOptions(
             routes=record and self._routes,
             sampling_mask=record and self._masks and sampling.truncated,
@@ -233,8 +234,8 @@ class VllmEngine:
                 yield number, self._jobs.pop(number).result()
 
     def cut(self, number: int) -> list[tuple[int, Result]]:
-        """End a job's unfinished completions with their next token. Returns the job if it is now
-        complete. Completions without any token are dropped, which does not bias the lengths."""
+        """End each of a job's unfinished completions with its next token. Returns the job if it is
+        now complete. Completions without any token are dropped, which does not bias the lengths."""
         job = self._jobs[number]
         job.cut = True
         scheduler = scheduler_of(self._llm)
@@ -293,13 +294,15 @@ class VllmEngine:
         return self._llm.collective_rpc("keel_gpu")
 
     def join(self, rendezvous: Rendezvous, name: str) -> None:
-        """Open a channel for weights to the peer that joins under `name`."""
+        """Open a channel for weights, which connects to the trainer rank that joins under
+        `name`."""
         timeout_s = self.spec.config.update_timeout_s
         call_workers(self._llm, "keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Load one bucket of weights. Raises ValueError naming the tensor if a tensor is not in the
-        checkpoint. Also raises the errors of `Channel.receive`."""
+        checkpoint. Raises TimeoutError or ConnectionError if the bytes cannot be received (see
+        `Channel.receive`)."""
         self._manifest.arrived(bucket)
         call_workers(self._llm, "keel_load_bucket", bucket)
 
@@ -349,7 +352,7 @@ class VllmEngine:
 
 
 def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
-    """Return the arguments for vLLM's engine. `text` is the config of the model's language part."""
+    """Return the arguments for the vLLM engine. `text` is the config of the language model."""
     config = spec.config
     args: dict[str, Any] = {
         "model": spec.model_path,

@@ -88,7 +88,8 @@ class VllmServer:
         self._reserved.close()
 
     def ended(self) -> str:
-        """Why the server ended, with the end of its log. Empty while the server is running."""
+        """The reason the server ended, with the end of its log. Empty while the server is
+        running."""
         output = self._reaper.stdout
         assert output is not None
         if output.closed:
@@ -138,7 +139,6 @@ def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Convert `options` to command-line arguments of vLLM's server."""
     arguments: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -167,7 +167,6 @@ def environment(*, gpu: bool, threads: int) -> dict[str, str]:
 
 
 def _log_excerpt(log: Path) -> str:
-    """Return the last lines of the log."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:

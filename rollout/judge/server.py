@@ -27,8 +27,8 @@ the run fails."""
 _REPLY_S = 30.0
 """Time limit in seconds for a call to the actor. Also added to the server's startup timeout."""
 _PLACED_S = 1.0
-"""If an actor does not answer within this many seconds, Ray has not scheduled it yet. It therefore
-has no server."""
+"""If an actor does not answer within this many seconds, Ray has not scheduled it yet, so it has no
+server."""
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,8 @@ class JudgeServer:
             return self._url
 
     def stop(self) -> None:
-        """Stop the server, even while another thread waits for it. Safe to call twice."""
+        """Stop the server, even while another thread waits for it. Calling this twice has no
+        effect."""
         if self._stopped:
             return
         self._stopped = True

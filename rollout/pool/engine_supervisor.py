@@ -19,9 +19,9 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineStarted, Sample
 from keel.weights.sync import Transfer, UpdatableEngine
 
 MAX_RESTARTS = 3
-"""Number of times that one engine may restart before the run fails. Restarts within the last three
-hours count. The period is longer if starting and stalling may take so long that restarts would not
-add up within three hours (see `replace`)."""
+"""Maximum number of restarts of one engine within three hours. After one more failure, the run
+fails. The period is longer if engines may take too long to start or stall to restart this often in
+three hours (see `replace`)."""
 _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
 """Error that vLLM raises when another process frees GPU memory during its memory profiling, and the
@@ -34,7 +34,7 @@ WARN_S, STUCK_S = 20.0, 60.0
 """Seconds without a finished step before the pool logs a warning, and before it replaces the
 engine."""
 _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0
-"""Lower bounds for these two times, as multiples of the longest step so far."""
+"""Lower bounds for `WARN_S` and `STUCK_S`, as multiples of the longest step so far."""
 
 
 class RolloutEngine(UpdatableEngine, Protocol):
@@ -43,8 +43,8 @@ class RolloutEngine(UpdatableEngine, Protocol):
     engine. The pool cannot recover from any other error."""
 
     def ready(self) -> Future[EngineStarted]:
-        """Return a future that resolves when the engine can sample or, with `rollout.time_share`,
-        when it is asleep."""
+        """Return a future that resolves when the engine can sample. With `rollout.time_share`, it
+        resolves when the engine is asleep."""
         ...
 
     def sample(
@@ -75,7 +75,7 @@ class _Progress:
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
-    """A place for one engine in the pool. If the engine dies, a new one takes its place."""
+    """A slot for one engine in the pool. If the engine dies, a new one takes its place."""
 
     index: int
     engine: RolloutEngine
@@ -185,8 +185,8 @@ class EngineSupervisor:
                 return
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
-        """Make all engines load the new weights or fall asleep. An engine that is busy with another
-        stage does so when that stage ends."""
+        """Make all engines load the new weights or fall asleep. An engine in another stage does so
+        when that stage ends."""
         self.resting = resting
         if target is not None and target is not self.target:
             self.target = target

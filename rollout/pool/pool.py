@@ -70,7 +70,7 @@ class _Request:
     answer: Future[Any] = field(default_factory=Future[Any])
     """The engine's answer."""
     deadline: float = 0.0
-    """Time at which the engine counts as unresponsive. Ignored while the slot is not ready."""
+    """Time at which the engine is considered unresponsive. Ignored while the slot is not ready."""
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -114,7 +114,8 @@ class RolloutPool:
         self._memory_freed = False
         """True if the engines failed permanently and were killed. Their GPU memory is then free."""
         self._events: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        """Events that wake the thread: a request with an answer, or None for any other event."""
+        """Events that wake the thread. Each one is a request with an answer, or None for any other
+        event."""
         # Owned by the thread:
         self._supervisor = EngineSupervisor(
             config,
@@ -336,7 +337,7 @@ class RolloutPool:
         insort(self._queue, request, key=lambda request: request.rank)
 
     def _send(self) -> None:
-        """Send queued requests to engines until all the engines are full."""
+        """Send queued requests to engines until all engines are full."""
         slots, capacity, index = self._supervisor.slots, self._config.max_num_seqs, 0
         while index < len(self._queue):
             available = [s for s in slots if s.stage == "ready" and s.sequences < capacity]
@@ -360,10 +361,10 @@ class RolloutPool:
     def _choose_slot(
         self, request: _Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
     ) -> EngineSlot | None:
-        """Choose the engine for a request. A conversation goes to the engine that has its prefix,
-        if possible. All other requests go to the least loaded engine. Returns None if the
-        conversation should wait for its own engine. This is the case if that engine is full and no
-        available engine has less than half of its load."""
+        """Choose the engine for a request. If possible, a conversation goes to the engine that has
+        its prefix; all other requests go to the least loaded engine. Returns None if the
+        conversation should wait for its own engine, which is full, because no available engine has
+        less than half of its load."""
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
         if not request.conversation:
             return chosen
@@ -382,7 +383,6 @@ class RolloutPool:
         return time.monotonic() + self._config.silent_s
 
     def _take_back(self, request: _Request) -> None:
-        """Remove a request from its engine."""
         slot = request.slot
         assert slot is not None
         del self._in_flight[request.number]
@@ -449,7 +449,6 @@ class RolloutPool:
                 yield request
 
     def _overdue(self) -> _Request | None:
-        """Return a request that has passed its deadline without an answer, if there is one."""
         now = time.monotonic()
         late = takewhile(lambda request: request.deadline <= now, self._sampling())
         return next((request for request in late if not request.answer.done()), None)
@@ -458,7 +457,7 @@ class RolloutPool:
         return [request for request in self._in_flight.values() if request.slot is slot]
 
     def _replace(self, slot: EngineSlot, error: EngineError) -> None:
-        """Start a new engine in a slot and put the requests of the old one back into the queue."""
+        """Start a new engine in a slot and put the old engine's requests back into the queue."""
         self._supervisor.replace(slot, error)
         self.say(f"rollout engine {slot.index} is restarted: {error}")
         for request in self._in_slot(slot):

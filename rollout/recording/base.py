@@ -34,8 +34,8 @@ class Recording:
     """[G] log-probability of each sampled token, after temperature and truncation. If any value is
     not finite, the completion is dropped and the other fields may be None."""
     sampling_mask: SamplingMasks | None
-    """G spans with the ids that truncation kept. None if sampling was not truncated or if masks are
-    not recorded."""
+    """Sampling masks of the G tokens: the ids that truncation kept. None if sampling was not
+    truncated or if masks are not recorded."""
     routes: NDArray[np.int16] | None
     """[P+G−1−F, L, K] experts chosen in the MoE layers, starting at position F = `routes_from`.
     Each row was computed with the weights that sampled the next token. Rows for prompt positions
@@ -117,7 +117,7 @@ class Recorder(ABC):
     def _rows(
         self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _Read
     ) -> NDArray[np.int16]:
-        """Return the rows [tokens − first, L, K] of a request, and delete those saved before a
+        """Return the routes [tokens − first, L, K] of a request, and delete those saved before a
         preemption. Rows that were not saved are read with `read`. If a completion was preempted
         while its last token was in flight, it has no blocks left. All of its rows have been saved
         in that case."""
@@ -132,8 +132,8 @@ class Recorder(ABC):
 
 
 def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> str:
-    """Return the name of the recorder to use for the setting `rollout.recorder`. `full_attention`
-    is defined in `keel.model.load.full_attention`."""
+    """Return the name of the recorder for the setting `rollout.recorder`. `full_attention` is
+    defined in `keel.model.load.full_attention`."""
     name = config.recorder
     if name == "auto" and gpu:
         return "packed" if config.packs(full_attention=full_attention) else "native"

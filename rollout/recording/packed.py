@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _READ_AHEAD = 16
-"""Maximum number of requests, finished in the same step, whose routes are read together."""
+"""Maximum number of requests whose routes are read together. All of them finished in the same
+step."""
 
 
 class PackedRecorder(Recorder):
@@ -89,9 +90,9 @@ class PackedRecorder(Recorder):
         return Recording(logp=np.asarray(logp, np.float32), sampling_mask=masks, routes=routes)
 
     def _finished_rows(self, request_id: str, first: int) -> NDArray[np.int16]:
-        """Return the rows, starting at `first`, of a request that finished in the last step. The
-        same call also reads the rows of other requests that finished in that step, and keeps them
-        for later."""
+        """Return the routes of a request that finished in the last step, starting at position
+        `first`. The same call also reads the routes of other requests that finished in that step,
+        and keeps them for later."""
         if request_id not in self._ahead:
             blocks: dict[str, list[int]] = self._scheduler.finished_blocks
             others = {

@@ -95,7 +95,7 @@ class _RouteTable:
 
 
 class _Draws(NamedTuple):
-    """The tokens that one step has drawn, with one entry for each row of the batch."""
+    """The tokens sampled in one step, with one entry for each row of the batch."""
 
     tokens: list[int]
     logp: list[float]
@@ -110,7 +110,7 @@ class V1Recorder(Recorder):
     def attach(self, engine: LLMEngine) -> None:
         runner = self._runner = engine.model_executor.driver_worker.model_runner
         self._live: dict[str, list[tuple[_Draws, int]]] = {}
-        """The draws of each unfinished request, with its row in the step."""
+        """The draws of each unfinished request, and the row of the request in the step."""
         runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
         if self._routes:
             self._table = _RouteTable(runner)

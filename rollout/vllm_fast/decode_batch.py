@@ -1,6 +1,6 @@
 """A batch of requests that each sample one token per step, stored as arrays over all requests. Each
-request occupies one place in the arrays. A finished request keeps its place until other requests
-join. Tokens that it samples meanwhile are ignored."""
+request occupies one slot of the batch, which is its index in the arrays. A finished request keeps
+its slot until other requests join. Tokens that it samples meanwhile are ignored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScheduledStep:
 
     output: SchedulerOutput
     other: SchedulerOutput | None
-    """The part of the step that vLLM scheduled, for requests outside the batch."""
+    """The part of the step that vLLM scheduled for requests outside the batch."""
     ids: list[str]
     places: NDArray[np.int64]
 
@@ -54,16 +54,16 @@ def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
 
 
 class DecodeBatch:
-    """Counters and recorded arrays of a batch. Arrays of shape [P] are indexed by place. Columns
-    correspond to steps."""
+    """Counters and recorded arrays of a batch. Arrays of shape [P] are indexed by batch slot.
+    Columns correspond to steps."""
 
     def __init__(self, places: int) -> None:
         self.requests: list[Request | None] = [None] * places
         self.place_of: dict[str, int] = {}
         self.stops: list[frozenset[int]] = [frozenset()] * places
-        """[P] ids of the tokens that end the request at each place."""
+        """[P] ids of the tokens that end the request in each batch slot."""
         self.live = np.zeros(places, np.bool_)
-        """[P] False once the request at this place has finished."""
+        """[P] False once the request in this batch slot has finished."""
         self.first = np.zeros(places, np.int64)
         """[P] step at which each request joined."""
         self.computed = np.zeros(places, np.int64)
@@ -99,7 +99,8 @@ class DecodeBatch:
         return self.received + len(self.in_flight)
 
     def settle(self) -> None:
-        """Update the rows after requests have joined or left."""
+        """Update everything that depends on which requests are in the batch. Call this after
+        requests have joined or left."""
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
         self.places = np.array(list(present), int)
         self.ids = [request.request_id for request in present.values()]
@@ -126,7 +127,7 @@ class DecodeBatch:
         self.last[place] = _NEVER
 
     def leave(self, place: int) -> None:
-        """Remove the request at a place. Call `settle` afterwards."""
+        """Remove the request in a batch slot. Call `settle` afterwards."""
         request = self.requests[place]
         assert request is not None
         del self.place_of[request.request_id]
@@ -171,7 +172,7 @@ class DecodeBatch:
         return self.scheduled + 1 >= min(self.end, _MAX_STEPS) or self._num_ids > _MAX_IDS
 
     def retain(self, known: Container[str]) -> None:
-        """Remove all requests that are not in `known`. vLLM has finished them."""
+        """Remove all requests that are not in `known`, because vLLM has finished them."""
         gone = [place for name, place in self.place_of.items() if name not in known]
         for place in gone:
             self.leave(place)
@@ -179,7 +180,7 @@ class DecodeBatch:
             self.settle()
 
     def finished(self) -> list[int]:
-        """Return the places of requests that have finished but are still in the batch."""
+        """Return the batch slots of requests that have finished but are still in the batch."""
         return [place for place in self.places.tolist() if not self.live[place]]
 
     def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
@@ -197,8 +198,8 @@ class DecodeBatch:
             request.append_output_token_ids(tokens)
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
-        """Receive the tokens of the oldest step. Returns the places of the requests that end with
-        them. Returns None and receives nothing if vLLM has to handle the step."""
+        """Receive the tokens of the oldest step. Returns the batch slots of the requests that end
+        with these tokens. Returns None and receives nothing if vLLM has to handle the step."""
         step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
         if output.num_nans_in_logits or column + 1 >= self.end:
             return None
@@ -258,11 +259,12 @@ class DecodeBatch:
         self._num_ids = total
 
     def _known(self, place: int) -> int:
-        """Return the number of steps received so far, counting none after the request's end."""
+        """Return the number of steps received so far, not counting steps after the request's
+        end."""
         return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
-        """Return the tokens received so far for the request at a place."""
+        """Return the tokens received so far for the request in a batch slot."""
         return self._tokens[self.first[place] : self._known(place), place].tolist()
 
     def record(self, place: int, recording: PackedRecording) -> None:

@@ -107,7 +107,7 @@ class SampleGraphs:
         """Memory address of the hidden states that the graphs read."""
         self._copy = 0
         self._last: tuple[Tensor, _Graphs] | None = None
-        """Rows that are currently in the fixed buffers, and their graphs."""
+        """Rows that are in the fixed buffers now, and their graphs."""
         self._failed = False
         self._rows = SamplingRows.of(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
@@ -136,7 +136,7 @@ class SampleGraphs:
         return self._original(hidden_states, input_batch, grammar_output)
 
     def _for(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
-        """Fill the fixed buffers and return the graphs for a batch. Empty if the batch is not
+        """Fill the fixed buffers and return the graphs for a batch, or [] if the batch is not
         supported."""
         last, self._last = self._last, None
         if last and last[0] is batch.idx_mapping and hidden_states.data_ptr() == self._at:
@@ -180,8 +180,8 @@ class SampleGraphs:
         return None if manager is None else manager.hidden_states
 
     def _of(self, size: int, width: int) -> _Graphs:
-        """Return the graphs for a batch size, capturing them at first use. Empty if capturing
-        failed."""
+        """Return the graphs for a batch size, which are captured at first use. Returns [] if
+        capturing failed."""
         fixed = self._fixed()
         assert fixed is not None
         if self._at != fixed.data_ptr():
@@ -239,7 +239,8 @@ class SampleGraphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection, because freeing a tensor would abort a capture."""
+    """Disable garbage collection inside this context, because freeing a tensor would abort a
+    capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

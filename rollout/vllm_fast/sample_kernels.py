@@ -23,8 +23,8 @@ from keel.rollout.vllm_fast.truncate_kernels import truncate
 _WIDEST = 2048
 """Number of ids stored per row. If a row keeps more ids, the whole row is scanned."""
 BLOCK, NARROWEST, NARROW = 4096, 16, 64
-"""Number of entries of a row that are read at once, and the minimum and usual number of ids that
-are sorted at once."""
+"""Number of entries of a row that are read at once, and the minimum and the usual number of ids
+that are sorted at once."""
 ROWS = 1024
 """Minimum number of rows for which the kernel is compiled. Smaller batches then need no further
 compilation."""
@@ -71,7 +71,7 @@ def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
 
 @triton.jit
 def _start(counts_ptr, row, width, ROWS: tl.constexpr):
-    """Return the total number of ids in all rows before this one."""
+    """Return the total number of ids in the rows before this one."""
     every = tl.arange(0, ROWS)
     counts = tl.load(counts_ptr + every, mask=every < row, other=0)
     return tl.sum(tl.minimum(counts, width))
@@ -82,8 +82,8 @@ def _draw_filed(
     logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
     RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the token, the largest logit and the sum of exponentials of a row. All its ids must be
-    stored."""
+    """Return the token, the largest logit and the sum of exponentials of a row. All kept ids of the
+    row must be stored."""
     place = tl.arange(0, WIDTH)
     inside = place < count
     # Ascending, so the lowest id wins ties and the sum is deterministic.
@@ -101,7 +101,8 @@ def _draw_filed(
 
 @triton.jit
 def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
-    """Return the same as `_draw_filed`, for a row that has more ids than are stored."""
+    """Return the token, the largest logit and the sum of exponentials of a row that keeps more ids
+    than are stored."""
     token = 0
     highest = -float("inf")
     top = -float("inf")
@@ -160,7 +161,7 @@ def _draw(
 
 
 class SampledRows(NamedTuple):
-    """Tokens, log-probabilities and sampling masks drawn in a step with `rows` requests."""
+    """Tokens, log-probabilities and sampling masks from a step with `rows` requests."""
 
     tokens: Tensor
     """[rows, 1] int64 sampled token ids"""

@@ -29,7 +29,7 @@ _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities of a step. Has the same methods as vLLM's `LogprobsTensors`, but no ids
+    """The log-probabilities of a step. It has the methods of vLLM's `LogprobsTensors`, but no ids
     or ranks."""
 
     logp: Tensor

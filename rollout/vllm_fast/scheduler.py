@@ -11,9 +11,9 @@ state is written back to the requests, and vLLM schedules the whole step. Flushe
 delivered together with the request's next token, as in speculative decoding.
 
 The batch continues when a request finishes, which is reported at once, and also while other
-requests wait to begin. In both cases, some places in the batch stay unused. Waiting requests begin
-once the loss from unused places equals the cost of a step in which requests begin. The total loss
-is therefore at most twice the minimum.
+requests wait to begin. In both cases, some slots in the batch stay unused. Waiting requests begin
+once the loss from unused slots equals the cost of a step in which requests begin. The total loss is
+therefore at most twice the minimum.
 
 `_FastPath` is mixed into vLLM's scheduler, which still makes all decisions.
 """
@@ -46,7 +46,8 @@ _MAX_FINISHED = 0.25
 """Maximum fraction of the batch that may consist of finished requests. Their rows are still
 computed."""
 _BLOCKS_AHEAD = 4
-"""Number of KV blocks to allocate at once, if twice as many are free for every request."""
+"""Number of KV blocks to allocate at once, provided that twice as many are free for every
+request."""
 
 
 class _FastPath(Scheduler):
@@ -65,7 +66,7 @@ class _FastPath(Scheduler):
         self._outside: list[Request] = []
         """Running requests that are not in the batch, mostly prefills."""
         self._idle = 0.0
-        """Number of unused places, summed over the steps since requests last began."""
+        """Number of unused batch slots, summed over the steps since requests last began."""
         self._undelivered: dict[str, list[int]] = {}
         """Flushed tokens that have not reached the output processor yet."""
         self._stuck = False
@@ -141,7 +142,7 @@ class _FastPath(Scheduler):
         return super().reset_prefix_cache(*args, **kwargs)
 
     def has_finished_requests(self) -> bool:
-        """Also return True if a paused engine has undelivered tokens, so that it runs one more
+        """Return True also if a paused engine has undelivered tokens, so that it runs one more
         (empty) step."""
         pending = self._undelivered or (self._batch is not None and self._batch.received)
         paused = self._pause_state != PauseState.UNPAUSED
@@ -280,8 +281,8 @@ class _FastPath(Scheduler):
     def _allocate(
         self, batch: DecodeBatch, due: list[int], ahead: int
     ) -> list[tuple[list[int], ...] | None]:
-        """Allocate KV blocks for the places that need them. Returns the blocks in the batch's
-        order."""
+        """Allocate KV blocks for the batch slots in `due`. Returns the new blocks for every
+        request, in batch order."""
         if not due:
             return [None] * len(batch.ids)
         size, now = self._block_size, batch.scheduled
@@ -302,7 +303,7 @@ class _FastPath(Scheduler):
 
     def _finish(self, batch: DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
         """Report the requests that ended with the last tokens as finished. They keep their KV
-        blocks until other requests join, because steps in flight still use the blocks."""
+        blocks until other requests join, because steps in flight still use these blocks."""
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:
             request = batch.requests[place]

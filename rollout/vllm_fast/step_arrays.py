@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 UNMASKED = "keel_unmasked"
 """Key in a request's `extra_args` that turns off the recording of its sampling masks."""
 _MEAN_IDS, _LEAST_IDS = 64, 16_384
-"""Number of ids that are copied to the CPU with each step: the average per row, and the minimum for
-steps with few rows."""
+"""Number of ids copied to the CPU with each step: the average per row, and the minimum for steps
+with few rows."""
 
 
 def ids_in_step(rows: int, width: int) -> int:
-    """Return the number of ids copied to the CPU with each step. Others are fetched when needed."""
+    """Return the number of ids copied to the CPU with each step. Further ids are fetched when they
+    are needed."""
     return rows * min(width, max(_MEAN_IDS, _LEAST_IDS // rows))
 
 
@@ -38,7 +39,8 @@ class StepMasks(NamedTuple):
     counts: Tensor
     """[rows] int32"""
     flat: Tensor
-    """[ids_in_step] int32 ids of all rows, one row after another, as far as they fit."""
+    """[ids_in_step] int32 ids of all rows, one row after another. Ids that do not fit are left
+    out."""
     ids: Tensor
     """[rows, width] int32 ids on the GPU, in no particular order within a row."""
     bits: Tensor | None

@@ -30,7 +30,8 @@ BLOCK = 256
 
 
 class _KnownStep(NamedTuple):
-    """The previous step. It ran as a CUDA graph, and each of its rows sampled one token."""
+    """A step that ran as a CUDA graph and in which each row sampled one token. The next step may
+    reuse it."""
 
     counts: dict[str, int]
     ids: list[str]
@@ -43,7 +44,7 @@ class _KnownStep(NamedTuple):
     """State that vLLM passes from the model's forward pass to sampling."""
 
     def repeats_in(self, output: SchedulerOutput) -> bool:
-        """Return True if a step has the same rows as this one and does nothing else."""
+        """Return whether a step has the same rows as this one and does nothing else."""
         return (
             output.num_scheduled_tokens is self.counts
             and output.scheduled_cached_reqs.req_ids is self.ids
@@ -82,7 +83,8 @@ class _StepReuse:
         return output
 
     def _inspect(self, output: SchedulerOutput) -> _KnownStep | None:
-        """Return a description of the step that vLLM has just run, if the next one can reuse it."""
+        """Return a description of the step that vLLM has just run, or None if the next step cannot
+        reuse it."""
         runner = self._runner
         state, ids = runner.execute_model_state, output.scheduled_cached_reqs.req_ids
         if state is None:
@@ -113,7 +115,8 @@ class _StepReuse:
         return self._runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
 
     def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
-        """Run the model on the next token of every row, reusing the previous step."""
+        """Run the model on the next token of every row, using what was prepared for the previous
+        step."""
         runner, cached = self._runner, output.scheduled_cached_reqs
         batch = copy.copy(known.state.input_batch)
         tables, buffers, states = runner.block_tables, runner.input_buffers, runner.req_states

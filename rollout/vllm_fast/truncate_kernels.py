@@ -23,7 +23,7 @@ from torch import Tensor
 WIDEST_TOP_K = 1024
 """Largest top_k that the kernels support."""
 BLOCK, LARGEST_GROUP = 4096, 256
-"""Number of entries of a row read at once, and maximum number of entries in a group."""
+"""Number of entries of a row that are read at once, and maximum number of entries in a group."""
 FEWEST_SORTED, LEAST_ROOM = 64, 1024
 """Minimum number of ids sorted at once, and minimum number of ids stored per row."""
 
@@ -130,8 +130,8 @@ def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
 
 @triton.jit
 def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
-    """Store the sort keys of the top_k largest logits of a row, using many passes. Used for a flat
-    distribution with more candidates than fit."""
+    """Store the sort keys of a row's top_k largest logits exactly, using many passes. This is the
+    fallback for a flat distribution whose candidates do not fit into the buffer."""
     least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, _LEAST)
     for step in range(31):
         higher = least + (1 << (30 - step))
@@ -153,7 +153,7 @@ def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl
 
 @triton.jit
 def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
-    """Store the candidate ids that are kept. Returns their number."""
+    """Store the ids of the candidates that are kept, and return their number."""
     place = tl.arange(0, SIZE)
     keys = tl.load(keys_ptr + place, mask=place < found, other=-0x7FFFFFFFFFFFFFFF)
     keys = tl.sort(keys, descending=True)
@@ -177,7 +177,7 @@ def _cut(
     found_ptr, ids_ptr, counts_ptr, vocab_size, width, LIKELY: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find the kept ids of one row. Stores them and their number."""
+    """Find the kept ids of one row, and store them with their number."""
     row = tl.program_id(0)
     keys = keys_ptr + row.to(tl.int64) * ROOM
     ids = ids_ptr + row.to(tl.int64) * width
