@@ -49,7 +49,7 @@ from keel.trainer.run.view import View
 
 Reward = Callable[[Any, Any], Any]
 Callback = Callable[[int, Mapping[str, float]], object]
-"""Called after each step with the step number (starting at 1) and its metrics as in
+"""A function called after each step with the step number (starting at 1) and its metrics as in
 `metrics.jsonl`. If it returns a true value or raises an exception, the run saves a checkpoint and
 ends."""
 _PASSED = "passed"
@@ -167,7 +167,6 @@ def train(
 
 
 def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Convert the `knobs` argument to command-line overrides with one knob each."""
     if isinstance(knobs, Mapping):
         plain = {knob: _plain_data(value, f"knobs={knob}") for knob, value in knobs.items()}
         return split_overrides([f"{knob}={quoted(value)}" for knob, value in plain.items()])
@@ -181,13 +180,12 @@ def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a numpy scalar or array to plain data."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _plain_data(value: Any, of: str) -> Any:
-    """Convert a knob value or a recipe to plain lists, mappings and scalars. `of` names the
-    argument in error messages."""
+    """Convert a knob value or a recipe to plain lists, mappings and scalars. `of` is the argument's
+    name in error messages."""
 
     def plain(one: Any) -> Any:
         if hasattr(one, "tolist"):
@@ -228,7 +226,6 @@ def _weights(rewards: Any) -> list[tuple[Any, float]]:
 
 
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
-    """Write a recipe to a file in its run folder, and return the file."""
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
         path = Path(os.path.expanduser(base))
@@ -248,7 +245,8 @@ def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
 
 @contextmanager
 def _by_row(file: Path) -> Iterator[None]:
-    """Make errors refer to the caller's rows and arguments instead of lines in `file`."""
+    """Rewrite errors so that they name the caller's rows and arguments instead of lines in
+    `file`."""
     try:
         yield
     except ConfigError as error:
@@ -258,7 +256,6 @@ def _by_row(file: Path) -> Iterator[None]:
 
 
 def _as_jsonl(prompts: Any) -> str:
-    """Convert the prompts to the lines of a JSONL source."""
     if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # pandas
         prompts = prompts.to_dict(orient="records")
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
@@ -281,7 +278,6 @@ def _as_jsonl(prompts: Any) -> str:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    """Convert a prompt to the columns of a line in a JSONL source."""
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, Mapping):
@@ -309,12 +305,11 @@ def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert numpy values and times to types that JSON can represent."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
-    """Write `text` to a file named after its content, and return the file. Repeating the same call
+    """Write `text` to a file named after a hash of it, and return the file. Repeating the same call
     therefore resumes the same run."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = folder / f"{digest}-{name}"

@@ -207,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> int:
-    """Run `main` as the command-line program. `fix_status` is called with the exit status before
-    the last output."""
+    """Parse the command line and run the command. If a signal stops it, `fix_status` is called with
+    the exit status before the last output."""
     root = parser()
     arguments = parsed(root, argv)
     if arguments.version:
@@ -299,7 +299,6 @@ def _light(arguments: argparse.Namespace) -> int:
 
 
 def _served(module: Any, arguments: argparse.Namespace) -> int | None:
-    """Run `keel serve` or `keel chat`."""
     folder = Path(arguments.folder) if arguments.folder else None
     if bool(folder) == bool(getattr(arguments, "url", "")):
         print("keel chat: name either a folder or the --url of a server", file=sys.stderr)
@@ -314,7 +313,6 @@ def _served(module: Any, arguments: argparse.Namespace) -> int | None:
 
 
 def _chained(module: Any, arguments: argparse.Namespace) -> int:
-    """Run `keel distill` or `keel synthesize`."""
     from keel.configs.load import load_distillation, load_synthesis  # noqa: PLC0415
 
     if arguments.command == "distill":
@@ -369,8 +367,8 @@ def shown(message: object) -> str:
 
 
 def refused(arguments: argparse.Namespace) -> int:
-    """Print the error in the recipe, if any. Returns the exit status, which is 0 without an
-    error."""
+    """Check the recipe and print its error, if any. Returns the exit status, which is 0 if the
+    recipe is valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return 0
     # OmegaConf: a tenth of a second

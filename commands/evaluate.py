@@ -61,7 +61,6 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
 def _check_comparable(
     config: Config, sets: Mapping[str, Sequence[Prompt]], baseline: Sequence[Asked]
 ) -> None:
-    """Check that the results can be compared with the baseline. Raises ConfigError if not."""
     digests = {one.id: one.digest for one in baseline}
     common = [p for prompts in sets.values() for p in prompts if p.prompt_id in digests]
     problem = "" if common else "it has none of these prompts"
@@ -145,7 +144,6 @@ def _sample_variant(
 def _variant_runtime(
     config: Config, runtime: AnyRuntime, variant: EvalVariant
 ) -> Iterator[AnyRuntime]:
-    """Return the runtime with a variant's token and turn limits."""
     changed = as_in(variant, config)
     if changed is config:
         yield runtime

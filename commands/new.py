@@ -313,7 +313,6 @@ def _rows(
 
 
 def _entry(knobs: Mapping[str, Any], comments: Mapping[str, str]) -> str:
-    """Format an entry of `data.sources`, omitting knobs without a value."""
     lines = [
         _commented(f"      {name}: {_flow(value)}", comments.get(name, ""))
         for name, value in knobs.items()

@@ -108,7 +108,6 @@ class Metric:
 
 @cache
 def _metric_groups() -> Mapping[str, tuple[Metric, ...]]:
-    """Return the metrics of each group, keyed by the group's title."""
     tables = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
     return {
         title: tuple(Metric(name=name, **entry) for name, entry in table.items())

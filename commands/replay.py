@@ -77,7 +77,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
 
 
 def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
-    """Return the folder of the model that the run started from."""
+    """Return the folder of the model from which the run started."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     for source in config.data.sources:
@@ -109,8 +109,8 @@ def find_batch(folder: Path, step: int | None) -> Path:
 
 
 def nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
-    """Return the newest intact checkpoint before `step`, with a description of it. Returns None
-    with the description if only the base model precedes the step."""
+    """Return the newest intact checkpoint before `step`, or None if only the base model precedes
+    the step. Also returns a description of the starting point."""
     paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]
     newest = next((path for path in reversed(paths) if not checkpoint.problems(path)), None)
     words = f"from {newest.name if newest else 'the base model'}"

@@ -57,13 +57,14 @@ class SampledPolicy:
     config: Config
     dataset: Dataset
     identity: str
-    """Identifies the policy in saved results, so that other results are not mixed in."""
+    """A text that identifies the policy in saved results, so that results of different policies are
+    not mixed."""
     label: str
     """Name of the policy in messages."""
     name: str
     """Name for the folder of results."""
     text: str
-    """Description of the plan."""
+    """A description of the plan for the user."""
     sampling: Callable[[Path], AbstractContextManager[AnyRuntime]]
     """Start the processes that sample and score. The output of reward functions goes to a subfolder
     of the given folder."""
@@ -72,8 +73,7 @@ class SampledPolicy:
     count_tokens: Callable[[Prompt], int] | None = None
     """Returns the number of tokens in a prompt. None for an endpoint."""
     thinking_length: Callable[[Trajectory], int] = lambda trajectory: len(thinking_of(trajectory))
-    """Returns the number of tokens in the thinking of a completion. Counts characters for an
-    endpoint."""
+    """Returns the thinking length of a completion, in tokens. Counts characters for an endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
@@ -85,7 +85,7 @@ class SampledPolicy:
 
     @contextmanager
     def running(self, out: Path) -> Iterator[tuple[AnyRuntime, Interrupt]]:
-        """Start `sampling`. The interrupt returned with it turns true after a signal."""
+        """Start `sampling`. The interrupt returned with it becomes true after a signal."""
         with (
             self.sampling(out) as runtime,
             Interrupt(print, _STOPPING, preempted_first=_PREEMPTED) as stop,
@@ -146,7 +146,6 @@ def choose_policy(
 
 
 def _endpoint_policy(config: Config) -> SampledPolicy:
-    """Return the policy for a model behind an endpoint. Its tokens cannot be counted."""
     endpoint = config.endpoint
     require_prompts(config)
     for source in config.data.sources:

@@ -31,7 +31,8 @@ SAMPLING = ("temperature", "top_p", "top_k")
 _THINKING_KEYS = ("enable_thinking", "thinking")
 """Names of the chat template variables that turn thinking on or off."""
 FIXED = ("model", "host", "port", "served_model_name")
-"""vLLM options that are set by the folder and by Keel's own arguments."""
+"""vLLM options that the user cannot set, because the model folder or Keel's own arguments determine
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

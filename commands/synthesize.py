@@ -211,7 +211,6 @@ def depends_on(config: SynthesisConfig) -> dict[str, Any]:
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    """Print the totals from a report."""
     print(f"made {report['made']:,} tasks, kept {report['kept']:,}")
     for gate, refused in report["refused"].items():
         print(f"  rejected by {gate}: {refused['tasks']:,}")

@@ -41,7 +41,7 @@ def train(
     recipe: str, overrides: Sequence[str], *, drive: _Drive | None = None, again: str = ""
 ) -> None:
     """Train on the recipe, or resume its run. `drive` replaces `run_loop`. `again` tells the user
-    how to resume if the command is a different one."""
+    how to resume if that takes a different command."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     run_task(

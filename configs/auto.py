@@ -65,7 +65,7 @@ def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str
 
 
 def _implied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the smallest value of each `auto` knob that the recipe's other knobs allow."""
+    """Return the smallest value of each `auto` knob that the recipe's other knobs permit."""
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
     widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
     ranks = math.lcm(*(n for n in widths if type(n) is int and n > 0))

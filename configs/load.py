@@ -295,7 +295,7 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.No
 
 
 def _misread(node: yaml.Node) -> str:
-    """Return a message if YAML 1.1 reads a number in an unexpected way, or "" if it does not."""
+    """Return a warning if YAML 1.1 reads a number in an unexpected way, or "" if it does not."""
     kind, text = str(node.tag).rpartition(":")[2], node.value
     if kind not in ("int", "float") or not isinstance(text, str):
         return ""
@@ -312,7 +312,8 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 def _explain(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
-    """Return an explanation for a reference that does not resolve or a value left as `???`."""
+    """Return an error message for a reference that cannot be resolved, or for a value left as
+    `???`."""
     key = error.full_key or ""
     reason = str(error).strip().partition("\n")[0]
     return f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
@@ -384,7 +385,6 @@ def _walk(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
 def _set_knob(
     tree: dict[str, Any], where: dict[str, str], steps: Sequence[str], value: Any, origin: str
 ) -> None:
-    """Set one knob in `tree` and record its origin in `where`."""
     node: Any = tree
     done: list[str] = []
     for position, step in enumerate(steps):

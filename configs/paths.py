@@ -44,8 +44,8 @@ def read_template(value: str, knob: str) -> str:
 
 
 def unwritable(folder: Path) -> str:
-    """Return why a run could not write to its folder, or "" if it can. The check does not create
-    anything."""
+    """Return the reason a run could not write to its folder, or "" if it could. The check does not
+    create anything."""
     path = folder.absolute()
     try:
         parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())

@@ -207,9 +207,12 @@ class Config(Section):
         self.require(ok, "agents.summary_tokens", rule)
 
     def calls_in_thinking(self, source: SourceConfig) -> bool:
-        """Whether tools are called inside the thinking in episodes of this source: if its
-        `system_template` is tools-in-thinking, or with `agents.tools_in_thinking`, unless it does
-        not think or its template is tools."""
+        """Whether episodes of this source call tools inside the thinking.
+
+        This is the case with the `system_template` tools-in-thinking, and with
+        `agents.tools_in_thinking` unless the template is tools. It is never the case for a source
+        that does not think.
+        """
         template = source.system_template
         inside = self.agents.tools_in_thinking and template != "tools"
         thinks = source.environment.enabled and source.thinking

@@ -21,8 +21,8 @@ class WorkFolder:
     """A context manager that creates and locks a command's output folder."""
 
     def __init__(self, path: Path, knob: str, work: str) -> None:
-        """Take two texts for error messages: `knob` is the knob that sets the folder, and `work`
-        says what the command does there."""
+        """Set up the object without creating the folder. Error messages contain `knob`, which sets
+        the folder, and `work`, which says what the command does there."""
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:

@@ -32,9 +32,11 @@ from keel.rl.types import Prompt
 
 
 def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
-    """Return how well the policy's verdicts agree with the labels: the mean of 1 − |v − label| over
-    the criteria, where met is 1, partly 0.5 and missed 0; or 1 − |score − label| for an evaluation
-    of a proof. An invalid reply gets 0."""
+    """Return how well the policy's verdicts agree with the labels.
+
+    This is the mean of 1 − |v − label| over the criteria, where met is 1, partly 0.5 and missed 0.
+    For an evaluation of a proof, it is 1 − |score − label|. An invalid reply gets 0.
+    """
     labels: Mapping[str, Any] = prompt.reward["columns"]["labels"]
     answer = trajectory.answer.strip()
     try:
@@ -49,7 +51,7 @@ def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
 
 
 def _labelled(row: Mapping[str, Any]) -> tuple[Question[Any], dict[str, Any], dict[str, Any]]:
-    """Return the question, its labels and the right reply."""
+    """Return the question, its labels and the correct reply."""
     task: list[dict[str, Any]] = row["prompt"]
     if isinstance(row["prompt"], str):
         task = [{"role": "user", "content": row["prompt"]}]

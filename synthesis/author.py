@@ -39,7 +39,7 @@ class BudgetSpent(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallUsage:
-    """Token counts and price of one call."""
+    """The token counts and the price of one call."""
 
     model: str
     purpose: str
@@ -133,7 +133,8 @@ class EndpointAuthor:
     """A model behind an OpenAI-compatible endpoint. Use each instance in a single event loop."""
 
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
-        """Create the client. Raises ValueError if the API key's environment variable is not set."""
+        """Create the client. Raises ValueError if the environment variable with the API key is not
+        set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(

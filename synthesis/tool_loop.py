@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLoopResult:
-    """The conversation of a tool loop, and why the loop ended."""
+    """The conversation of a tool loop, with the reason the loop ended."""
 
     messages: tuple[Message, ...]
     """All messages, including the initial ones."""

@@ -111,7 +111,7 @@ class RunData:
     """Labels and texts of the table at the top of the page."""
     groups: list[_Group] = field(default_factory=list[_Group])
     notes: list[str] = field(default_factory=list[str])
-    """Descriptions of what is missing, and why."""
+    """Descriptions of missing data, with the reasons."""
 
     @property
     def costs(self) -> dict[str, float]:
@@ -123,7 +123,8 @@ class RunData:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain data. Each metric becomes its values and their positions in `steps`."""
+        """Convert to plain data. Each metric becomes its values and the positions of these values
+        in `steps`."""
         metrics: dict[str, dict[str, list[Any]]] = {}
         for name, values in self.metrics.items():
             at = [place for place, value in enumerate(values) if value is not None]
@@ -141,7 +142,7 @@ class _StepFile:
     as_is: bool = True
     """True if a browser can parse the file without changes."""
     wrong: str = ""
-    """Why the file cannot be read, or empty if it can."""
+    """The reason the file cannot be read, or empty if it can be read."""
 
 
 Known = MutableMapping[Path, _StepFile]
@@ -255,7 +256,6 @@ def _read_metrics(path: Path, run: RunData) -> None:
 
 
 def _read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
-    """Read the trajectory files and add their groups to `run`."""
     chunks: Chunks = {}
     for path in sorted(folder.glob("step_*.jsonl.gz"), key=attrgetter("name")):
         known[path] = file = _step_file(path, known.get(path))
@@ -292,13 +292,13 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
 
 
 def _without_nan(path: Path) -> bytes:
-    """Return the contents of a trajectory file without numbers that browsers cannot parse."""
+    """Return the contents of a trajectory file, with null for numbers that browsers cannot
+    parse."""
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     return _packed([as_json(_loads(line)) for line in lines])
 
 
 def _summary(run: RunData, folder: Path) -> dict[str, str]:
-    """Return the table at the top of the page, as a mapping from labels to texts."""
     named = map(re.compile(r"(?:data|sft)\.sources\[(.*)\]\.name").fullmatch, run.knobs)
     ended = " (ended)" if (folder / "model").exists() else ""
     seconds = run.times[-1] - run.times[0] if run.times else 0.0
@@ -337,7 +337,6 @@ def _summary(run: RunData, folder: Path) -> dict[str, str]:
 
 
 def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
-    """Read what `keel eval` has written so far."""
     run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
     try:
         settings: Mapping[str, Any] = _loads((folder / "settings.json").read_bytes())
@@ -372,7 +371,8 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
 
 
 def _plot_steps(run: RunData, asked: Sequence[Asked]) -> None:
-    """Add a curve of score against steps for each variant and set of an evaluation of agents."""
+    """Plot score against steps for an evaluation of agents, with one curve for each variant and
+    prompt set."""
     curves: dict[str, dict[int, float]] = {}
     for variant, source in sorted({(one.variant, one.source) for one in asked}):
         same = [one for one in asked if (one.variant, one.source) == (variant, source)]
@@ -458,7 +458,6 @@ def _loads(text: str | bytes) -> Any:
 
 
 def _number(value: object) -> float | None:
-    """Return `value` as a float, or None if it is not a finite number."""
     try:
         result = float(value) if isinstance(value, int | float) else None
     except OverflowError:  # of hundreds of digits
@@ -467,7 +466,6 @@ def _number(value: object) -> float | None:
 
 
 def _packed(lines: list[str]) -> bytes:
-    """Compress JSON lines and return them as a chunk."""
     return gzip.compress("".join(f"{line}\n" for line in lines).encode(), 6, mtime=0)
 
 

@@ -108,8 +108,8 @@ def _fewer_points(run: RunData) -> RunData:
 
 
 def _extremes(values: Sequence[float | None]) -> set[int]:
-    """Return the positions of the lowest and highest value in each interval, and of the first and
-    last value."""
+    """Return the positions of the lowest and the highest value in each interval, and those of the
+    first and the last value."""
     known = {at: value for at, value in enumerate(values) if value is not None}
     places = [*known]
     if len(places) <= 2 * PARTS:
@@ -160,7 +160,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
 
 
 def name_apart(runs: Sequence[RunData]) -> None:
-    """Rename runs that have the same name to their paths."""
+    """Rename runs to their paths if several runs have the same name."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

@@ -40,7 +40,8 @@ class Follower:
         self.runs()
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """Return the current runs, and a version mark that changes whenever the runs change."""
+        """Return the current runs and a version string. The string changes whenever the runs
+        change."""
         with self._lock:
             if (mark := self._stamp()) != self._mark:
                 self._runs = [read_folder(folder, self._known) for folder in self._folders]

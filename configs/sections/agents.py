@@ -82,7 +82,7 @@ class EnvironmentConfig(Section):
 
     @property
     def program_only(self) -> bool:
-        """True if there is only an agent program and no environment, or neither."""
+        """True if there is no environment. There may still be an agent program."""
         return not (self.target or self.command or self.url)
 
     @property
@@ -91,7 +91,7 @@ class EnvironmentConfig(Section):
 
     @property
     def grades(self) -> bool:
-        """True if the environment may grade episodes. MCP servers do not."""
+        """True if the environment can grade episodes. An MCP server alone cannot."""
         return bool(self.target or self.program)
 
     @property

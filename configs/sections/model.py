@@ -123,8 +123,8 @@ class LoraConfig(Section):
         return self.rank > 0
 
     def parameters(self, projections: Mapping[str, int]) -> int:
-        """Return the number of parameters in the adapters. See `ModelFacts.projections` for the
-        argument."""
+        """Return the number of parameters in the adapters. The argument is described in
+        `ModelFacts.projections`."""
         return self.rank * sum(projections.get(target, 0) for target in self.targets)
 
 

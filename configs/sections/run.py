@@ -10,7 +10,7 @@ from keel.configs.sections.base import Section, knob, require_unique
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Section):
-    """Run folder, number of steps, checkpoints and hardware."""
+    """Settings of a run: its folder, the number of steps, checkpoints and hardware."""
 
     PATH = "run"
 

@@ -14,7 +14,7 @@ off."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig(Section):
-    """Trainer ranks, ZeRO, parallelism and AdamW."""
+    """Settings of the trainer: its ranks, ZeRO, parallelism and AdamW."""
 
     PATH = "trainer"
 

@@ -192,7 +192,6 @@ def _names(repo: str, revision: str | None) -> list[str]:
 
 
 def _from_cache(source: _Source, repo: dict[str, Any]) -> list[Path]:
-    """Return the files from the newest cached revision."""
     problem = "it was not downloaded before"
     cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
     for revision in (constants.DEFAULT_REVISION, _CONVERTED):

@@ -24,11 +24,11 @@ class _Problem(NamedTuple):
     statement: str
     proof: str
     right: str
-    """A part of the proof."""
+    """A part of the correct proof."""
     wrong: str
-    """Takes the place of `right` in a wrong proof."""
+    """The text that replaces `right` in a wrong proof."""
     flaw: str
-    """Says why that proof is wrong."""
+    """The reason the wrong proof is wrong."""
 
 
 def _problems(draw: random.Random) -> Iterator[_Problem]:
@@ -126,8 +126,8 @@ def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def evaluations(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
-    """Return three evaluations for each problem. Their score is 1 if the flaws that they claim are
-    real, 0.5 if one of two is, and 0 if none is."""
+    """Return three evaluations of proofs for each problem. An evaluation has a score of 1 if all
+    flaws that it claims are real, 0.5 if one of two is, and 0 if none is."""
     rows: list[dict[str, Any]] = []
     for problem in _distinct(count, seed):
         wrong = problem.proof.replace(problem.right, problem.wrong)

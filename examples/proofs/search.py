@@ -44,14 +44,14 @@ solution in the requested form.
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """Sizes of the search for one problem."""
+    """Limits of the search for a proof of one problem."""
 
     pool: int = 16
     """Number of proofs in the first round."""
     best: int = 4
     """Number of proofs that are refined per round."""
     children: int = 2
-    """Number of new proofs from each of them."""
+    """Number of new proofs written from each refined proof."""
     verifications: int = 8
     """Number of separate verifications per proof."""
     reviews: int = 2
@@ -75,7 +75,8 @@ class ProofCandidate:
 
 async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str, Any]:
     """Search for a proof of `problem`. Returns the best one with its score, whether every
-    verification gave it 1, and the number of rounds and proofs. Raises AuthorLost."""
+    verification gave it 1, and the number of rounds and proofs. Raises AuthorLost if the model does
+    not answer."""
     pool: list[ProofCandidate] = []
     requests = [problem] * limits.pool
     rounds = 0
@@ -132,7 +133,8 @@ def _refinement(problem: str, candidate: ProofCandidate, most: int) -> str:
 
 
 def read_problems(path: Path) -> dict[str, str]:
-    """Read a JSONL file of `prompt` and optionally `id`. Raises ValueError naming a bad line."""
+    """Read problems from a JSONL file. Each line has a `prompt` and optionally an `id`. Raises
+    ValueError with the number of an invalid line."""
     problems: dict[str, str] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():

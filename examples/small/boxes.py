@@ -14,14 +14,12 @@ from keel.agents.environments.trip.environment import Calls
 from keel.rl.turns import Message
 
 _SEEN = 4
-"""Number of boxes that the cold start shows opened in one context."""
+"""Number of boxes that a conversation of the cold start opens in one context."""
 
 
 def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> list[Demonstration]:
-    """Return conversations that look into boxes in a random order, and hasty ones that guess.
-
-    One in three ends with a summary, and one in three starts with one.
-    """
+    """Return conversations that open boxes in a random order, and hasty ones that guess. One in
+    three ends with a summary, and one in three starts with one."""
     made: list[Demonstration] = []
     for number in range(count):
         draw = random.Random(f"boxes shown {seed} {number}")

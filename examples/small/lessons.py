@@ -26,7 +26,7 @@ _WORKED = 0.6
 _SEARCH = {"results": 1, "cite": False}
 """The arguments for the search environment in the recipes."""
 _Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
-"""A careful and a hasty conversation about the same task, and the tools that they use."""
+"""A careful and a hasty conversation about the same task, and the tools that both use."""
 
 
 def write(folder: Path, count: int, seed: int) -> None:
@@ -68,7 +68,6 @@ def _lines(
 
 
 def _programs(count: int, draw: random.Random) -> list[_Ways]:
-    """Return conversations about programs. The hasty ones contain a wrong number."""
     made: list[_Ways] = []
     known = every_program(draw)
     for program in (known[n % len(known)] for n in range(count)):

@@ -45,7 +45,7 @@ def answer(source: str) -> str:
 
 
 def line(program: NumberProgram) -> Mapping[str, Any]:
-    """Return the fields of a task for its JSONL line."""
+    """Return the task's fields for its JSONL line."""
     tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in _INPUTS]
     name = f"{_SIGNS[program.sign]}-{program.number}"
     return {"id": name, "prompt": program.question, "tests": tests}

@@ -23,7 +23,7 @@ def document(tower: str, builder: str) -> dict[str, str]:
 
 
 def line(tower: str, builder: str) -> dict[str, Any]:
-    """Return the fields of a task for its JSONL line."""
+    """Return the task's fields for its JSONL line."""
     where = {"evidence": [f"{FILE}#{tower}"]}
     return {
         "id": tower,

@@ -51,7 +51,7 @@ class Answer:
 
 
 def clear_first(values: Mapping[str, float], question: str) -> Answer | None:
-    """Return the name with the largest value as the answer. Returns None if it is not clearly the
+    """Return the name with the largest value as the answer, or None if it is not clearly the
     largest."""
     first, second, *_ = sorted(values.values(), reverse=True)
     if first - second <= _CLEAR * (first - min(values.values())):

@@ -118,8 +118,8 @@ def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) 
 
 
 async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
-    """Ask the judge model about a change and return its marks. Raises Rejected if a mark is below
-    `least` or if the reply contains no marks."""
+    """Ask the judge model about a change and return its scores. Raises Rejected if a score is below
+    `least` or if the replies contain no scores."""
     text = _QUESTION.format(
         issue=candidate.issue,
         gold=candidate.patch(list(candidate.gold))[:_MAX_PATCH],
@@ -137,7 +137,7 @@ async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, i
 
 
 def _marks_of(text: str) -> dict[str, int]:
-    """Return the marks in the last valid JSON object of a reply, or {} without one."""
+    """Return the scores in the last valid JSON object of a reply, or {} if there is none."""
     objects: Sequence[str] = re.findall(r"\{[^{}]*\}", text)
     for value in reversed(objects):
         try:

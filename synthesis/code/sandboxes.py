@@ -108,7 +108,7 @@ class CodeSandboxes:
 
     @asynccontextmanager
     async def episode(self, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
-        """Open an episode like one of the policy."""
+        """Open an episode in the same way as for the policy."""
         program = self._program("environment:Repository", self._closed)
         async with _opened(program, reward) as hosted:
             yield hosted

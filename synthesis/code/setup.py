@@ -131,7 +131,8 @@ class PrefixBuilder:
             return built
 
     async def _list(self, name: str, candidate: Candidate) -> None:
-        """Record the installed packages. They may include a copy of the project."""
+        """Record the installed packages. Raises Rejected if they include a copy of another source
+        repository."""
         folder = self._rooms.folder
         found = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
         for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
@@ -172,8 +173,9 @@ class PrefixBuilder:
     async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
-        """Run a set-up in `hosted`, then run the tests in the same way as episodes will. Returns
-        the prefix, or the reason for the failure."""
+        """Run the set-up script of `expected` in the sandbox `hosted`, then run the tests in the
+        same way as episodes will. Returns the finished prefix, or None and the reason for the
+        failure."""
         within_s = self._config.setup_s
         result = await call_workshop(
             hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s

@@ -53,7 +53,7 @@ async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
 
 
 def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
-    """Open the environment like an episode of the policy."""
+    """Open the environment in the same way as an episode of the policy."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
@@ -130,7 +130,8 @@ class TaskDraft:
         return answer, results
 
     async def _run_solution(self, request: _CallAnswerer) -> Any:
-        """Run the solution and return its answer. `request` answers its tool calls."""
+        """Run the solution and return its answer. `request` answers the tool calls of the
+        solution."""
         reward = {
             "source": self.solution,
             "number": self.number,
@@ -169,7 +170,6 @@ class TaskDraft:
         return ToolCall(call_id=f"c{count}", name=name, arguments=cast(dict[str, Any], arguments))
 
     async def _verified(self, answers: Sequence[Any]) -> None:
-        """Check that `verify` accepts the solution's answers."""
         verdicts = await self._verdicts("verified", answers)
         for answer, verdict in zip(answers, verdicts, strict=True):
             if isinstance(verdict, str):
@@ -263,7 +263,6 @@ class TaskDraft:
         ]
 
     async def _texts(self) -> list[str]:
-        """Return strings from the database."""
         call_s = self.rooms.config.call_s
         return await self.rooms.workshop(
             "database", self.path, "strings", each_s=call_s, arguments={"most": _MAX_TEXTS}
@@ -453,7 +452,6 @@ def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
 
 
 def _values(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield every value in a JSON value, with its path."""
     yield path, value
     inner: Any = ()
     if isinstance(value, dict):

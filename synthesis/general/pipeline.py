@@ -312,7 +312,6 @@ class _EnvironmentWriter:
 async def _passed_attempts(
     author: Author, rooms: GeneralSandboxes, environment: Path, number: int
 ) -> int:
-    """Return how many of a model's attempts at a task pass. See `gates.Reference`."""
 
     async def passes() -> bool:
         try:

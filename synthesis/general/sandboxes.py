@@ -140,8 +140,7 @@ class GeneralSandboxes:
 
 @contextmanager
 def lost_to(gate: str) -> Generator[None]:
-    """Raise Rejected, naming the gate `gate`, if the code in a sandbox causes the sandbox to be
-    lost."""
+    """Raise Rejected, naming the gate `gate`, if code in a sandbox crashes or hangs the sandbox."""
     try:
         yield
     except EnvironmentLost as error:

@@ -42,7 +42,7 @@ async def answer(
     desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
     """Ask an agent and return its answer, or "" if it gives none. If `at_length` is set, the answer
-    is a text rather than a name."""
+    is a whole text rather than a name."""
     expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=_UNKNOWN)
     worked = await desk.work(
         answerer.author,

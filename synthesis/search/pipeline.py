@@ -203,13 +203,14 @@ class SearchPipeline:
         }
 
     async def _filtered(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a task from `search.prompts`. Raises Rejected if search does not help."""
+        """Turn a line of `search.prompts` into a task. Raises Rejected if search does not improve
+        the answers."""
         spec = {"kind": "rubric", **{k: task[k] for k in ("criteria", "reference") if k in task}}
         scores = await check_gain(self._desk, self._author, self._verifier, task["prompt"], spec)
         return {**task, "environment": {"evidence": []}, "provenance": {"scores": scores}}
 
     def _given_prompts(self) -> dict[str, dict[str, Any]]:
-        """Read `search.prompts`. Raises ConfigError if a line is no prompt with a rubric."""
+        """Read `search.prompts`. Raises ConfigError if a line is not a prompt with a rubric."""
         prompts: dict[str, dict[str, Any]] = {}
         name = self._config.prompts
         try:
@@ -232,7 +233,7 @@ class SearchPipeline:
         return self._folder / "tasks.jsonl"
 
     def _drawn(self, library: Library) -> dict[str, Start]:
-        """Return a starting point for each task key."""
+        """Choose the starting point of each task, and return it under the key of the task."""
         config = self._config
         entities: list[str] = []
         if config.entities:
@@ -263,7 +264,8 @@ class SearchPipeline:
         return starts
 
     def _read_kept(self) -> None:
-        """Read the tasks accepted at earlier starts and remove an incomplete last line."""
+        """Read the tasks accepted in earlier runs of the command, and remove an incomplete last
+        line."""
         if not self._file.exists():
             return
         data = self._file.read_bytes()

@@ -16,7 +16,7 @@ from keel.synthesis.author import Author
 from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 
 MOST = 12
-"""Maximum number of facts in a question, and of spellings for an answer."""
+"""Maximum number of facts in a question, and maximum number of spellings of an answer."""
 _SYSTEM = """\
 You write questions for skilled researchers. A question has one short answer, a name or a number, \
 that a document contains word for word. The question can only be answered by looking up several \
@@ -144,7 +144,7 @@ def rule_of(right: Sequence[str]) -> dict[str, str]:
 
 
 def accepts(rule: dict[str, str]) -> Callable[[str], bool]:
-    """Return a function that returns whether an answer scores 1 under `rule`."""
+    """Return a function that checks whether an answer scores 1 under `rule`."""
     verify = verifier_for({"kind": "answer", **rule})
     return lambda answer: verify(answer) == 1
 

@@ -24,7 +24,7 @@ from keel.synthesis.tool_loop import gather_or_cancel
 
 _MIN_CRITERIA, _MAX_CRITERIA = 3, 8
 _READS = 3
-"""Maximum number of judge replies to try to parse."""
+"""Maximum number of the judge's replies to try to parse."""
 _SYSTEM = """\
 You write requests to an assistant that can search: to explain, compare, summarize or advise. A \
 good request needs at least {breadth} facts from at least {depth} documents, which people do not \
