@@ -280,7 +280,6 @@ def _engine_for_cpus() -> bool:
 
 
 def _light(arguments: argparse.Namespace) -> int:
-    """Run a command that loads torch and Ray later or not at all, and return its exit status."""
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     name, run = _LIGHT[arguments.command]

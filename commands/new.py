@@ -142,7 +142,6 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
 
 
 def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) -> tuple[Path, str]:
-    """Fill in the template. Returns the recipe and the file to write it to."""
     gpus_found, gib_found = gpus_here()
     gpus = ask("GPUs (0: none)", gpus_found, _at_least(0)) if flags.gpus is None else flags.gpus
     if gpus < 0 or flags.nodes < 1:
@@ -227,7 +226,6 @@ def _source(
 
 
 def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
-    """Return a source of generated tasks, or one whose environment creates its tasks."""
     environment = flags.environment
     words = re.findall(r"[^\W\d]\w*", environment.removesuffix(".py"))
     short = task == _TINY_TASK
@@ -257,7 +255,6 @@ def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
 def _rows(
     data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, heldout: int
 ) -> _Source:
-    """Return a source of rows, with settings based on its first rows."""
     from keel.data.rows.proposal import JUDGED, propose  # noqa: PLC0415  takes half a second
 
     rows = propose(

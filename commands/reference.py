@@ -189,7 +189,6 @@ def _qualified(recipe: _Recipe, path: str) -> str:
 
 
 def _docstrings(cls: type) -> tuple[str, dict[str, str]]:
-    """Return the docstrings of a class and its fields, each as one paragraph."""
     (node,) = ast.parse(inspect.getsource(cls)).body
     body = cast(ast.ClassDef, node).body
     texts: dict[str, str] = {}

@@ -77,7 +77,6 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
 
 
 def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
-    """Return the folder of the model from which the run started."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     for source in config.data.sources:

@@ -213,7 +213,7 @@ def max_prompts_in_flight(config: Config, samples: int) -> int:
 
 
 def _group_timeout(config: Config) -> float:
-    """Return the maximum time between two finished groups in seconds."""
+    """Return the maximum number of seconds between two finished groups."""
     endpoint = config.endpoint
     if not endpoint.base_url:
         return config.group_timeout_s + GRACE_S

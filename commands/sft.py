@@ -43,8 +43,6 @@ def _run(command: Sequence[str], task: SftTask) -> None:
 
 
 def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
-    """Run `keel.trainer.sft.fit` on the started ranks. Returns the number of the last finished
-    step."""
     task, learner = runtime.task, runtime.learner
     with ExitStack() as stack:
         journal = open_journal(

@@ -127,7 +127,6 @@ def _open_pipeline(
     folder: Path,
     more: Callable[[AuthorConfig], Author],
 ) -> Pipeline:
-    """Return the pipeline for the recipe's family. `more` creates further authors."""
     if config.family == "general":
         from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
 

@@ -115,8 +115,6 @@ def check_resumable(
 
 
 def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return a one-line description of a change. All knobs of an added or removed source get the
-    same line."""
     if source := re.match(r".*?\[[^]]+\](?=\.)", knob):
         for knobs, verb in ((old, "was added"), (new, "was removed")):
             if not any(other.startswith(f"{source[0]}.") for other in knobs):

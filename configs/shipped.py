@@ -70,8 +70,6 @@ def read_recipe(path: Path, folder: str) -> str:
 
 
 def _hint(path: Path, folder: str) -> str:
-    """Suggest similar files next to `path`. If there are none and `path` is a bare name, suggest a
-    similar recipe that comes with Keel."""
     recipes = sorted(file.name for file in path.parent.glob("*.y*ml"))
     near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)
     if path.name == str(path) and not path.is_dir() and not near:
@@ -105,7 +103,6 @@ def list_recipes(name: str = "") -> str:
 
 
 def _about(file: Path) -> str:
-    """Return the first sentence of a recipe's header comment."""
     words: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or line.startswith("#   "):  # a command

@@ -214,8 +214,6 @@ class _Reader:
         return value
 
     def _reward(self, row: _Row) -> dict[str, Any]:
-        """Build a row's reward spec. A row that is graded by an environment needs no keys for
-        it."""
         record, graded = row.known, self._source.environment.grades
         keys = [key for key in _REWARD_KEYS if key in record]
         if not keys and graded:
@@ -328,7 +326,6 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
 
 
 def _parse_cell(key: str, value: Any) -> Any:
-    """Decode a table cell. Cells for keys other than text hold JSON."""
     if key in _PARSED and isinstance(value, str):
         value = parse_json(key, value.lower() if value in ("True", "False") else value)
     return without_nulls(value)

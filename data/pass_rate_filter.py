@@ -192,7 +192,6 @@ class FilterFolder:
 
 
 def _line(prompt: Prompt, source: SourceConfig, rate: PassRate) -> str:
-    """Convert a prompt to a line for a `source: jsonl` with the same settings."""
     record = {
         "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
         "messages": [dict(message) for message in without_source_system(source, prompt.messages)],

@@ -23,8 +23,8 @@ class Stream(Generic[T]):
 
     Each source yields every prompt once per epoch, in a new order. The sources are interleaved so
     that the number of prompts from each is within one of its share (slightly more with three or
-    more sources), and the position is one count per source. A batch that spans two epochs may
-    contain the same prompt twice.
+    more sources). The position is one count per source. A batch that spans two epochs may contain
+    the same prompt twice.
     """
 
     def __init__(

@@ -51,7 +51,6 @@ def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
 
 
 def _labelled(row: Mapping[str, Any]) -> tuple[Question[Any], dict[str, Any], dict[str, Any]]:
-    """Return the question, its labels and the correct reply."""
     task: list[dict[str, Any]] = row["prompt"]
     if isinstance(row["prompt"], str):
         task = [{"role": "user", "content": row["prompt"]}]

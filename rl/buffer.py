@@ -1,6 +1,6 @@
 """The buffer between sampling and training. It limits how far sampling runs ahead of training and
 filters groups. The buffer itself uses no threads or clocks; `keel.trainer.batch_stream` adds them.
-Sampling is held back only by `GroupBuffer.room`."""
+Only `GroupBuffer.room` limits how many prompts are submitted."""
 
 from __future__ import annotations
 

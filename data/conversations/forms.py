@@ -145,7 +145,6 @@ def _object(value: Any, at: str) -> dict[str, Any]:
 
 
 def _either(value: Any, key: str) -> list[dict[str, Any]]:
-    """Return the messages in `prompt` or `completion`. Plain text becomes a single message."""
     if isinstance(value, str):
         return [{"role": "user" if key == "prompt" else "assistant", "content": value}]
     return [message for message, _ in entries_of(value, key)]

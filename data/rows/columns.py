@@ -51,7 +51,8 @@ def parse_json(key: str, text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove nulls from objects, because tables add the keys of other rows with null values."""
+    """Remove null values from objects. Tables contain them for keys that occur only in other
+    rows."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return {key: without_nulls(each) for key, each in pairs if each is not None}

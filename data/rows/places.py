@@ -84,7 +84,6 @@ def files_of(
 
 
 def _choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
-    """Return the files of a subset and a split (train by default), or raise _FilesNotFound."""
     subsets: dict[str, list[str]] = {}
     for name in sorted(names):
         *folders, file = PurePosixPath(name).parts
@@ -162,7 +161,6 @@ def _saved(folder: Path, split: str) -> list[Path]:
 
 
 def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
-    """Return a dataset's files, downloading them if they are not cached."""
     repo: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
     try:
         if not hub_answers():

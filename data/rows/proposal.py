@@ -147,7 +147,6 @@ def _mostly(flags: Sequence[bool]) -> bool:
 
 
 def _is_maths(answer: str) -> bool:
-    """Return True if the text is a number or a formula without prose."""
     return bool(_NUMBER.fullmatch(answer.strip())) and not _WORD.search(answer)
 
 

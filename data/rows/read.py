@@ -51,11 +51,8 @@ class Row(NamedTuple):
     record: dict[str, Any] | BadLine
     """The row's columns, or the error that explains why the row cannot be read."""
     written: dict[str, Any] | None
-    """The record with numbers as written in the file.
-
-    It is missing for a table, where every row has all columns and an empty cell means that there is
-    no value.
-    """
+    """The record with numbers as written in the file. None for a table, where every row has all
+    columns and an empty cell means that the value is missing."""
 
 
 def kind_of_file(path: Path) -> str:

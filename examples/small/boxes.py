@@ -52,7 +52,6 @@ def _guess(box: int) -> Calls:
 
 
 def _shown(whole: ScriptedConversation, draw: random.Random) -> tuple[Message, ...]:
-    """Return a part of a conversation that fits into a context window."""
     opening, *said = whole.said
     steps = [said[i : i + 2] for i in range(0, len(said) - 1, 2)]
     start = draw.randrange(max(1, len(steps)))

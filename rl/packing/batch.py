@@ -38,11 +38,12 @@ class MicroBatch:
     sequence_weight_S: NDArray[np.float32]
     """The loss weight of each trajectory. The mean over the step is 1 (see `pack`)."""
     routes_NLK: NDArray[np.int16] | None = None
-    """The recorded experts, input-aligned. In rows of −1, the trainer's own router chooses them."""
+    """The recorded experts of each token, input-aligned. Where a row is −1, the trainer's own
+    router chooses the experts."""
     sampling_mask: SamplingMasks | None = None
     selected_NLk: NDArray[np.int32] | None = None
-    """The positions that sparse attention selected when sampling, input-aligned. In rows of −1, the
-    trainer makes its own selection."""
+    """The positions that sparse attention selected during sampling, input-aligned. Where a row is
+    −1, the trainer makes its own selection."""
     split_S: NDArray[np.int64] | None = None
     """Numbers the trajectories that span several micro-batches, 0 … P−1 over the whole step. It is
     −1 for a trajectory that is complete in this micro-batch. None means that all are complete."""

@@ -61,7 +61,7 @@ def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDraft:
-    """A task in the folder of an environment, which has to pass the gates."""
+    """A task in an environment's folder that still has to pass the gates."""
 
     rooms: GeneralSandboxes
     path: Path
@@ -130,8 +130,6 @@ class TaskDraft:
         return answer, results
 
     async def _run_solution(self, request: _CallAnswerer) -> Any:
-        """Run the solution and return its answer. `request` answers the tool calls of the
-        solution."""
         reward = {
             "source": self.solution,
             "number": self.number,
@@ -335,7 +333,6 @@ def _replay(results: _Results, change: _Leaf, entries: _Leaf) -> _CallAnswerer:
 
 
 def _map_leaves(change: _Leaf, value: Any) -> Any:
-    """Return a copy of a value with `change` applied to every leaf."""
     if isinstance(value, dict):
         return {name: _map_leaves(change, one) for name, one in cast(dict[str, Any], value).items()}
     if isinstance(value, list):

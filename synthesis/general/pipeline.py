@@ -181,7 +181,6 @@ class _EnvironmentWriter:
         _put_json(self.path / "provenance.json", provenance)
 
     async def _database(self) -> str:
-        """Build the database and return its file extension, .json or .sqlite."""
         config, kind = self.rooms.config, ""
 
         async def call(call: ToolCall) -> ToolResult:

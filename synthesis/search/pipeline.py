@@ -210,7 +210,6 @@ class SearchPipeline:
         return {**task, "environment": {"evidence": []}, "provenance": {"scores": scores}}
 
     def _given_prompts(self) -> dict[str, dict[str, Any]]:
-        """Read `search.prompts`. Raises ConfigError if a line is not a prompt with a rubric."""
         prompts: dict[str, dict[str, Any]] = {}
         name = self._config.prompts
         try:
@@ -233,7 +232,6 @@ class SearchPipeline:
         return self._folder / "tasks.jsonl"
 
     def _drawn(self, library: Library) -> dict[str, Start]:
-        """Choose the starting point of each task, and return it under the key of the task."""
         config = self._config
         entities: list[str] = []
         if config.entities:
