@@ -26,8 +26,8 @@ class Item:
     origin: str
     """Origin of the prompt for messages: `file:line`, or the task and index."""
     bare: tuple[Mapping[str, Any], ...] = ()
-    """The messages before the template is applied. Empty if the template also uses other columns of
-    the row."""
+    """The messages before the template is applied. Empty if there is no template, or if it also
+    uses other columns of the row."""
 
     @property
     def question(self) -> str:
