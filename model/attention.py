@@ -145,11 +145,11 @@ def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return a checkpointing `context_fn` that saves attention outputs on GPUs instead of
-    recomputing them.
+    """Return contexts in which checkpointing saves attention outputs on GPUs instead of recomputing
+    them. Pass this function to checkpointing as `context_fn`.
 
     Recomputing attention is the most expensive part of a layer, because its time grows
-    quadratically with the sequence length. Its outputs are no larger than those of other
+    quadratically with the sequence length. Its outputs are no larger than the outputs of other
     operations.
     """
     return create_selective_checkpoint_contexts([varlen_operator(), operator4()])

@@ -28,9 +28,9 @@ HUB_S = 5.0
 minute."""
 KNOWN = "Decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3 are (docs/models.md)"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Names of the file that holds all weights, and of the index if they are split over several files.
-transformers prefers the single file. vLLM loads the files in the index, or all `*.safetensors`, and
-weight updates are compared with those."""
+"""Names of the single file with all weights, and of the index if the weights are split over several
+files. transformers prefers the single file. vLLM loads the files in the index, or all
+`*.safetensors`, and weight updates are compared with these files."""
 MAX_HEADER = 25 * 2**20
 """Maximum size of a safetensors header in bytes. 100,000 tensors need about 10 MiB."""
 LFS = b"version https://git-lfs"

@@ -123,7 +123,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load and check the tokenizer from a local folder or hub model.
 
-    Set `chats` to require a chat template. DeepSeek-V3.2's tokenizer passes without one, because
+    Set `chats` to require a chat template. DeepSeek-V3.2's tokenizer needs no template, because
     code formats its chats. If `chat_template` is not empty, it replaces the tokenizer's own
     template.
 

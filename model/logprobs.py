@@ -118,7 +118,7 @@ def policy_logprobs(
     Args:
         hidden_ND: the final hidden states of the packed row, [N, d] or [1, N, d].
         head: the model's support head.
-        batch: the micro-batch, or its `head_inputs`, which several passes can share.
+        batch: the micro-batch, or its `head_inputs`, which several forward passes can share.
         temperature: the temperature τ that the rollout engine used for sampling.
 
     Returns:

@@ -80,7 +80,7 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def override(module: nn.Module, methods: type) -> None:
-    """Override methods of `module` with those of a mixin class (see `become`)."""
+    """Override methods of `module` with the methods of a mixin class (see `become`)."""
     become(module, _overridden(type(module), methods))
 
 

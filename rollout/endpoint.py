@@ -285,7 +285,7 @@ class _Part:
 class EndpointTurns:
     """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it. The endpoint's
     token ids are unknown, so placeholder ids represent each part of a conversation. The first id is
-    the number of the part. The other ids only fill it up to its number of tokens."""
+    the number of the part, and the others pad it to its number of tokens."""
 
     stop_ids: tuple[int, ...] = ()
 

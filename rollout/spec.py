@@ -33,8 +33,8 @@ class EngineSpec:
     keep_sampling_mask: bool
     """Whether to record the sampling masks of truncated requests."""
     conversations: int = 0
-    """Number of open conversations per engine. The KV cache also has room for those that are
-    waiting for a tool."""
+    """Number of open conversations per engine. The KV cache also has room for conversations that
+    are waiting for a tool."""
     chat_template: str = ""
     """Chat template that replaces the tokenizer's own. If empty, nothing is replaced."""
     thinking_marks: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ class TensorEntry(NamedTuple):
     of entries."""
 
     name: str
-    """The tensor's name in the checkpoint. Each expert has its own names."""
+    """The tensor's name in the checkpoint. Each expert's tensors have their own names."""
     dtype: str
     """The name of the torch dtype, for example `bfloat16`."""
     shape: tuple[int, ...]

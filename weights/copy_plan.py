@@ -133,14 +133,14 @@ class CopyPlan:
 
 
 def window(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Return a view of part of a tensor's storage, as any type. The offset counts from the start of
-    the storage."""
+    """Return a view of part of a tensor's storage, with any element type. The offset counts from
+    the start of the storage."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), *layout)
 
 
 def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
-    """Simplify the dimensions of a copy. They are sorted from outermost to innermost, those of
+    """Simplify the dimensions of a copy. They are sorted from outermost to innermost, dimensions of
     length 1 are dropped, and contiguous ones are merged. The order of elements may change, but in
     the same way for source and target."""
     parts = [part for part in zip(size, at, source, strict=True) if part[0] != 1]
@@ -205,8 +205,6 @@ def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
 
 @dataclass(slots=True)
 class _Write:
-    """A write into part of a storage."""
-
     data: Tensor | None
     """The data that was written. None if it was a constant, or once the write has been verified."""
     name: str = ""
@@ -287,8 +285,8 @@ class LoadRecorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager that records all operations of the loader, except for those of the
-        `deferred` layers."""
+        """Context manager that records all operations of the loader, except in the `deferred`
+        layers."""
         if self.refusal:
             yield
             return

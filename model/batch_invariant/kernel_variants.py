@@ -38,12 +38,10 @@ two."""
 
 
 def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `own`.
-
-    On Hopper, cuBLAS sums in the same order as vLLM's kernel unless it splits K, and it is faster.
-    It would split K if there are few rows and the matrix is narrow and deep. In that case, a kernel
-    with narrow tiles is faster.
-    """
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M]. The result is bit-identical to that of
+    `local`, vLLM's kernel. On Hopper, cuBLAS sums in the same order as vLLM's kernel unless it
+    splits K, and it is faster. It would split K if there are few rows and the matrix is narrow and
+    deep. In that case, a kernel with narrow tiles is faster."""
     kind = (x.device, x.dtype, weight.shape, bias is None, _doublings(len(x)))
     chosen: Linear | None = _CHOICES.get(kind)
     if chosen is None:
@@ -54,8 +52,8 @@ def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def norm_heads(local: _Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D]. The result has the
-    same bits as that of `own`, which needs a contiguous copy of x."""
+    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D]. The result is
+    bit-identical to that of `local`, vLLM's kernel, which needs a contiguous copy of x."""
     kind = (x.device, x.dtype, x.shape[1:], eps)
     chosen: _Norm | None = _CHOICES.get(kind)
     if chosen is None:

@@ -29,7 +29,7 @@ from keel.model.transformers_internals import override
 FAMILIES = ("llama", "qwen2", "qwen3")
 """The `model_type`s whose layers in vLLM use exactly the operations below."""
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""The `rope_type`s that vLLM implements with the same kernel and only another cosine table."""
+"""The `rope_type`s that vLLM implements with the same kernel but a different cosine table."""
 _Positions = tuple[Tensor, Tensor, Tensor]
 """The positions [N], and two tables for `engine.rotate`. The first one rotates heads, and the
 second one rotates them back."""

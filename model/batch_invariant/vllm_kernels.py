@@ -133,7 +133,6 @@ class Pages:
 
 
 _pages = lru_cache(maxsize=2)(Pages.of)
-"""Return the block layout for the segments. It is cached for all layers of a forward pass."""
 
 
 def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:

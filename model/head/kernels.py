@@ -287,7 +287,7 @@ def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
 
 def transpose_entries(ids: Tensor, token: Tensor, vocabulary: int) -> Transposed:
     """Sort entries by id, without synchronising. `ids` and `token` are [E] int32. The result does
-    not depend on the weights, so several passes can reuse it."""
+    not depend on the weights, so several forward and backward passes can reuse it."""
     sorted_ids, entry = torch.sort(ids, stable=True)
     rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
     row_start = torch.searchsorted(sorted_ids, rows, out_int32=True)

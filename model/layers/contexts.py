@@ -31,7 +31,7 @@ class Contexts:
     lengths: tuple[int, ...]
     """[S] lengths of the contexts."""
     places: Tensor
-    """[N] the position of each packed token in the context of its own segment."""
+    """[N] the position of each packed token in its own segment's context."""
     shared: Tensor
     """[Q] the packed tokens that also occur in other contexts."""
     others: Tensor

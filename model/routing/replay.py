@@ -40,7 +40,8 @@ REMEMBERED = 8
 _HOOKED = "keel_hooked"
 """Attribute that marks a router as already hooked."""
 _DETECTED = 1024
-"""Number of closed contexts for which recomputation is detected, so that an error can be raised."""
+"""Number of closed contexts for which a late recomputation is detected, so that it raises an
+error."""
 
 _SUSPECT_ROWS = 16
 """Minimum number of tokens for which a layer of zeros is rejected if there is one expert per token.

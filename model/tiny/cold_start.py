@@ -154,10 +154,10 @@ def train(
     progress: Progress | None = None,
 ) -> float:
     """Train `model` in place with AdamW for `config.steps` batches and return the last loss. Only
-    the tokens of solutions contribute to the loss. On the CPUs of one kind of machine, the same
-    arguments give bit-identical weights. See `keel.model.tiny.build` for GPUs. Raises TimeoutError
-    if training takes longer than `config.max_seconds`. A partly trained model is not returned,
-    because it would not match its config."""
+    the tokens of solutions contribute to the loss. On the same kind of CPU, the same arguments give
+    bit-identical weights. See `keel.model.tiny.build` for GPUs. Raises TimeoutError if training
+    takes longer than `config.max_seconds`. A partly trained model is not returned, because it would
+    not match its config."""
     # One call for all experts, instead of the default loop.
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(

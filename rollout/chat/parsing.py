@@ -40,7 +40,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A malformed tool call, with the reason why it is malformed."""
+    """A malformed tool call, with an explanation of the error."""
 
     text: str
     why: str

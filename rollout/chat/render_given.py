@@ -58,7 +58,7 @@ def render_given(
         ]
     contexts: list[Context] = []
     done = 0
-    """Number of messages that the contexts so far already cover."""
+    """Number of messages covered by the contexts so far."""
     for index, message in enumerate(messages):
         if message["role"] != _ASSISTANT or (trained is not None and index not in trained):
             continue

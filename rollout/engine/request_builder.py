@@ -33,7 +33,7 @@ class TemplatedRequests:
         self._templates: dict[Hashable, Any] = {}
         """Maps each kind of request to vLLM's `EngineCoreRequest` for the first one."""
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
-        """For each unfinished request: its conversation, its prompt and vLLM's `Request`."""
+        """Conversation, prompt and vLLM's `Request` of each unfinished request."""
         self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []
         """Block hashes that are already known for the start of the prompt being added."""

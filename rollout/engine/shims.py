@@ -88,8 +88,8 @@ def _keep_seeded_streams(original: Any) -> Any:
 
 
 def _gated_delta_rule(original: Any) -> Any:
-    """Add support for dtypes other than bfloat16, in which vLLM's CPU kernels compute the gated
-    delta rule."""
+    """Compute the gated delta rule in other dtypes as well. vLLM's CPU kernels support only
+    bfloat16."""
 
     def core(
         mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType

@@ -65,8 +65,6 @@ Translate = Callable[[Future[int]], Future[int]]
 
 @dataclass(slots=True)
 class _Progress:
-    """The progress of one engine, as known to the stall detector."""
-
     poll: Future[EngineProgress] | None = None
     last: EngineProgress = field(default_factory=EngineProgress)
     stalled_s: float = 0.0

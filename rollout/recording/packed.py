@@ -50,7 +50,7 @@ class PackedRecorder(Recorder):
     def attach(self, engine: LLMEngine) -> None:
         self._engine, self._scheduler = engine, scheduler_of(engine)
         self._ahead: dict[str, NDArray[np.int16]] = {}
-        """Routes that were read ahead, together with those of another request."""
+        """Routes of further requests that were read together with one request's routes."""
         engine.collective_rpc("keel_install_fast", args=(self._routes,))
         if self._routes:
             self._scheduler.leave_routes()

@@ -131,7 +131,7 @@ def _draw(
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Draw the token of one row, and write its log-probability and its ids. The ids are written
-    after those of earlier rows."""
+    after the ids of earlier rows."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * logits_row
     ids = ids_ptr + row.to(tl.int64) * width

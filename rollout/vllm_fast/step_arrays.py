@@ -113,7 +113,8 @@ class PackedRecording:
         return np.concatenate(self.logp) if self.logp else np.zeros(0, np.float32)
 
     def sampling_masks(self) -> SamplingMasks:
-        """Return the sampling masks as G spans of ids in ascending order."""
+        """Return the sampling masks of the G tokens. The ids in each mask are in ascending
+        order."""
         if not self.sizes:
             return SamplingMasks.empty(0)
         sizes = np.concatenate(self.sizes)

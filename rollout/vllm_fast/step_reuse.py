@@ -69,7 +69,8 @@ class _StepReuse:
         """Number of steps that reused the previous one."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *rest: Any, **named: Any) -> Any:
-        """Run the model for one step. The arguments and results are those of vLLM's method."""
+        """Run the model for one step. Takes the arguments of vLLM's method and returns the same
+        results."""
         known, self._known = self._known, None
         plain = not named and all(each is None for each in rest)
         if plain and known is not None and known.repeats_in(scheduler_output):

@@ -76,8 +76,8 @@ def _bound(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find a bound that at least top_k logits of a row reach. If fewer logits are finite, all of
-    those reach it."""
+    """Find a bound that at least top_k logits of a row reach. If fewer logits are finite, all
+    finite logits reach it."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:
@@ -119,7 +119,6 @@ def _file(
 
 @triton.jit
 def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
-    """Return the number of logits in a row that reach the bound."""
     count = 0
     for first in range(0, vocab_size, SIZE):
         ids = first + tl.arange(0, SIZE)
