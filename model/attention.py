@@ -64,7 +64,7 @@ class Segments:
     group: ProcessGroup | None = None
     """The process group that shares the row, if the row is split (`keel.model.ulysses`)."""
     contexts: Contexts | None = None
-    """The context of each segment, or None if no segment follows another one. Each segment then
+    """The context of each segment. None if no segment follows another one, so that each segment
     attends only to itself."""
 
     @staticmethod

@@ -329,8 +329,6 @@ def missing_weights(path: str) -> str:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the name of the single weight file, if it exists, and the names of the files in the
-    index."""
     names, index = {WHOLE} if (folder / WHOLE).is_file() else set[str](), folder / INDEX
     if index.is_file():
         try:

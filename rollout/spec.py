@@ -44,7 +44,7 @@ class EngineSpec:
     residual_dtype: Literal["model", "float32"] = "model"
     cache_bytes: int = 0
     """Size of the KV cache in bytes. If 0, vLLM measures the free memory, which must not change
-    meanwhile."""
+    during the measurement."""
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:

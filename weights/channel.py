@@ -34,7 +34,7 @@ POLL_S = 1e-4
 _CHECK_S = 0.02
 """Seconds between checks whether the other end has failed. A check costs more than a poll."""
 _NCCL_TIMEOUT = timedelta(days=1)
-"""Long enough that NCCL itself never times out. `send` has its own timeout."""
+"""A time limit that NCCL never reaches, because `send` has its own."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]

@@ -38,7 +38,7 @@ class _Link:
     receiving: Any = None
     """The pending call to the engine's actor."""
     sending: bool = False
-    """True while a bucket is being sent through the channel, and after that has failed."""
+    """True while a bucket is being sent through the channel. It stays True if sending fails."""
     reached: bool = False
     """True once a bucket was sent through the channel successfully."""
 
@@ -195,8 +195,8 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:
-    """Raise the error from the call to the engine, if there is one. It is more informative than the
-    error of a broken channel. Waits `wait_s` seconds for it, by default `GRACE_S`."""
+    """Raise the error from the call to the engine, if it has failed. This error is more informative
+    than that of a broken channel. Waits `wait_s` seconds for it, or `GRACE_S` if that is None."""
     ready, _ = ray_timeouts.wait([answer], seconds=GRACE_S if wait_s is None else wait_s)
     if ready:
         ray_timeouts.get(answer, seconds=ray_timeouts.CALL_S)

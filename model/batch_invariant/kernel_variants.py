@@ -22,7 +22,8 @@ _Norm = Callable[[Tensor, Tensor, float], Tensor]
 HOPPER = 9
 """Major compute capability of the GPUs on which the GEMMs were tested."""
 FEW = 512
-"""Maximum number of rows for which narrow tiles are tried. Few decoding steps have more rows."""
+"""Maximum number of rows for which narrow tiles are tried. It is meant for decoding steps, which
+have few rows."""
 MOST = 8192
 """Maximum number of rows in a trial. The outputs for a whole micro-batch would take gigabytes."""
 FULL = 128 * 128 * 132
@@ -77,8 +78,8 @@ def _choose_linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
     expected = local(trial, weight, bias)
 
     def same(variant: Linear) -> bool:
-        """Compare the results, also for the smallest number of rows: cuBLAS chooses tiles by the
-        number of rows."""
+        """Return whether the variant is bit-identical, also for the smallest number of rows. cuBLAS
+        chooses tiles by the number of rows."""
         return torch.equal(expected, variant(trial, weight, bias)) and torch.equal(
             expected[:fewest], variant(trial[:fewest], weight, bias)
         )

@@ -35,7 +35,7 @@ _Positions = tuple[Tensor, Tensor, Tensor]
 second one rotates them back."""
 HEAD = 128
 """The head size for which flash attention 3 returns the same bits for single tokens (not causal) as
-for whole prompts. In measurements, a size of 64 did not."""
+for whole prompts. Measurements showed different bits for a size of 64."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
@@ -70,7 +70,7 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
 def use_invariant_layers(model: PreTrainedModel) -> None:
     """Make the decoder of `model` use the engine's kernels. The weights do not change. Raises
     ConfigError if the model does not pass `check_invariant`. Raises
-    keel.model.batch_invariant.vllm_kernels.Unavailable if the kernels are missing from this vLLM.
+    keel.model.batch_invariant.vllm_kernels.Unavailable if the installed vLLM lacks these kernels.
     """
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()

@@ -36,7 +36,7 @@ class TemplatedRequests:
         """Conversation, prompt and vLLM's `Request` of each unfinished request."""
         self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []
-        """Block hashes that are already known for the start of the prompt being added."""
+        """Stored block hashes for the first blocks of the prompt that is being added."""
         if (hasher := self._core.request_block_hasher) is not None:
             self._core.request_block_hasher = partial(self._hash, hasher)
 
@@ -100,7 +100,7 @@ class _PrefixHashes:
     """Stores the block hashes of the most recent conversations."""
 
     def __init__(self, block: int) -> None:
-        """Create an empty store. `block` is the number of tokens per block."""
+        """Create an empty store for blocks of `block` tokens."""
         self._block = block
         self._entries: OrderedDict[str, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
         self._tokens = 0

@@ -143,8 +143,8 @@ class EngineSupervisor:
 
     def start(self) -> tuple[str, ...]:
         """Start all engines and wait until they are ready. Returns their distinct warnings. Raises
-        TimeoutError if an engine does not start in time. Raises EngineError if the start of an
-        engine fails, or if `kill` is called meanwhile."""
+        TimeoutError if an engine does not start in time. Raises EngineError if an engine fails to
+        start, or if `kill` is called while they start."""
         for index in range(self._config.engines):
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s

@@ -110,7 +110,7 @@ class V1Recorder(Recorder):
     def attach(self, engine: LLMEngine) -> None:
         runner = self._runner = engine.model_executor.driver_worker.model_runner
         self._live: dict[str, list[tuple[_Draws, int]]] = {}
-        """The draws of each unfinished request, and the row of the request in the step."""
+        """The draws of each unfinished request, each with the request's row in that step."""
         runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
         if self._routes:
             self._table = _RouteTable(runner)
