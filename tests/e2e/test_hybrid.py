@@ -31,7 +31,7 @@ def test_training_steps(tmp_path: Path, family: str) -> None:
     config = AutoConfig.for_model(
         family, vocab_size=vocab_rows(tokenizer), hidden_size=64, intermediate_size=64,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        max_position_embeddings=512, initializer_range=0.1, dtype=DTYPE,
+        max_position_embeddings=2048, initializer_range=0.1, dtype=DTYPE,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
         linear_value_head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
@@ -46,6 +46,7 @@ def test_training_steps(tmp_path: Path, family: str) -> None:
             *("run.steps=2", f"model.dtype={DTYPE}", "rollout.sampling.max_tokens=32"),
             *("algorithm.prompts_per_step=4", "algorithm.group_size=4", "rewards.workers=1"),
             *("rollout.engines=1", f"rewards.timeout_s={PATIENCE_S}"),
+            "data.max_prompt_tokens=1024",  # transformers' Qwen3.5 tokenizer splits more finely
             *(f"data.sources[{name}].size=400" for name in ("spelling", "spiral")),
             *(f"data.sources[{name}].holdout=8" for name in ("spelling", "spiral")),
         ],

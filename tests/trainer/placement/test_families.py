@@ -39,7 +39,10 @@ from keel.trainer.placement.families import (
     check_engine_heads,
     check_parallel,
     check_residual,
+    check_trainer,
+    no_sharing,
 )
+from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.lint import ignored_knobs, lint_recipe
 from tests.trainer.placement.shapes import DENSE, SOURCE
 
@@ -205,3 +208,14 @@ def test_shipped_recipes_have_no_warnings(name: str, tokenizer: object) -> None:
 def test_unusual_value_warns(override: str, named: str) -> None:
     (line,) = lint_recipe(load_config("quickstart", ["trainer.lr=1e-6", override]), DENSE)
     assert named in line
+
+
+def test_hybrid_models_share_no_prompts() -> None:
+    """`auto` leaves sharing off, and a recipe that asks for it is refused."""
+    config = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=8)
+    facts = facts_of(config)
+    assert facts.linear_layers == 6 and not facts.full_attention
+    recipe = load_config("quickstart", ["trainer.share_prompts=true"])
+    assert "state" in no_sharing(recipe, architecture=facts.architecture, head_size=256)
+    with pytest.raises(ConfigError, match="share_prompts = true: the linear attention"):
+        check_trainer(recipe, facts, GpuSpec(), gpu=False)
