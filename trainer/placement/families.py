@@ -81,9 +81,14 @@ def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool)
 
 
 def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
-    """Check that vLLM can serve a model with sparse attention, and that training also uses sparse
-    attention. Models without it always pass. `kv_width` is the number of cached elements per token
-    and layer."""
+    """Check that vLLM can serve a model with sparse or linear attention, and that training also
+    uses sparse attention. Models with neither always pass. `kv_width` is the number of cached
+    elements per token and layer."""
+    if architecture == "OlmoHybridForCausalLM" and not gpu:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: vLLM serves the linear attention of "
+            f"{architecture} only on GPUs"
+        )
     if architecture != _SPARSE_ATTENTION:
         return
     if config.trainer.attention != "sparse":
