@@ -157,7 +157,7 @@ def _check_usable(leaving: bool = False) -> None:
 
 
 def start() -> str:
-    """Return the id of this start, which its actors have in their environment."""
+    """Return the id of this start. Its actors have the id in an environment variable."""
     return _State.start
 
 

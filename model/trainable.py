@@ -49,7 +49,8 @@ _RENAMED = 0.01
 renamed."""
 
 _PASSED: set[str] = set()
-"""Configs, with the states of their files for `_check_weights_fit`, that have passed a check."""
+"""Configs that have passed `check_trainable`. A config followed by the state of its weight files
+has also passed `_check_weights_fit`."""
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:

@@ -77,8 +77,8 @@ class _Reply:
 
 
 class EndpointCompletions:
-    """Samples completions from an endpoint. Used as a context manager, which runs the requests on a
-    separate thread."""
+    """Samples completions from an endpoint. Use it as a context manager, which runs the requests on
+    a separate thread."""
 
     def __init__(self, config: EndpointConfig) -> None:
         """Prepare to sample from the endpoint, with the API key in the environment. Raises
@@ -162,10 +162,10 @@ class EndpointCompletions:
         thinking: bool,
         within_s: float = inf,
     ) -> _Reply | str:
-        """Request a chat completion. Returns the reply, or the reason there is none as a string.
-        The time limit starts when the request gets one of the `endpoint.max_concurrent` slots.
-        Raises RuntimeError if the endpoint is unusable for all requests, and TimeoutError after
-        `within_s` seconds."""
+        """Request a chat completion. Returns the reply, or an error message if it failed. The time
+        limit starts when the request gets one of the `endpoint.max_concurrent` slots. Raises
+        RuntimeError if the endpoint is unusable for all requests, and TimeoutError after `within_s`
+        seconds."""
         import openai  # noqa: PLC0415  as above
 
         config = self._config

@@ -38,7 +38,7 @@ from keel.rl.types import NO_ROUTE
 REMEMBERED = 8
 """Number of closed contexts whose layers can still be recomputed."""
 _HOOKED = "keel_hooked"
-"""Attribute that marks a router as already hooked."""
+"""Name of the attribute that marks routers to which the hooks have been added."""
 _DETECTED = 1024
 """Number of closed contexts for which a late recomputation is detected, so that it raises an
 error."""

@@ -48,7 +48,7 @@ _Demonstrate = Callable[[str, int], Sequence[ScriptedPair]]
 """Takes a source and returns about the requested number of scripted conversations."""
 Progress = Callable[[int, float, float], None]
 """A function called after each step with the number of steps so far, the loss in nats per token,
-and the seconds."""
+and the elapsed time in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from keel.rl.turns import USER_ROLES, Message
 from keel.rollout.chat.encoding import Encoder, map_strings
 
 _DEVELOPER = re.compile("[\"']developer[\"']")
-"""Matches where a chat template compares a message's role with developer."""
+"""Matches a comparison of a message's role with developer in a chat template."""
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:
