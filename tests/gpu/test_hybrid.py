@@ -35,7 +35,8 @@ EXPERTS = {
 @pytest.mark.parametrize("kernels", ["fla", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_separate(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel on packed rows against transformers in float32 on separate ones."""
+    """Each kernel on packed rows against transformers on separate ones, in float32, because few
+    tokens then change experts."""
     if kernels == "fla":
         pytest.importorskip("fla")
         assert linear_attention._kernels() is not None
@@ -48,7 +49,7 @@ def test_packed_equals_separate(family: str, kernels: str, monkeypatch: pytest.M
         pad_token_id=None, eos_token_id=0, initializer_range=0.05, **sizes, **HEADS, **EXPERTS,
     )  # fmt: skip
     plain = AutoModelForCausalLM.from_config(config).cuda()
-    packed = AutoModelForCausalLM.from_config(config).cuda().bfloat16()
+    packed = AutoModelForCausalLM.from_config(config).cuda()
     packed.load_state_dict(plain.state_dict())
     parts = [torch.randint(0, 512, (1, length), device="cuda") for length in LENGTHS]
     weights = torch.randn(sum(LENGTHS), 512, device="cuda")
@@ -63,14 +64,14 @@ def test_packed_equals_separate(family: str, kernels: str, monkeypatch: pytest.M
         use_cache=False,
         segments=Segments.of(LENGTHS, "cuda"),
     ).last_hidden_state[0]
-    (together.float() * weights).sum().backward()
+    (together * weights).sum().backward()
 
-    assert (together.float() - alone).norm() < 0.05 * alone.norm()
+    assert (together - alone).norm() < 0.05 * alone.norm()
     mixed = [n for n, _ in plain.named_parameters() if "linear_attn" in n]
     gradients = dict(plain.named_parameters()), dict(packed.named_parameters())
     for name in mixed:
-        expected, actual = (each[name].grad.float() for each in gradients)
-        assert (actual - expected).norm() < 0.15 * expected.norm(), name
+        expected, actual = (each[name].grad for each in gradients)
+        assert (actual - expected).norm() < 0.1 * expected.norm(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
