@@ -131,7 +131,6 @@ def waits_of(path: Path) -> set[str]:
 
 
 def test_ray_calls_have_deadlines() -> None:
-    """A hung raylet blocks these calls despite their `timeout`."""
     found = {name_of(path): waits_of(path) for path in sources()}
     assert found.pop("model/ray_timeouts.py") >= {"get", "put", "wait"}
     wrong = {name: made - RAY_ITSELF.get(name, set()) for name, made in found.items()}
@@ -164,7 +163,6 @@ def test_no_import_cycles(unit: Callable[[str], str]) -> None:
 
 
 def test_test_folders_mirror_the_code() -> None:
-    """Only end-to-end and GPU tests have separate folders."""
     code = {name_of(path.parent) for path in sources("benchmarks")}
     root = ROOT / "tests"
     tests = {str(path.parent.relative_to(root)) for path in root.rglob("*.py")}
@@ -256,7 +254,6 @@ def test_internals_are_named_in_their_files_only() -> None:
 
 
 def test_named_files_do_use_internals() -> None:
-    """Otherwise the rule would check nothing."""
     uses = {name: set(reached_for(ROOT / name)) for name in NAMED}
     assert all(uses[name] for name in NAMED if name not in BY_IMPORT)
     assert {"ds_tensor", "_update_hp_grad", "__class__"} <= uses[DEEPSPEED]
@@ -294,7 +291,6 @@ def lines_of(program: str) -> list[str]:
     ids=["without torch", "with torch"],
 )
 def test_light_modules_load_nothing_heavy(modules: dict[str, tuple[str, ...]]) -> None:
-    """One process imports the modules in turn: a library absent at the end was never loaded."""
     program = (
         f"import importlib, sys\n"
         f"for module, absent in {modules!r}.items():\n"

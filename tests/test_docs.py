@@ -183,7 +183,6 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_my_yaml_is_accepted_for_its_hardware(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`check` without a GPU; `train` and `eval` on the hardware of my.yaml, up to the engines."""
     monkeypatch.chdir(mine)
     config = load_config("my.yaml")
     assert Path(config.model.path).name == "Qwen3-30B-A3B"

@@ -154,7 +154,6 @@ def test_wheel_has_recipes_and_no_tests(wheel: Path) -> None:
 
 @pytest.mark.e2e
 def test_installed_command_works_next_to_equal_names(wheel: Path, tmp_path: Path) -> None:
-    """In a new environment, whose dependencies come from this one's site-packages."""
     home, project = tmp_path / "environment", tmp_path / "project"
     venv.create(home, with_pip=False)
     python, keel = home / "bin" / "python", home / "bin" / "keel"

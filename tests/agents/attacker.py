@@ -1,7 +1,5 @@
 """An environment that attacks its sandbox. Each method reports its success."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """An MCP server written with the package `mcp`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

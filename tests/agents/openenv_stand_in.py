@@ -1,7 +1,5 @@
 """Stand-in for the parts of OpenEnv that an environment and the adapter use."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An environment whose module creates shared state at import, or fails there."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """Sandboxes for tests, which are skipped if none works here."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A scripted policy and a small environment, played without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence

@@ -3,8 +3,6 @@
 A hundred processes import it, so slow modules are imported where they are used.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

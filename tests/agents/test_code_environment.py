@@ -1,7 +1,5 @@
 """The code environment: its tools, its grading, and policies that try to cheat."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -1,7 +1,5 @@
 """Conversations as segments: each token is trained once, each row comes from its turn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +89,6 @@ def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
 
 
 def test_asking_keeps_the_thoughts_in_the_context() -> None:
-    """A user's message would end the segment and drop them."""
     result: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0_0", "name": "add"}
     conversation = conversation_of(thinking=True, tools=(ADD,))
     take_turn(conversation, Policy(["<think>\nLet me add.\n</think>@add 1, 2"]))

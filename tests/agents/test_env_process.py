@@ -1,7 +1,5 @@
 """An environment's process, started or forked: protocol, faults, clean-up, limits."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Episodes: calls, grading, budgets, rewrites, lost environments; groups of them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future

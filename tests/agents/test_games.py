@@ -1,7 +1,5 @@
 """The adapter for games with `reset` and `step`."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Python interpreter: a real kernel, its state, its files, and cells that go wrong."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MCP servers as environments, and their failures."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

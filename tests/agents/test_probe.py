@@ -1,7 +1,5 @@
 """Faults of an environment are reported before a run, with how to fix them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Environments in their sandbox: attacks, visibility, clean-up."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

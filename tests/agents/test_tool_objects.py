@@ -1,7 +1,5 @@
 """Classes, functions and games become environments; hints and docstrings become schemas."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

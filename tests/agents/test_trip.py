@@ -1,7 +1,5 @@
 """The trip planner: tasks are solvable with their tools, and the verifier is correct."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

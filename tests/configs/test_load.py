@@ -381,7 +381,6 @@ def test_transfer_evaluates_families_never_trained() -> None:
 
 
 def test_domains_have_the_rewards_of_the_report() -> None:
-    """DeepSeek-V3.2, section 3.1."""
     plain = ("sft", "pretrain", "quickstart")
     recipes = [shipped_recipe(name) for name in RECIPES if not name.startswith(plain)]
     for source in (source for recipe in recipes for source in recipe.data.sources):

@@ -1,7 +1,5 @@
 """Bounds of single knobs and rules between knobs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import fields, is_dataclass, replace

@@ -77,7 +77,6 @@ def test_files_are_split_by_the_seed(tmp_path: Path) -> None:
 
 
 def test_template_is_ignored_in_comparisons(tmp_path: Path) -> None:
-    """Prompts kept by `keel filter` include the template."""
     path, kept = tmp_path / "given.jsonl", tmp_path / "kept.jsonl"
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

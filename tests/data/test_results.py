@@ -39,7 +39,6 @@ def test_contest_score() -> None:
 
 
 def test_attempts_count_submissions_in_their_order() -> None:
-    """A submission with part of the points is no accepted one."""
     right, wrong = sample(40, 0.3, 0.7), sample(50, 0.3, 0)
     samples = [right, wrong, sample(90, 0, 0.7), sample(99, 0.3, 0.7, finish_reason="length")]
     assert [attempts(samples, n) for n in (1, 2, 3, 4)] == [None, None, 3, 3]
@@ -103,7 +102,6 @@ def test_compared_by_domain() -> None:
 
 
 def test_wilson_interval() -> None:
-    """Brown, Cai and DasGupta (2001): 8 of 10, and none of 10."""
     passes = [1] * 8 + [0] * 2
     # 10 prompts are 9 free residuals: n_eff = p(1−p) / (n/(n−1) · p(1−p)/n) = 9.
     low, high = pass_interval(passes, [1] * 10)
@@ -155,7 +153,6 @@ def test_majority() -> None:
     st.integers(1, 6),
 )
 def test_fewest_steps(ended: list[tuple[int | None, bool]], k: int) -> None:
-    """Compared with all subsets of size k."""
 
     def chosen(drawn: tuple[tuple[int | None, bool], ...]) -> float:
         least = min((steps for steps, _ in drawn if steps is not None), default=None)
@@ -169,7 +166,6 @@ def test_fewest_steps(ended: list[tuple[int | None, bool]], k: int) -> None:
 
 
 def test_scores_by_steps() -> None:
-    """Two prompts with two trajectories each; the wrong one stops late, and one is cut."""
     first = [{"correct": 1.0, "turns": 2}, {"correct": 0.0, "turns": 6}]
     second = [{"correct": 1.0, "turns": 4}, {"correct": 1.0, "turns": 8, "finish_reason": "turns"}]
     longer, wider = scores_by_steps([asked("a", first), asked("a", second)])

@@ -144,7 +144,6 @@ def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[..., Watched]]:
 def test_policy_with_tools_survives_faults_and_resumes(
     tmp_path: Path, scratch: Path, start: Callable[..., Watched]
 ) -> None:
-    """The engines share time with the trainer until the run is resumed."""
     folder = tmp_path / "run"
 
     def steps() -> list[dict[str, Any]]:

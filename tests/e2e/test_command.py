@@ -208,7 +208,6 @@ def test_run_survives_frozen_processes_interrupt_and_damage(
     start: Callable[[list[str]], Running],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It samples ahead; the engines of test_agents.py share time with the trainer."""
     folder = tmp_path / "run"
     ahead = ["algorithm.max_lag=1", "algorithm.filter_groups=correct"]
     knobs = ["rollout.weight_transfer=direct", "run.checkpoint_every=2", "run.hang_timeout_s=5"]

@@ -316,7 +316,6 @@ EVALUATED = {"prompt": "Show it.", "answer": "Clear.", "evaluation": "It is not.
 
 
 def test_meta_verifier_learns_the_scores_of_evaluations(tmp_path: Path) -> None:
-    """The task is the question that a run's judge gets."""
     (line,) = map(json.loads, written(tmp_path, rows=(EVALUATED,)).read_text().splitlines())
     asked = meta_question([{"role": "user", "content": "Show it."}], "Clear.", "It is not.")
     assert line["messages"] == asked.messages(line["id"])

@@ -175,7 +175,6 @@ def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, recor
 
 
 def test_reused_slots_take_the_new_sampling() -> None:
-    """Parameters go to the device when requests come, and not in each step."""
     from vllm import SamplingParams
 
     from keel.rollout.vllm_fast import sampler as kept_sampler
@@ -301,7 +300,6 @@ def test_nan_rows_are_flagged(many: bool) -> None:
 
 
 def test_tokens_come_as_often_as_they_should() -> None:
-    """Chi-square test with 512 draws from 6 remaining ids."""
     from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
 
     draws, vocabulary = 512, 64

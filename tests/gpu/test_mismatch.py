@@ -70,7 +70,6 @@ def test_ratios_are_one(family: str, tmp_path: Path) -> None:
 
 
 def test_engine_and_trainer_differ_less(tmp_path: Path) -> None:
-    """The second engine reuses the compile cache of the first."""
     found = mismatch(tmp_path, "qwen3", "float16-compiled", "float16-residual")
     ours, plain = (found[name]["logp_abs"] for name in ("float16-residual", "float16-compiled"))
     assert ours < 0.9 * plain

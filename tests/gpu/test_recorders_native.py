@@ -44,7 +44,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory, recorder: str) -> Iterator[Rig
 
 
 def test_preempted_twice_and_resumed(rig: Rig, recorder: str) -> None:
-    """More sequences than the cache holds at once, long enough to be preempted again and again."""
     sampling = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=120)
     rig.engine.watch()
     rig.check(rig.engine.sample(prompts(8, shared=0, own=60, tag="y"), 4, sampling), sampling)

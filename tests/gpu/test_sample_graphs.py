@@ -137,7 +137,6 @@ def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[t
 
 @pytest.mark.parametrize("record", [True, False])
 def test_graphs_draw_like_eager_sampling(record: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capturing with rows of an earlier step with larger top-k would overflow the ids."""
     bench = Bench(record=record)
     graphs, made = without_graphs(bench, monkeypatch)
     steps = [([1, 3, 4], 4), ([0], 1), ([2, 0, 1], 4)]

@@ -90,7 +90,6 @@ SEEN: set[str] = set()
 @pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA graphs)")
 @pytest.mark.parametrize("routes", [True, False])
 def test_step_reuse_changes_no_sample(routes: bool, tmp_path: Path) -> None:
-    """Completions with the same seeds have equal tokens and recordings, bit for bit."""
     make_model(tmp_path, head_dim=64)
     sampling = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=90)
     options = {"gpu_memory_utilization": 0.1, "recorder": "packed"}

@@ -89,7 +89,6 @@ def test_bfloat16_masses_follow_float32(ranks: Ranks, stage: int) -> None:
 def test_both_attention_kernels_compile(
     ranks: Ranks, compiled: bool, kernels: Literal["torch", "flash4"]
 ) -> None:
-    """Kept: `trainer.keep_attention`. Heads are such as FlashAttention-4 is right for."""
     if kernels == "flash4" and (why := missing(torch.device("cuda"), default_cache_dir())):
         pytest.skip(why)
     bfloat16 = {"model": "wide", "dtype": "bfloat16"}

@@ -211,7 +211,6 @@ def test_variants_must_be_bit_identical(
 
 
 def test_row_classes_have_one_tile_height() -> None:
-    """Tiles are as high as the next power of two."""
     for rows in range(1, 1025):
         assert 1 << kernel_variants._doublings(rows) == 1 << (rows - 1).bit_length()
 

@@ -130,7 +130,6 @@ MAX_BYTES = 2 * 2**30
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A valid tiny model."""
     tokenizer = build_tokenizer()
     build("qwen3", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -90,7 +90,6 @@ def against_dense(hidden, weight, targets, kept, *, temperature=1.0, spec=None, 
 
 @pytest.fixture(params=["gather", "gemm"])
 def plan(request, monkeypatch):
-    """Force each plan, with uneven chunks."""
     monkeypatch.setitem(support.GATHER_COST, "cpu", 0 if request.param == "gather" else 10**9)
     monkeypatch.setitem(support.GATHER_ELEMENTS, "cpu", 40)
     monkeypatch.setitem(support.GEMM_ELEMENTS, "cpu", 1)
@@ -126,7 +125,6 @@ def test_random_spans_match_a_dense_softmax(sizes, gemm, temperature, scale, sof
 
 
 def test_other_dtypes_match_a_dense_softmax(plan):
-    """Sums in bfloat16 would be off by 0.1."""
     double = case([3, 0, 5, 1], vocab=9, dim=4, dtype=torch.float64)
     against_dense(*double, spec=HeadSpec(softcap=5.0), tolerance=1e-6)
     against_dense(*case([3, 0, 30, 7], vocab=40, dim=256, dtype=torch.bfloat16), tolerance=2e-4)
@@ -152,7 +150,6 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, support.GEMM_ROWS * 1000)])
 def test_tokens_times_vocabulary_never_exists(size, most):
-    """T·V is 600,000; the largest tensor is the weight or one block of logits."""
     hidden, weight, targets, kept = case([size] * 600, vocab=1000, dim=10)
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
         patch.setitem(support.GEMM_ELEMENTS, "cpu", 1)
@@ -195,7 +192,6 @@ def test_invalid_arguments_are_named(change, message):
 
 @given(st.data())
 def test_masks_are_validated_like_sets(data):
-    """Compare with a naive check of each mask."""
     vocab, token = 7, st.integers(-1, 7)  # one beyond either end
     sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
     dtype = data.draw(st.sampled_from([torch.int8, torch.int32, torch.int64]))
@@ -354,7 +350,6 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_match_the_models_logits(family):
-    """Includes scaling and capping after the output layer."""
     model = build(family, tie_word_embeddings=False, **FAMILIES[family])
     nn.init.normal_(model.lm_head.weight, std=0.5)
     logits = model(TOKENS, use_cache=False).logits[0, :-1].float()

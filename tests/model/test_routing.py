@@ -90,7 +90,6 @@ def expected_weights(model_type: str, router: nn.Module, scores: Tensor, experts
 
 
 def test_replayed_experts_use_current_scores_with_gradient(model):
-    """For gpt_oss, softmax over the chosen equals normalised softmax over all."""
     routes = other_routes(model)
     seen = []
     router = router_modules(model)[0]
@@ -246,7 +245,6 @@ def test_recomputation_repeats_its_replay(qwen, reentrant):
 
 
 def test_recomputation_finds_its_replay_among_others(qwen, reentrant):
-    """Backward of two replays and a live pass runs inside a third replay."""
     first, second = other_routes(qwen, 1), other_routes(qwen, 2)
     expected = []
     for routes in (first, second):

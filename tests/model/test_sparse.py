@@ -126,7 +126,6 @@ def test_ties_go_to_later_tokens() -> None:
 
 
 def test_logits_are_exact_for_bfloat16_inputs() -> None:
-    """bfloat16 logits near 20 would not distinguish keys 1/16 apart."""
     query = torch.tensor([[[[4.0, 1 / 32]]]]).bfloat16()  # [B, c, H, r]
     key = torch.tensor([[[5.0, 0.0], [5.0, 2.0]]]).bfloat16()
     zeros = torch.zeros(1, 2, 2).bfloat16()

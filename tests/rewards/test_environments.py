@@ -76,7 +76,6 @@ def test_missing_parts_name_the_prompt(group: Group, part: str) -> None:
 
 
 def test_an_empty_verdict_leaves_the_group() -> None:
-    """A program may be ended by its deadline before it grades."""
     group = graded(replace(PROMPT, environment="shop"), {"tidy": 1.0}, {})
     scored = score(group, {"correct": 1.0, "tidy": 0.5})
     assert scored.rewards_G.tolist() == [1.5]

@@ -103,7 +103,6 @@ def test_a_lost_worker_reports_its_location(
 
 
 def test_functions_are_tried_before_the_run(capfd: pytest.CaptureFixture[str]) -> None:
-    """The first call may load a model; the second has the run's deadline."""
     names = ("raises", "unlike", "loads", "slow")
     messages = try_functions(
         [PROMPT], {f"{functions.NAME}.{name}": 1.0 for name in names}, timeout_s=0.5

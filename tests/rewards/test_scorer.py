@@ -103,7 +103,6 @@ def test_unknown_parts_are_refused() -> None:
 
 
 def test_terms_that_cancel_leave_no_rounding() -> None:
-    """With `scale_advantages: std` a rounding error would become a full advantage."""
     weights = {"correct": 0.3, "mine.wordy": -0.1, "mine.late": -0.2}
     assert compose(dict.fromkeys(weights, 1.0), weights).value == 0
     assert compose(dict.fromkeys(weights, 0.0), weights).value == 0

@@ -65,7 +65,6 @@ def test_every_context_is_packed_once(seed: int, ranks: int, capacity: int) -> N
 @settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
 def test_capacity_includes_key_value_copies(seed: int, ranks: int, capacity: int) -> None:
-    """Sharing also never packs more tokens than no sharing."""
     groups = prompted_groups(seed)
     plain, shared = (
         micro_batches(pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=on))
@@ -129,7 +128,6 @@ def changed(one: Segment, what: str, at: int) -> Segment:
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("what", ["token", "route", "sampled"])
 def test_prefix_ends_at_the_first_difference(what: str, place: int) -> None:
-    """A late difference shortens the prefix; an early one excludes the segment."""
     for at, lengths in ((33, [33, 17, 17, 17, 17]), (25, [11, 11, 11, 39, 50])):
         segments = same_prompt(routes=True)
         segments[place] = changed(segments[place], what, at)
@@ -138,7 +136,6 @@ def test_prefix_ends_at_the_first_difference(what: str, place: int) -> None:
 
 
 def test_two_kinds_of_routes_form_two_clusters() -> None:
-    """As sampled by two engines or weight versions."""
     one, other = same_prompt(routes=True, size=6), same_prompt(routes=True, size=6)
     mixed = [changed(other[i], "route", 3) if i % 2 else one[i] for i in range(6)]
     (batch,) = packed(mixed)
@@ -247,7 +244,6 @@ def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, ranks, delta
 
 
 def test_only_maskable_segments_are_scored_first() -> None:
-    """Some ranks have only padding."""
     long = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
     batches = pack([scored(long, [0.0, 1.0])], ranks=3, micro_batch_tokens=7)
     assert {len(batch.micro_batches) for batch in batches} == {3}

@@ -123,7 +123,6 @@ def test_mask_carries_no_gradient() -> None:
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), LENGTHS, st.integers(1, 4), st.booleans())
 def test_shares_of_any_split_add_up(seed, lengths, parts, inside) -> None:
-    """Splits between sequences; with `inside`, and without the mask, also within sequences."""
     batch = LossInputs.random(seed, lengths, drift=1.0)
     knobs: dict[str, Any] = {
         "total_sequences": len(lengths) + 1,
@@ -457,7 +456,6 @@ def test_shortfall_in_nats() -> None:
 
 @pytest.mark.parametrize("rounding", [0.0, 0.1])
 def test_fresh_samples_have_no_shortfall(rounding: float) -> None:
-    """Also if trainer and engine differ by bfloat16 rounding."""
     logits = torch.randn(2000, 30, dtype=torch.float64) * 2
     ordered, ids = logits.softmax(-1).sort(-1, descending=True)
     first = ordered.cumsum(-1) - ordered < 0.8

@@ -88,7 +88,6 @@ def test_groups_have_equal_weight(seed, ranks, capacity, updates, skip) -> None:
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_equal_groups_have_weight_one(groups, size) -> None:
-    """Their loss is then bit-identical to one without weights."""
     answer = trajectory(segment())
     made = [scored([answer] * size, [0.0] * size) for _ in range(groups)]
     for batch in pack(made, ranks=1, micro_batch_tokens=10_000):
@@ -250,7 +249,6 @@ def test_full_and_oversized_bins() -> None:
 
 
 def test_large_items_need_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trying more bins one by one would take seconds with thousands of items."""
     counts: list[int] = []
     fill = items._fill
 

@@ -121,7 +121,6 @@ def loss_and_gradient(batches: list[TrainBatch]) -> tuple[float, torch.Tensor]:
 def test_packing_changes_neither_loss_nor_gradient(
     ranks: int, capacity: int, mean: Average
 ) -> None:
-    """A capacity of 1 puts every context into its own micro-batch."""
     batches = pack_sft(examples(), ranks=ranks, micro_batch_tokens=capacity, mean=mean)
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     each = [

@@ -47,7 +47,6 @@ def test_summary_by_hand() -> None:
 
 
 def test_agent_metrics_cover_trajectories_with_usage() -> None:
-    """Includes dropped and filtered trajectories; fractions are ratios of sums."""
     plain = trajectory(segment(0, 3), finish="length")
     long = Usage(
         turns=5, calls=6, failed_calls=2, malformed_calls=1, rewrites=1,

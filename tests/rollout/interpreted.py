@@ -1,7 +1,5 @@
 """Lets vLLM use Triton's interpreter on a CPU, so that GPU kernels can be tested there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -89,7 +89,6 @@ def test_programs_are_tried_first(tmp_path: Path, code: str, message: str) -> No
 
 
 def test_prompt_files_are_hidden_in_sandboxes(tmp_path: Path) -> None:
-    """They contain the answers, and may lie in the folder of an environment or a program."""
     tmp_path.chmod(0o755)
     tasks, more = tmp_path / "tasks.jsonl", tmp_path / "more.txt"
     for file in (tasks, more):

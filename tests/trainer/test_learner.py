@@ -164,7 +164,6 @@ def scored_first(config: Config) -> list[list[int]]:
 
 
 def test_split_trajectories_are_scored_first() -> None:
-    """With two updates on two groups, the mask cannot drop anything in the second."""
     config = make_config(4, 1, tokens=10, sequence_parallel=2)
     config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
     assert scored_first(config) == [[1, 0], [1, 0]]

@@ -54,7 +54,6 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 def test_run_save_resume_and_lost_rank(model: Path, tmp_path: Path) -> None:
-    """Train, publish, save and resume; then one rank dies and another hangs."""
     config = make_config(2, 1, tokens=TIGHT)
     config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
     first = start(model, config)

@@ -176,7 +176,6 @@ def test_publish_every_shows_staleness() -> None:
 
 
 def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take 10 minutes: a checkpoint is due 30 minutes after the last one."""
     world, now = FakeRun(), [0.0]
     monkeypatch.setattr("keel.trainer.guard.time.monotonic", lambda: now[0])
     step = world.step
@@ -194,7 +193,6 @@ def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unwritten_checkpoint_is_retried() -> None:
-    """A run stopped meanwhile takes another step and saves that."""
     world = FakeRun()
     world.unwritable, world.stop = [2, 3], lambda: "save@2" in world.events
     assert world.run(config(steps=9, checkpoint_every=2)) == 4
@@ -217,7 +215,6 @@ def test_max_lag_bounds_sampling() -> None:
 
 
 def test_giving_up_saves_no_checkpoint() -> None:
-    """Metrics of the failed step are recorded, as they explain the failure."""
     world = FakeRun()
     world.went_wrong = {"findings": ("a token",), "gave_up": "three in a row"}
     with pytest.raises(RuntimeError, match="step 1: three in a row"):
@@ -371,7 +368,6 @@ class CountedRun(FakeRun):
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("easy", [(), ("a/1", "a/3", "b/2"), ("a/0", "a/1", "a/2", "a/3", "a/4")])
 def test_resumed_run_loses_and_repeats_no_prompt(lag: int, easy: tuple[str, ...]) -> None:
-    """Also with groups sampled ahead, and with filtered groups of a batch that is not full yet."""
     algorithm = {"max_lag": lag, "filter_groups": "correct", "max_refills": 2.0}
     first = CountedRun(easy=easy, stop_after=3)
     first.run(config(algorithm, steps=8))
@@ -479,7 +475,6 @@ class Alarm(threading.Condition):
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_trained_lengths_equal_sampled_lengths(lag: int) -> None:
-    """Simulates a whole run with heavy-tailed durations."""
     world = FakeRequests(steps=150, max_lag=lag)
     alarm = Alarm(world, Random(lag))
     world.feed._changed, world.feed._sample = alarm, alarm.begin
@@ -493,7 +488,6 @@ def test_trained_lengths_equal_sampled_lengths(lag: int) -> None:
 
 
 def test_closing_cancels_and_keeps_the_position() -> None:
-    """Also groups that are being submitted meanwhile."""
     world = FakeRequests(max_lag=1)
     world.feed.open()
     world.finish("p2")
@@ -508,7 +502,6 @@ def test_closing_cancels_and_keeps_the_position() -> None:
 
 @pytest.mark.parametrize("part", ["_next_prompts", "_sample"])
 def test_errors_while_submitting_end_the_wait(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are submitted from callbacks, whose errors futures swallow."""
     world = FakeRequests()
     world.feed.open()
     world.finish("p0", "p1")

@@ -117,7 +117,6 @@ ROWS = '{"problem": "1 + 1 =", "answer": "2", "level": 1}\n'
 
 @pytest.fixture
 def base_recipe(tmp_path: Path) -> Path:
-    """A recipe for a base model."""
     shape = {"vocab_size": 288, "hidden_size": 64, "num_hidden_layers": 2}
     Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape).save_pretrained(tmp_path)
     stand_in(tmp_path)
@@ -158,7 +157,6 @@ def test_chat_template_reaches_engines_and_export(base_recipe: Path, tmp_path: P
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """The single prompt of all recipes here."""
     folder = tmp_path_factory.mktemp("data")
     write_recipe(folder)
     task = prepare(str(folder / "recipe.yaml"), ["run.device=cpu"])
@@ -241,7 +239,6 @@ def test_check_refuses_what_train_refuses(
 
 
 def test_both_verdicts_occur(dataset: Dataset, tmp_path: Path) -> None:
-    """The property above is not vacuous."""
     path = write_recipe(tmp_path)
     with on(Machine(gpus=1, nodes=1, gib=80.0), dataset, DENSE):
         assert verdict("train", path, [])[0] == ""

@@ -179,7 +179,6 @@ def recipe(folder: Path, *, text: bool = False, holdout: int = 2) -> str:
 
 @pytest.mark.parametrize("kind", ["chats", "template", "trajectories"])
 def test_heldout_prompts_are_not_trained_on(tmp_path: Path, kind: str) -> None:
-    """Whether the recipe renders them with a template, or an environment has sampled them."""
 
     def write(name: str, lines: Sequence[Any]) -> str:
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -222,7 +221,6 @@ def test_invalid_recipes_are_refused(
 
 @pytest.mark.parametrize("epochs", [1.5, 2, 2.5])
 def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> None:
-    """The last step of the first epochs was truncated, which shifts later batches."""
     path, knobs = recipe(tmp_path, text=True), ["sft.conversations_per_step=4", "sft.epochs=1"]
     first = prepare_pretraining(path, knobs)
     assert first.config.run.steps == 4, "of 14 windows the last has 2"

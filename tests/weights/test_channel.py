@@ -138,7 +138,6 @@ def test_broken_channel_raises_connection_error(
 def test_closing_aborts_a_pending_broadcast(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
-    """NCCL starts once the other end connects, which may be after the deadline."""
     sender, _ = open_all(side, rendezvous, "begun")
     sender._timeout_s = 0.05
     met, ended = threading.Event(), list[str]()

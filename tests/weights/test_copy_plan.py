@@ -77,7 +77,6 @@ def test_experts_of_a_layer_are_two_copies(ranks: int, order: str) -> None:
 
 
 def test_joined_copies_equal_single_ones() -> None:
-    """Random partitions of a tensor, as views of any shape, in any bucket order."""
     draw = random.Random(0)
     joined_any = 0
     for trial in range(150):

@@ -112,7 +112,6 @@ def test_computed_modules_are_converted_every_pass(
 
 
 def test_modules_gather_once_in_the_same_order() -> None:
-    """As under ZeRO-3, where tensors are empty between passes."""
     model = built(MOE)
     gathered: list[str] = []
 
@@ -242,7 +241,6 @@ def test_missing_and_unknown_tensors_are_named() -> None:
 
 
 def test_unloaded_tensors_are_not_expected() -> None:
-    """Pythia's checkpoints contain masks that are computed nowadays."""
     biases = [f"gpt_neox.layers.{n}.attention.dense.bias" for n in range(2)]
     masks = [f"gpt_neox.layers.{n}.attention.{m}bias" for n in range(2) for m in ("", "masked_")]
     computed = ["gpt_neox.layers.0.attention.rotary_emb.inv_freq"]
@@ -254,7 +252,6 @@ def test_unloaded_tensors_are_not_expected() -> None:
 
 
 def test_decoder_only_checkpoints_match() -> None:
-    """GPT-2's checkpoint lacks the decoder prefix of its published tensors."""
     manifest = Manifest(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
     update(manifest, "transformer.wte.weight", "transformer.h.0.b", "lm_head.weight")
     with pytest.raises(ValueError, match=r"transformer.h.0.c"):

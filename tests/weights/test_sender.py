@@ -118,7 +118,6 @@ def engines(*troubles: str) -> list[Receiver]:
 
 
 def test_engine_begins_at_the_first_bucket(sender: Callable[[float], Sender]) -> None:
-    """The rank frees GPU memory before an engine wakes up on the same GPU."""
     there = engines("")
     made: list[float] = []
 

@@ -1,8 +1,6 @@
 """Weight updates of real engines. On a CPU, vLLM packs weights and its loader does every update;
 tests/gpu/test_recorders_native.py covers updates by copies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

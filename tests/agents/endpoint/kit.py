@@ -1,7 +1,5 @@
 """Requests and clients for a recorder, and the law of recording."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager

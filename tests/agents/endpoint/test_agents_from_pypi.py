@@ -4,8 +4,6 @@ It needs a separate interpreter: `KEEL_AGENTS_PYTHON` names one that has openai-
 `KEEL_AGENTS_INSTALL=1` makes a virtual environment for the test.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -76,7 +74,6 @@ print(json.dumps({"parts": {"correct": float(outputs == ["It is far.", "As befor
 
 @asynchronous
 async def test_openai_agents(python: str, tmp_path: Path) -> None:
-    """Parallel calls, two concurrent sub-agents, then a streamed second run."""
 
     def script(context: str, turn: int) -> str:
         if "Be brief." not in context:

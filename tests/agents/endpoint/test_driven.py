@@ -1,7 +1,5 @@
 """Episodes that a program drives, its tools over MCP, and its process and sandbox."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Requests become turns within a budget; each sampled token is trained once."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -237,7 +235,6 @@ def test_keys_ignore_only_what_clients_change() -> None:
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_saved_conversations_render_as_sampled(tmp_path: Path, thinking: bool) -> None:
-    """Two agents, each with its own system prompt and tools, as `keel sft` reads them."""
 
     async def work(recorder: TrajectoryRecorder) -> None:
         talks = [
@@ -326,7 +323,6 @@ def test_calls_of_a_cut_turn_are_withheld() -> None:
 
 
 def test_engine_and_idle_time_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn takes 0.5 s of the engine and 0.06 s of the program."""
     policy, now = Policy(["word"]), 0.0
     monkeypatch.setattr(recorder_module, "monotonic", lambda: now)
 

@@ -1,7 +1,5 @@
 """The endpoint over HTTP: official clients, streams, errors, disconnects, connection limits."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -174,7 +172,6 @@ def host_and_path(address: Address) -> tuple[list[str], str]:
 
 @asynchronous
 async def test_disconnect_before_the_answer_resends_it() -> None:
-    """The client disconnects while the last token is sampled: the turn is recorded and unsent."""
     clients: list[socket.socket] = []
 
     class Unlucky(Policy):

@@ -1,7 +1,5 @@
 """Files as the policy of the code environment sees and edits them, and the patterns of tests."""
 
-from __future__ import annotations
-
 import resource
 import stat
 from pathlib import Path

@@ -35,7 +35,6 @@ def test_equivalent_forms(form: str) -> None:
 
 
 def test_calls_and_results() -> None:
-    """Results without an ID answer the first open call."""
     calls: list[Any] = [{"id": "a", "function": {"name": "add", "arguments": '{"x": 2}'}}]
     calls.append({"function": {"name": "sub", "arguments": {}}})
     tool = {"name": "add", "parameters": {"type": "object", "properties": {"x": {}}}}

@@ -89,7 +89,6 @@ def texts(lessons: Lessons) -> list[str]:
 
 
 def test_tables_and_columns(tmp_path: Path) -> None:
-    """Parquet has null columns, and messages as objects or as JSON."""
     rows = [chat("1+1?", "2"), chat("2+2?", "4")]
     rows[0]["messages"][0]["name"] = None
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "objects.parquet")

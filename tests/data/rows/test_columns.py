@@ -82,7 +82,6 @@ def test_templates(tmp_path: Path) -> None:
 
 
 def test_templates_keep_the_question(tmp_path: Path) -> None:
-    """Unless the template adds a column of the row."""
     rows = [{"prompt": "1+1?", "answer": "2", "hint": hint} for hint in "abc"]
     assert len({item.question for item in load(tmp_path, *rows, template="boxed").items}) == 1
     own = load(tmp_path, *rows, template="{prompt} {hint}").items

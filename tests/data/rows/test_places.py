@@ -65,7 +65,6 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the chosen files are downloaded, and they are found again without the hub."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "datasets--owner--sums"
     names = {None: ["main/train.jsonl", "main/test.jsonl", "README.md"], "converted": ["x.xml"]}

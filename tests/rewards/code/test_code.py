@@ -58,7 +58,6 @@ def test_credit_is_all_or_nothing_or_partial(settings: CodeSettings) -> None:
 
 
 def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
-    """A failed test skips the rest of its subtask, but not samples."""
 
     def case(n: int, **more: Any) -> dict[str, Any]:
         return {"stdin": f"{n} 1\n", "stdout": f"{n + 1}\n", **more}
@@ -119,7 +118,6 @@ def test_output_is_limited_per_call(settings: CodeSettings) -> None:
 
 
 def test_sources(settings: CodeSettings) -> None:
-    """A program runs like a script, without names of ours, and its errors fail every call."""
     read = "sys.stdin" if settings.isolation != "bubblewrap" else "open('/dev/stdin')"
     source = f"import sys\nprint({read}.read().strip(), __name__)\nexit(0)"
     verdict = verify_code(spec({"stdin": "é\n", "stdout": "é __main__"}), answer(source), settings)

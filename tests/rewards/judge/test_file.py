@@ -22,7 +22,6 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
-    """Failed answers have no score, and hostile ones do not reach the terminal."""
 
     def behave(request: dict[str, Any]) -> Reply:
         refused = material_of(request["messages"])["answer"] == "two"

@@ -93,7 +93,6 @@ def test_a_criterion_may_see_the_thinking(server: Server) -> None:
 
 
 def test_blank_and_long_answers_score_zero_unasked(server: Server) -> None:
-    """Length counts escapes, six characters each in the request."""
     answers = ["", "  ", "blue " * 30, "\ue000" * 20]
     results = judge(settings(server.url, max_characters=99), answers)
     assert values(results) == [0.0] * 4 and server.requests == []
@@ -137,7 +136,6 @@ def test_equal_questions_are_asked_once(server: Server, tmp_path: Path) -> None:
 
 
 def test_valid_replies_become_chats(server: Server, tmp_path: Path) -> None:
-    """Each sample once, without failures and cached replies."""
     path = tmp_path / "new" / "chats.jsonl"
     config = settings(server.url, samples=2, chats=str(path))
     server.behave = scripted(says("no"))
@@ -215,7 +213,6 @@ PROOF = "## Solution\nSee above.\n## Self Evaluation\nFine. \\boxed{1}"
 def test_a_long_completion_scores_zero_a_long_task_fails(
     server: Server, reward: dict[str, Any], answer: str, thinking: int, kind: type
 ) -> None:
-    """Thinking counts only where it is sent."""
     server.behave = lambda request: FULL
     prompt = replace(PROMPT, reward=reward)
     with JudgeService(settings(server.url)) as service:

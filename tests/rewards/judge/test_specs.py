@@ -209,7 +209,6 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
 
 
 def test_the_reward_of_a_verifier(server: Server, service: JudgeService) -> None:
-    """Closeness to the label times the meta-check. The label is never shown."""
     spec = {"kind": "verification", "problem": "Prove it.", "proof": "QED", "score": 0.25}
     prompt = replace(PROMPT, reward=spec)
     server.reset()

@@ -47,7 +47,6 @@ needs_bubblewrap = pytest.mark.usefixtures("box")
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Replace bubblewrap by a script."""
 
     def put(script: str) -> None:
         (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")

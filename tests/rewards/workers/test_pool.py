@@ -105,7 +105,6 @@ def test_a_hanging_verifier_costs_its_own_answer(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_killed_worker_is_replaced() -> None:
-    """A scheduler's signals, which all processes get, end no worker."""
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
         process = pool._workers[0]._process

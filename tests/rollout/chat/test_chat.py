@@ -95,7 +95,6 @@ def test_extensions_equal_one_render(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm"])
 def test_cut_thinking_is_closed_first(name: str) -> None:
-    """The closing mark is added as context and is not trained on."""
     chat, encode = chat_of(name), tokenizer_of(name).encode
     opening = chat.opening(USER, [CITY], thinking=True)
     begin = "\n<think>" if name == "glm" else "<think>\n"
@@ -158,7 +157,6 @@ def test_deepseek_v31_tools_go_into_the_system_message() -> None:
     ],
 )
 def test_other_ends_close_the_turn(name: str, end: str, call: str) -> None:
-    """The engine stops at these tokens, although the chat format does not write them."""
     tokenizer = tokenizer_of(name)
     chat = TemplateChat(tokenizer, ends=[tokenizer.convert_tokens_to_ids(end), 10**6])
     assert chat.ends[end] in chat.stop_ids
@@ -188,7 +186,6 @@ OTHERS = st.fixed_dictionaries(
 @settings(deadline=None)
 @given(st.lists(st.one_of(ASSISTANT, OTHERS), max_size=12))
 def test_thinking_is_retained_as_in_deepseeks_own_code(messages: list[dict[str, Any]]) -> None:
-    """DeepSeek's code also drops earlier developer messages; Keel's code keeps them."""
     oracle = _deepseek_code().drop_thinking_messages(messages)
     ours = retained([{k.replace("ing", "ing_content"): v for k, v in m.items()} for m in messages])
     ours = [{k.replace("_content", ""): v for k, v in message.items()} for message in ours]

@@ -1,7 +1,5 @@
 """Tests whole conversations in every family's format, recorded by `keel.agents.conversation`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

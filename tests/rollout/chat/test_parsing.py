@@ -269,7 +269,6 @@ def test_marks_in_a_calls_arguments_are_theirs(name: str, code: str, thought: st
     st.booleans(),
 )
 def test_marks_decide_without_calls(parts: list[str], opened: bool) -> None:
-    """The result must be the same as when the marks are read one after another."""
     text = "".join(parts)
     first = next((part for part in parts if part in ("<think>", "</think>")), "")
     thinks = first == "</think>" or (opened and not text.lstrip().startswith("<think>"))

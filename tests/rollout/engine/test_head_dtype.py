@@ -1,7 +1,5 @@
 """Tests that the engine computes logits with a float32 output head, as the trainer does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.e2e
 
 @torch.no_grad()
 def test_logits_are_not_rounded(tmp_path: Path) -> None:
-    """The model's layer adds nothing, so only the output head can cause a difference."""
     vocabulary = make_model(tmp_path).config.vocab_size
     torch.manual_seed(2)
     config = Qwen3Config(

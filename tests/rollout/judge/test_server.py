@@ -77,7 +77,6 @@ def gone(pids: list[int]) -> bool:
 @pytest.mark.e2e
 @pytest.mark.usefixtures("cluster")
 def test_server_judges_and_restarts(tmp_path: Path) -> None:
-    """The model has random weights, so only the schema determines the form of its replies."""
     cold = ColdStartConfig(steps=0)
     tiny = TinyModelConfig(max_context=6144, cache_dir=str(tmp_path), cold_start=cold)
     quote = build_tokenizer().convert_tokens_to_ids('"')

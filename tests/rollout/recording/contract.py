@@ -185,7 +185,6 @@ class RecorderContract:
         play.check(rig)
 
     def test_turns_across_weight_updates(self, rig: Rig) -> None:
-        """Routes of earlier turns must come from the weights that first computed them."""
         play = Conversations(9, own=60, tag="b")
         rig.engine.watch()
         play.take(rig.engine.sample_items(play.ask()))
@@ -211,7 +210,6 @@ class RecorderContract:
         rig.check_empty()
 
     def test_deadline_cuts_during_a_weight_update(self, rig: Rig) -> None:
-        """Completions that are cut must end with a token that was sampled from the new weights."""
         asked = items(prompts(5, shared=40, own=9, tag="g"), 3)
         _, tensors = rig.change(seed=3)
         groups = rig.engine.sample_interrupted(asked, 5, tensors, cut=True)
@@ -220,7 +218,6 @@ class RecorderContract:
         assert {int(t.segments[0].version_T[-1]) for t in cut} == {5}
 
     def test_weight_update(self, rig: Rig) -> None:
-        """Keys and values in the prefix cache must not survive the update."""
         asked = prompts(3, shared=70, own=9, tag="u")
         rig.check(rig.engine.sample(asked, group_size=2))
         rig.engine.watch()

@@ -1,7 +1,5 @@
 """Compares recordings of a hybrid mixture of experts on a CPU to the float32 reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -36,7 +34,6 @@ class TestHybrid:
     test_update = RecorderContract.test_weight_update
 
     def test_prefix_cache(self, rig: Rig) -> None:
-        """States are cached where a prefill ended, so less is found than with full attention."""
         play = Conversations(3, own=40, tag="a")
         for _ in range(3):
             play.take(rig.engine.sample_items(play.ask()))

@@ -91,7 +91,6 @@ def test_a_gap_names_the_request(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_completions_skip_other_checks(value: float) -> None:
-    """vLLM's masks do not contain ids whose logits are NaN."""
     native = recorder()
     changes = {
         "logprobs": flat([[(7, -1.0)], [(9, value)]]),

@@ -1,7 +1,5 @@
 """Compares the recordings of the V1 recorder on a CPU to the float32 reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

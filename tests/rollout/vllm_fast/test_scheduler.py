@@ -1,7 +1,5 @@
 """Runs `scheduler_checks.py`, which imports vLLM."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -534,7 +534,6 @@ SHIPPED = folders(["shipped"])
 
 
 def test_shipped_environments_pass_every_gate(tmp_path: Path) -> None:
-    """The reference policy is the solution with a shrinking limit of calls."""
     wrap_of()
 
     async def all_of_them() -> list[tuple[list[int], list[int]]]:

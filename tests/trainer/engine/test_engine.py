@@ -22,7 +22,6 @@ RECOMPUTED = ["recomputed", "recomputed but attention", "recomputed sparse"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run every scenario once."""
     folder = tmp_path_factory.mktemp("trainer")
     write_model(folder / "untied")
     write_model(folder / "tied", tie_word_embeddings=True)
@@ -156,7 +155,6 @@ def test_reference_starts_at_the_policy(results: dict[str, Any], name: str) -> N
 
 @pytest.mark.parametrize("how", SKIPPING)
 def test_non_finite_steps_leave_no_trace(results: dict[str, Any], how: str) -> None:
-    """Both ranks skip a NaN on one, and an infinite loss with finite gradients on the other."""
     result = results[f"skipping {how}"]
     same(result["kept"], result["before"], atol=0)
     assert any((result["after"][name] != old).any() for name, old in result["before"].items())
@@ -171,7 +169,6 @@ def test_non_finite_steps_leave_no_trace(results: dict[str, Any], how: str) -> N
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_step_without_signal_moves_no_weight(results: dict[str, Any], stage: int) -> None:
-    """It still counts as a step and a version."""
     result = results[f"without signal {stage}"]
     silent, last = map(values, result["metrics"])
     same(result["after"], result["before"], atol=0)

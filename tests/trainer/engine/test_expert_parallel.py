@@ -225,7 +225,6 @@ def results(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_equals_one_process(results: dict[str, Any], name: str) -> None:
-    """After clipped steps, so the global gradient norm counts, too."""
     plain = results[name.split(",")[0]]
     same_training(results[name], plain)
     assert values(plain["metrics"][0])["grad_norm"] > 0.05
@@ -246,7 +245,6 @@ def test_gradients_equal_one_process(results: dict[str, Any], name: str) -> None
 def test_reference_with_replayed_routes_starts_at_policy(
     results: dict[str, Any], name: str
 ) -> None:
-    """Recorded routes are random, so live routing would start elsewhere."""
     first, last = (values(metrics) for metrics in results[name]["metrics"])
     assert first["kl/ref"] == pytest.approx(0, abs=1e-9)
     assert last["kl/ref"] > 1e-3
@@ -413,7 +411,6 @@ ALL = {size: {**local, **SAVES.get(size, {})} for size, local in SCENARIOS.items
 
 @pytest.fixture(scope="module")
 def moved(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Run the loading scenarios."""
     return run_all(folder, __name__, "LOADS")
 
 

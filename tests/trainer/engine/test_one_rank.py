@@ -131,7 +131,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    """Run every scenario once."""
     return run_all(folder, __name__)
 
 
@@ -376,7 +375,6 @@ def short(config: Config) -> Config:
 def test_step_is_repeated_in_smaller_micro_batches(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the second micro-batch of the first step ran out of memory."""
     roomy = short(make_config(1, 0, tokens=96, kl_coef=0.1))
     groups = [Rollouts(step).groups(4, 3) for step in range(STEPS)]
     half = replace(roomy, trainer=replace(roomy.trainer, micro_batch_tokens=48))

@@ -136,7 +136,6 @@ def test_probes_are_unbiased(weight: Tensor) -> None:
 @pytest.mark.parametrize("sharpness", [1.0, 3.0, 6.0, 9.0])
 @pytest.mark.parametrize("top_k", [64, 512])
 def test_fresh_samples_are_not_penalised(sharpness: float, top_k: int) -> None:
-    """Top-k comes first, so a flat policy keeps less than top-p of its mass."""
     generator = torch.Generator().manual_seed(0)
     logits = sharpness * torch.randn(60, 20_000, generator=generator, dtype=torch.float64)
     probs = logits.softmax(-1)
@@ -286,7 +285,6 @@ def exported(base: Path, **options: Any) -> dict[str, Any]:
 def test_generation_config_is_preserved_with_the_tokenizer_eos(
     base: Path, eos: Any, end: int | None, written: Any
 ) -> None:
-    """Also settings that transformers refuses to write. Its `generate` reads this file only."""
     settings = {"eos_token_id": eos, "temperature": 0.9, "top_p": 0.6}
     (base / "generation_config.json").write_text(json.dumps(settings))
     result = exported(base, end=end)

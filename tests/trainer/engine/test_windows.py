@@ -251,7 +251,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    """Run every scenario once."""
     return run_all(folder, __name__, "ALL")
 
 
@@ -273,7 +272,6 @@ def test_micro_batches_and_ranks_do_not_matter(results: dict[str, Any], name: st
 
 @pytest.mark.parametrize("name", [PROMPTED, *SHARED])
 def test_prompts_are_shared_as_configured(results: dict[str, Any], name: str) -> None:
-    """Step 1 has one group, which may be split over two ranks."""
     shared = results[name]["shared"]
     assert [shared[0], shared[2]] == [[name in SHARED]] * 2
     tokens = [
@@ -286,7 +284,6 @@ def test_prompts_are_shared_as_configured(results: dict[str, Any], name: str) ->
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_all_ranks_score_equally_often(results: dict[str, Any], name: str) -> None:
-    """Otherwise collectives of ZeRO-3 or experts would hang."""
     for passes in results[name]["scored"]:
         assert all(counts == passes[0] for counts in passes)
     assert all(min(counts) > 0 for counts in results[name]["split"])
@@ -312,7 +309,6 @@ def test_conversations_train_alike_on_any_layout(results: dict[str, Any], name: 
 
 
 def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None:
-    """transformers' loss on each context, and PyTorch's AdamW."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (slow to load)
 
     from keel.model.load import checkpoint_tensors  # noqa: PLC0415  (slow to load)

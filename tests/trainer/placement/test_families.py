@@ -1,7 +1,5 @@
 """Supported model families, dtypes and head sizes, and the tables of docs/models.md."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable
@@ -211,7 +209,6 @@ def test_unusual_value_warns(override: str, named: str) -> None:
 
 
 def test_hybrid_models_share_no_prompts() -> None:
-    """`auto` leaves sharing off, and a recipe that asks for it is refused."""
     config = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=8)
     facts = facts_of(config)
     assert facts.linear_layers == 6 and not facts.full_attention

@@ -149,7 +149,6 @@ def well() -> Iterator[None]:
 
 
 def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray kills a process that has not disconnected by the time its cluster is gone."""
     ended: list[str] = []
 
     def leave(*_: object) -> None:
@@ -163,7 +162,6 @@ def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unreachable_or_hung_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the GCS hangs, only the kernel accepts connections."""
     never = threading.Event()
     monkeypatch.setattr("ray.init", lambda **_: never.wait())
     monkeypatch.setattr(nodes, "JOIN_S", 0.01)

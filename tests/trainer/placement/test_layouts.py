@@ -202,7 +202,6 @@ def on_host(memory_gib: float) -> Hardware:
 
 
 def test_models_and_optimizer_must_fit_the_host() -> None:
-    """147 GB of an 8B model's optimizer."""
     for memory_gib in (0.0, 256.0):  # unknown; enough
         choice = choose(recipe(), KNOBS, facts("8b"), on_host(memory_gib))
         assert choice.values["trainer.offload_optimizer"]

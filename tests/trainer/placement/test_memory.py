@@ -1,7 +1,5 @@
 """Compares the memory model with calculations by hand and with measurements."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -100,7 +98,6 @@ RECOMPUTED = {"activation_checkpointing": True}
     ],
 )
 def test_saved_activations(options: dict[str, Any], numbers: float) -> None:
-    """Compiled layers recompute norms, activation and product, one layer at a time."""
     (kept,) = billions(recipe(micro_batch_tokens=8000, **options), "activations")
     assert kept == pytest.approx(numbers * 2 * 8000 / 1e9)
 
@@ -216,7 +213,6 @@ def test_optimizer_is_offloaded_for_activations(updates: int, beta: float) -> No
 
 
 def test_shared_prompt_is_computed_once_per_group() -> None:
-    """64 completions in groups of 8, packed into micro-batches with their prompt."""
 
     def made(tokens: int, *, share: bool = True) -> Config:
         return recipe(share_prompts=share, micro_batch_tokens=tokens)
@@ -272,7 +268,6 @@ STEPS = [
 
 @pytest.mark.parametrize(("seconds", "gib", "case", "rates"), STEPS)
 def test_estimates_are_within_a_tenth(seconds: float, gib: float, case: Case, rates: Rates) -> None:
-    """Memory may be underestimated by at most 3 %, so that recipes which pass `keel check` fit."""
     facts = facts_of(model_of(case.shape, small=False))
     estimated_s, estimated_bytes = estimates(case, facts, gpu=True, rates=rates)
     assert 0.9 <= estimated_s / seconds <= 1.1

@@ -70,7 +70,6 @@ def wait_until_free(gpus: int) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A cluster of two nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
         with without_unused_processes():

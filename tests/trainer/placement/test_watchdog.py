@@ -321,7 +321,6 @@ def test_process_without_running_threads_is_killed(machine: Machine) -> None:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_one_running_thread_is_enough(machine: Machine, counted: bool) -> None:
-    """If the kernel has no counters, no process counts as idle."""
     machine.threads(ENGINE, ENGINE, switches="1" if counted else "")
     detector = machine.detector(5.0)
     for turn in range(3 * round(IDLE_S / POLL_S)):

@@ -210,7 +210,6 @@ def test_run_without_checkpoint_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_run_continues_with_its_initial_model_only(tmp_path: Path) -> None:
-    """The initial model is the reference policy."""
     base = tmp_path / "base"
     base.mkdir()
     (base / "model.safetensors").write_bytes(b"before")

@@ -1,7 +1,5 @@
 """No code in a run folder's files runs when the run is resumed, evaluated, reported or replayed."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

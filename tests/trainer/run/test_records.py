@@ -125,7 +125,6 @@ def test_low_held_out_score_ends_the_run() -> None:
 
 
 def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
-    """Completions of discarded groups do not count as missing."""
     lines: list[str] = []
     view = SimpleNamespace(say=lines.append, record=lambda step, numbers: None)
     alarms = Alarms(AlarmsConfig(missing=0.2))

@@ -187,7 +187,6 @@ def test_model_is_exported_if_last_checkpoint_fails(tmp_path: Path) -> None:
 
 
 def test_lost_objects_restart_but_task_errors_do_not(tmp_path: Path) -> None:
-    """The first to notice the loss of a rank may be an engine that loads weights."""
     run = FakeRun(tmp_path)
 
     def drive(*_: Any) -> int:

@@ -1,7 +1,5 @@
 """Checks of an author's code, and folders of environments."""
 
-from __future__ import annotations
-
 import pytest
 
 from keel.agents.env_runtime.errors import InvalidEnvironment

@@ -1,7 +1,5 @@
 """A small corpus of several languages and formats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

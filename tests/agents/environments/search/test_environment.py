@@ -1,7 +1,5 @@
 """The search environment's tools, and its verdict on citations."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
