@@ -70,8 +70,8 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Add a turn to the usage. `repeated` is the number of context tokens that an earlier turn had
-    already processed."""
+    """Return the usage with one more turn. `repeated` is the number of context tokens that an
+    earlier turn had already processed."""
     return replace(
         usage,
         turns=usage.turns + 1,

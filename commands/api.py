@@ -292,8 +292,7 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the null values with which tables fill missing columns: None, NaN, and pandas' NaT or
-    NA."""
+    """Drop the null values of missing columns: None, NaN, and pandas' NaT or NA."""
     columns = {key: _plain(one) for key, one in row.items()}
     return {
         key: one
@@ -366,8 +365,8 @@ def _is_callback(one: Any) -> bool:
 
 
 class _CallbackView:
-    """A view that also calls the callbacks after each training step. Separate evaluations do not
-    call them."""
+    """A progress view that also calls the callbacks after each training step. Standalone
+    evaluations do not trigger them."""
 
     def __init__(self, view: View, callbacks: _Callbacks) -> None:
         self._view, self._callbacks = view, callbacks

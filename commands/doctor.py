@@ -193,7 +193,7 @@ def sandbox() -> Iterator[Finding]:
 
 
 def ray() -> Iterator[Finding]:
-    """Start Ray, or join the cluster at RAY_ADDRESS, and call one actor."""
+    """Check that Ray works: start it, or join the cluster at RAY_ADDRESS, and call one actor."""
     from ray import __version__  # noqa: PLC0415  (seconds)
 
     from keel.model import ray_timeouts  # noqa: PLC0415

@@ -39,7 +39,7 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 
 def framework_configs() -> dict[str, str]:
-    """Return each framework's name for its config, in Markdown."""
+    """Return a Markdown list of what each framework calls its config file."""
     return {name: table["config"] for name, table in _tables().items()}
 
 

@@ -322,8 +322,8 @@ class Config(Section):
 
     @property
     def group_timeout_s(self) -> float:
-        """Maximum number of seconds between two groups. This includes the time to replace an engine
-        that does not respond and to sample its groups again."""
+        """Maximum time in seconds to wait for the next group to finish. It includes the time to
+        replace an unresponsive engine and to sample its groups again."""
         silent = 2 * self.rollout.silent_s
         started = self.run.startup_timeout_s + self.sending_timeout_s
         return silent + started + self.scoring_timeout_s + self._environment_timeout_s

@@ -158,8 +158,8 @@ class Download:
 
     @staticmethod
     def of(path: str) -> Download | None:
-        """Return the download for a hub model that is not in the cache. Returns None if there is
-        nothing to download or the hub does not report the model's size."""
+        """Describe the download that a hub model needs. Returns None if the model is cached, or if
+        the hub does not report its size."""
         if Path(path).exists() or not is_hub_name(path) or not hub_answers():
             return None
         try:

@@ -78,7 +78,8 @@ class LengthRule:
         return self.linear > 0 or self.overlong > 0
 
     def cost(self, tokens_G: NDArray[np.int64]) -> Floats:
-        """Return the sum of both costs for each completion, in units of reward, [G] ≥ 0."""
+        """Return the sum of the linear and the overlong penalty of each completion, in units
+        of reward, [G] ≥ 0."""
         linear, overlong = self._costs(tokens_G)
         return linear + overlong
 

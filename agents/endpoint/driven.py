@@ -141,8 +141,9 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> ProgramTrial:
-    """Run a program for one episode, with a scripted model instead of the policy. Raises ValueError
-    if the program cannot be started or requests no turn, or if nothing grades the task."""
+    """Run a program for one episode, with a scripted model in place of the policy. Raises
+    ValueError if the program fails to start or never requests a turn, or if the task has no grader.
+    """
     contexts: list[int] = []
 
     async def sample(request: TurnRequest) -> TurnResult:

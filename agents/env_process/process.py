@@ -265,9 +265,8 @@ async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> 
 def open_channel(
     kind: socket.SocketKind,
 ) -> Generator[tuple[socket.socket, socket.socket, int, int]]:
-    """Yield the two ends of a socket pair, then the two ends of a pipe. The second and the fourth
-    are for another process and are closed when the context exits. After an error, the other two are
-    closed as well."""
+    """Yield both ends of a socket pair, then both ends of a pipe. The second end of each is for the
+    child process and is closed when the context exits. On an error, all four are closed."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         undo.callback(ours.close)

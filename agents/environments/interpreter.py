@@ -38,9 +38,10 @@ _CURE = "python -m pip install jupyter_client ipykernel"
 
 
 class Interpreter:
-    """An environment with one tool and no verdict. A cell may run for `cell_s` seconds, or less if
-    the time limit of a call (`agents.call_s`) is short. After an interrupt, it may take `ending_s`
-    seconds to stop. The policy can read all files in the folder `files`."""
+    """An environment whose only tool is a code interpreter. It does not grade. A cell may run for
+    `cell_s` seconds, or less if the time limit of a call (`agents.call_s`) is short. After an
+    interrupt, it may take `ending_s` seconds to stop. The policy can read all files in the folder
+    `files`."""
 
     call_s = math.inf
 

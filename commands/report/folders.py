@@ -426,8 +426,8 @@ def _group_of(asked: Asked) -> dict[str, Any]:
 
 
 def _listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> _Group:
-    """Convert a line of a chunk to an entry in the list. Raises one of `_UNREADABLE` if the line is
-    not a group."""
+    """Parse one line of a chunk into the list entry of a group. Raises one of `_UNREADABLE` if the
+    line does not hold a valid group."""
     return _Group(
         step=step,
         chunk=chunk,

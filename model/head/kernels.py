@@ -60,7 +60,8 @@ class HeadShape(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """The entries sorted by id, so that the tokens that kept an id are next to each other."""
+    """The sampling-mask entries sorted by vocabulary id, so that all tokens that kept an id are
+    contiguous."""
 
     entry: Tensor
     """[E] int64, the original position of each sorted entry."""

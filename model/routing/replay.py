@@ -93,8 +93,8 @@ def replay_routes(
 
 
 class Replay:
-    """Replays the routes of one `replay_routes` block. Its metrics can be read during the block or
-    afterwards."""
+    """Replays the recorded expert routing within one `replay_routes` block. Its metrics can be read
+    during the block or afterwards."""
 
     def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})

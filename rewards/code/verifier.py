@@ -124,7 +124,7 @@ def _failed_subtasks(task: CodeTask, failures: Sequence[str]) -> set[str]:
 
 
 def _verdict(task: CodeTask, failures: list[str], skipped: str = "not run") -> CodeVerdict:
-    """Compute the verdict. Tests without a result count as failed for the reason `skipped`."""
+    """Compute the verdict. Tests without a result count as failures with the reason `skipped`."""
     failures += [skipped] * (len(task.tests) - len(failures))
     failed = _failed_subtasks(task, failures)
     if task.subtasks:

@@ -441,7 +441,7 @@ async def _bound(response: Any) -> None:
 
 
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
-    """Return an HTTP client with a limit on the size of replies, for `AsyncOpenAI(http_client=…)`.
+    """Return an HTTP client that caps the size of responses, for `AsyncOpenAI(http_client=…)`.
 
     It does not follow redirects, because they could lead to addresses that are not in the recipe.
     If `trust_env` is set, it uses the proxies from the environment.

@@ -33,8 +33,8 @@ class JudgeService:
     def __init__(
         self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
-        """Open the judge's endpoint (`keel.rewards.judge.client.JudgeEndpoint`) and start the
-        thread. Raises ValueError with the name of the setting that cannot be used."""
+        """Connect to the judge's endpoint (`keel.rewards.judge.client.JudgeEndpoint`) and start the
+        thread. Raises ValueError naming the invalid setting."""
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 

@@ -41,8 +41,8 @@ _RESERVE = 2**30
 
 @contextmanager
 def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
-    """Limit the KV cache of engines built inside this context to the size that their completions
-    can fill.
+    """Cap the KV cache of engines built inside this context at the size that their completions can
+    use.
 
     By default, vLLM takes all the memory that it may use. With `rollout.time_share` this wastes
     time, because a GPU maps only some 100 GiB per second and has to do so at each update. vLLM's

@@ -268,7 +268,7 @@ class DecodeBatch:
         return self._tokens[self.first[place] : self._known(place), place].tolist()
 
     def record(self, place: int, recording: PackedRecording) -> None:
-        """Add a request's received log-probabilities and sampling masks to its recording."""
+        """Append the log-probabilities and sampling masks of a request to its recording."""
         steps = slice(int(self.first[place]), self._known(place))
         if steps.start >= steps.stop:
             return

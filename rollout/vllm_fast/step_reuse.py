@@ -116,8 +116,8 @@ class _StepReuse:
         return self._runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
 
     def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
-        """Run the model on the next token of every row, using what was prepared for the previous
-        step."""
+        """Run the model on the next token of every row, reusing the inputs and metadata of the
+        previous step."""
         runner, cached = self._runner, output.scheduled_cached_reqs
         batch = copy.copy(known.state.input_batch)
         tables, buffers, states = runner.block_tables, runner.input_buffers, runner.req_states

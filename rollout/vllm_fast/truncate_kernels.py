@@ -76,8 +76,8 @@ def _bound(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find a bound that at least top_k logits of a row reach. If fewer logits are finite, all
-    finite logits reach it."""
+    """Find a threshold that at least top_k logits of a row meet or exceed. If fewer logits are
+    finite, all finite ones do."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:

@@ -68,8 +68,8 @@ class SearchPipeline:
         *,
         seed: int,
     ) -> None:
-        """Prepare the pipeline. `another` creates an author with other settings. Raises ValueError
-        if the settings of such an author are invalid."""
+        """Set up the pipeline. `another` is a factory for authors with other settings. Raises
+        ValueError if these settings are invalid."""
         self._config, self._author, self._folder, self._seed = config, author, folder, seed
         self._answerers = [
             Answerer(

@@ -223,8 +223,8 @@ def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) ->
 
 
 def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
-    """Return a parameter's group and its part in the master weights under ZeRO-1 and 2, where each
-    rank has one partition of the group's concatenated parameters."""
+    """Return a parameter's group and its slice of the master weights under ZeRO-1 and 2, where each
+    rank holds one partition of the group's flattened parameters."""
     mapping = parameter._hp_mapping
     if mapping is None:  # in the partition of another rank
         return 0, None

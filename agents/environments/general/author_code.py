@@ -77,8 +77,8 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Find environments by their names. A name is the folder of an environment, a folder that
-    contains several of them, or `shipped`."""
+    """Resolve names to environment folders. A name can be an environment's folder, a folder with
+    several environments, or `shipped`."""
     environments: list[Folder] = []
     for name in names:
         path = SHIPPED if name == "shipped" else Path(name).expanduser()
