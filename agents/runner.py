@@ -45,7 +45,7 @@ class EpisodeKind:
     budget: Budget
     context: ContextManager
     program: AgentProgram | None = None
-    """The agent program that drives the episodes. If it is None, Keel drives them."""
+    """The agent program that drives the episodes, or None if Keel drives them."""
     crash_is_failure: Collection[str] = ()
 
 

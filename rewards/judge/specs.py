@@ -253,10 +253,10 @@ class ProofSample(NamedTuple):
 
     verification: Verification
     verifier_check: MetaCheck | None
-    """The meta-check of the verifier's evaluation. It is None if the verifier found no flaw or its
+    """The meta-check of the verifier's evaluation, or None if the verifier found no flaw or its
     evaluation is not checked."""
     self_check: MetaCheck
-    """The meta-check of the policy's evaluation of its own proof."""
+    """The meta-check of the policy's self-evaluation."""
 
     @property
     def proof(self) -> float:

@@ -45,11 +45,11 @@ parent reacts. If a worker were killed by such a signal, a completion would seem
 """
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
-"""Size of the address space that verifiers may use in addition to what is already allocated."""
+"""Size of the address space that verifiers may use in addition to the memory already allocated."""
 
 
 def _limit_memory(extra: int | None) -> None:
-    """Allow `extra` more bytes of address space, or any number if it is None. User functions have
+    """Allow `extra` more bytes of address space. None means no limit. User functions have
     no limit, because they may load a model, and GPU drivers reserve more address space than they
     use."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

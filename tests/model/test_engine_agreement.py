@@ -1,4 +1,4 @@
-"""The trainer's model computes what the engine does: no dropout, and the engine's LongRoPE."""
+"""The trainer's model agrees with the engine: no dropout, and the engine's LongRoPE."""
 
 from copy import deepcopy
 from typing import Any

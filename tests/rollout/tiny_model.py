@@ -32,7 +32,7 @@ def make_model(
 ) -> PreTrainedModel:
     """Create a model with four layers, one of them dense, and a byte tokenizer. Saves both to
     `folder`. In a hybrid family, only the last layer has full attention. Wide initial weights and a
-    scaled output head make its distributions as peaked as those of trained models."""
+    scaled output head make its distributions as peaked as in trained models."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((END, "<|im_start|>", *alphabet))}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -64,8 +64,8 @@ class RepositoryWorkshop(Repository):
         )
 
     def copies(self) -> str:
-        """Return JSON with the place where the policy could read a copy of the project, or "" if
-        there is none."""
+        """Return JSON with the path of a copy of the project that the policy could read, or ""
+        if no copy was found."""
         where = ""
         try:
             self._refuse_copies()

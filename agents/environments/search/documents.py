@@ -49,7 +49,7 @@ class Library(Protocol):
         ...
 
     def document(self, name: str) -> Document | None:
-        """Return the document with the name `name`, or None if there is none."""
+        """Return the document called `name`, or None if it does not exist."""
         ...
 
 

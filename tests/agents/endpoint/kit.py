@@ -92,7 +92,7 @@ async def ask(
 def record(
     policy: Any, work: Callable[[TrajectoryRecorder], Awaitable[object]], **settings: Any
 ) -> TrajectoryRecorder:
-    """Run `work` with a recorder, check the law, and return what was recorded."""
+    """Run `work` with a recorder, check the law, and return the recorder."""
 
     async def recorded() -> TrajectoryRecorder:
         recorder = recorder_of(policy, **settings)

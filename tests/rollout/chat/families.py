@@ -1,4 +1,4 @@
-"""Small tokenizers that imitate those of real model families, with their chat templates. The
+"""Small tokenizers that imitate real model families, with their chat templates. The
 tokenizers have each family's control tokens. The templates are minimal and written for these tests.
 They contain the family's marks, separators and rules for turns, tools and thinking, but none of its
 instructions to the model."""

@@ -1,4 +1,4 @@
-"""What the policy computes: masses outside sampling masks, numbers of tokens, selections."""
+"""The policy: masses outside sampling masks, numbers of tokens, selections."""
 
 from __future__ import annotations
 
