@@ -39,7 +39,7 @@ class AskFirst:
     """A question to ask the policy before the context is rewritten."""
 
     question: str
-    """The question. It is asked after `before` has been applied, if that is set."""
+    """The question to send, after `before` has been applied if it is set."""
     before: Rewrite | None = None
     """A rewrite to apply first, if the current context leaves no room for an answer."""
     fallback: Rewrite
