@@ -132,7 +132,8 @@ class GeneralConfig(Section):
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the `library` function."""
     network: bool = False
-    """Let the author's commands use the network while it fills the database."""
+    """Let the author's commands use this machine's whole network while it fills the database
+    (docs/synthesis.md)."""
     database_kib: int = knob(256, ge=1)
     """Maximum size of the database in KiB."""
     bash_s: float = knob(60.0, gt=0)

@@ -219,7 +219,13 @@ class EndpointAuthor:
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
         """Return an author with other settings. It shares this author's budget, and closing this
-        author closes it too. Raises ValueError if the settings are invalid."""
+        author closes it too. An author at another URL gets neither this author's API key nor its
+        prices. Raises ValueError if the settings are invalid."""
+        if changes.get("base_url", self._config.base_url) != self._config.base_url:
+            prices = dict.fromkeys(
+                ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens"), 0.0
+            )
+            changes = {"api_key_env": "", **prices, **changes}
         self._others.append(EndpointAuthor(replace(self._config, **changes), self._budget))
         return self._others[-1]
 

@@ -296,7 +296,9 @@ def _system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
     return lambda tools: system_prompt(
         source.system_template,
         tools=tools,
-        calls=config.agents.max_thinking_calls,
+        calls=min(
+            config.agents.max_thinking_calls, config.budget(source.domain_name).max_turns - 1
+        ),
         seconds=cell_s,
     )
 

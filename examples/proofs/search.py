@@ -26,6 +26,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.examples.proofs.__main__ import verification_messages
 from keel.rewards.judge.specs import INSTRUCTIONS, Evaluation, read_evaluation, read_proof
+from keel.rewards.text import outside_think
 from keel.rl.turns import Message
 from keel.synthesis.author import Author, AuthorLost, EndpointAuthor, SynthesisBudget
 from keel.synthesis.tool_loop import gather_or_cancel
@@ -86,8 +87,12 @@ async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str
             *(_verified(author, problem, proof, limits) for proof in proofs if proof)
         )
         pool = [*(candidate for candidate in new if candidate.evaluations), *pool]
-        pool.sort(key=lambda candidate: -candidate.score)  # of equal scores, the newest first
-        solved = bool(pool) and pool[0].score == 1
+        # Of equal ones, the newest comes first.
+        pool.sort(key=lambda one: (-one.score, -len(one.evaluations)))
+        # A verification that was cut off or cannot be read accepts nothing.
+        solved = any(
+            one.score == 1 and len(one.evaluations) == limits.verifications for one in pool
+        )
         if solved or rounds == limits.rounds:
             break
         rounds += 1
@@ -111,7 +116,7 @@ async def _proof(author: Author, request: str) -> str | None:
         {"role": "user", "content": request},
     ]
     reply = await author.ask(messages, purpose="proof")
-    proof = read_proof(reply.content.strip())
+    proof = read_proof(outside_think(reply.content).strip())
     return None if reply.cut or isinstance(proof, str) else proof.solution
 
 
@@ -122,7 +127,7 @@ async def _verified(
     replies = await gather_or_cancel(
         *(author.ask(messages, purpose="verification") for _ in range(limits.verifications))
     )
-    read = [read_evaluation(reply.content) for reply in replies if not reply.cut]
+    read = [read_evaluation(outside_think(r.content)) for r in replies if not r.cut]
     return ProofCandidate(solution, tuple(one for one in read if isinstance(one, Evaluation)))
 
 
@@ -133,16 +138,21 @@ def _refinement(problem: str, candidate: ProofCandidate, most: int) -> str:
 
 
 def read_problems(path: Path) -> dict[str, str]:
-    """Read problems from a JSONL file. Each line has a `prompt` and optionally an `id`. Raises
+    """Read problems from a JSONL file. Each line has a `prompt` or `messages`, and
+    optionally an `id`. Raises
     ValueError with the number of an invalid line."""
     problems: dict[str, str] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             try:
                 row: Mapping[str, Any] = json.loads(line)
-                problems[str(row.get("id", number))] = row["prompt"]
+                name = str(row.get("id", number))
+                if name in problems:
+                    raise ValueError(f"the id {name} appears twice")
+                last = row["messages"][-1]["content"] if "messages" in row else row["prompt"]
+                problems[name] = str(last)
             except (ValueError, KeyError, AttributeError) as error:
-                raise ValueError(f"{path}:{number}: needs a `prompt`: {error!r}") from error
+                raise ValueError(f"{path}:{number}: is no problem: {error!r}") from error
     return problems
 
 
@@ -155,7 +165,11 @@ async def _search_all(
     async def one(name: str, problem: str) -> None:
         nonlocal solved
         async with slots:
-            result = await search(author, problem, limits)
+            try:
+                result = await search(author, problem, limits)
+            except AuthorLost as error:  # the others continue, and the next start tries it again
+                print(f"{name}: {error}", file=sys.stderr)
+                return
         solved += result["solved"]
         line = json.dumps({"id": name, "prompt": problem, **result}, ensure_ascii=False)
         with out.open("a", encoding="utf-8") as file:
@@ -165,6 +179,15 @@ async def _search_all(
     return solved
 
 
+def _finished(out: Path) -> set[str]:
+    """Return the ids in the output, and remove an incomplete last line."""
+    data = out.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        out.write_bytes(whole)
+    return {json.loads(line)["id"] for line in whole.splitlines()}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m keel.examples.proofs.search")
     parser.add_argument("problems", type=Path, help="JSONL file with a `prompt` per line")
@@ -172,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base-url", required=True, help="an OpenAI-compatible endpoint")
     parser.add_argument("--model", required=True, help="the model's name at the endpoint")
     parser.add_argument("--max-tokens", type=int, default=32_768, help="per reply (32768)")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds per reply (3600)")
     parser.add_argument("--at-once", type=int, default=4, help="problems searched together (4)")
     limits, helps = (
         SearchLimits(),
@@ -191,16 +215,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         limits = SearchLimits(**{name: getattr(given, name) for name in helps})
         problems = read_problems(given.problems)
-        done = (
-            {json.loads(line)["id"] for line in given.out.read_bytes().splitlines()}
-            if (given.out.exists())
-            else set[str]()
-        )
+        done = _finished(given.out) if (given.out.exists()) else set[str]()
         config = AuthorConfig(
             base_url=given.base_url,
             model=given.model,
             max_tokens=given.max_tokens,
             max_concurrent=64,
+            timeout_s=given.timeout,
         )
         author = EndpointAuthor(config, SynthesisBudget(CostConfig(), [], lambda _: None))
         rest = {name: text for name, text in problems.items() if name not in done}

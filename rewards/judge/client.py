@@ -234,7 +234,7 @@ class JudgeEndpoint:
         if backend.server:
             try:
                 url = await asyncio.to_thread(backend.server.url)
-            except RuntimeError as error:
+            except Exception as error:  # Ray's errors and timeouts as well
                 self.stop(str(error))
             else:
                 if url != backend.url:

@@ -40,12 +40,13 @@ class _RouteTable:
     def __init__(self, runner: Any) -> None:
         groups = runner.kv_cache_config.kv_cache_groups
         kinds = [type(group.kv_cache_spec) for group in groups]
-        if FullAttentionSpec not in kinds:
+        full = [issubclass(kind, FullAttentionSpec) for kind in kinds]
+        if True not in full:
             raise ValueError(
                 "rollout.recorder = 'v1' keeps routes by cache slot, which needs layers with full "
                 f"attention; this model has {', '.join(sorted({kind.__name__ for kind in kinds}))}"
             )
-        self.group = kinds.index(FullAttentionSpec)
+        self.group = full.index(True)
         """Index of the KV cache group whose slots are used. A hybrid model has several groups."""
         self._layer = groups[self.group].layer_names[0]
         layers = moe_runners(runner.model)

@@ -265,18 +265,21 @@ class PairSource(GitSource):
             env = {
                 "GIT_INDEX_FILE": f"{folder}/index",
                 "GIT_OBJECT_DIRECTORY": folder,
-                "GIT_ALTERNATE_OBJECT_DIRECTORIES": f"{self._folder}/objects",
             }
             try:
+                objects = self._git("rev-parse", "--git-path", "objects").strip()
+                env["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = str(Path(objects).absolute())
                 self._git("read-tree", commit, env=env)
                 for name in ("patch", "test_patch"):
                     if pair[name].strip():
                         words = ["apply", "--cached", "--whitespace=nowarn", "-"]
-                        self._run(words, pair[name].encode(), env)
+                        self._run(words, f"{pair[name].rstrip()}\n".encode(), env)
                 after = self._tree(self._git("write-tree", env=env).strip(), env)
                 base = self._tree(commit)
             except subprocess.SubprocessError as error:
-                raise Rejected("tree", f"git cannot apply the patches: {error}") from error
+                why = getattr(error, "stderr", None) or str(error).encode()
+                text = why.decode(errors="replace").strip()[:300]
+                raise Rejected("tree", f"git cannot apply the patches: {text}") from error
         return Candidate(
             key=key,
             source=self._source,

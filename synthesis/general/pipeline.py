@@ -6,6 +6,7 @@ making/       unfinished environments, which the next start builds again from sc
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import json
@@ -188,8 +189,9 @@ class _EnvironmentWriter:
             if call.name == _SEARCH.name:
                 assert self.search is not None
                 try:
-                    return ToolResult(text=self.search(str(call.arguments["query"])))
-                except ValueError as error:
+                    query = str(call.arguments["query"])
+                    return ToolResult(text=await asyncio.to_thread(self.search, query))
+                except Exception as error:  # a search API raises anything
                     return ToolResult(text=str(error), failed=True)
             result = await desk.call(call, timeout_s=config.bash_s + SLACK_S)
             if call.name != "submit_database" or result.failed:

@@ -99,7 +99,11 @@ def check_answer(draft: Draft, library: Library, *, depth: int) -> None:
     if any(one in squeeze(draft.question) for one in spellings):
         raise Rejected("own words", "the question contains its answer")
     if depth > 1:
-        for hit in library.search(draft.question, 1):
+        try:
+            hits = library.search(draft.question, 1)
+        except Exception as error:  # a search API raises anything
+            raise Rejected("own words", f"the search for the question failed: {error}") from error
+        for hit in hits:
             if spellings[0] in squeeze(hit.snippet):
                 raise Rejected("own words", "a search for the question itself shows the answer")
 

@@ -56,6 +56,14 @@ class Start(NamedTuple):
     """True for an open request with a rubric, False for a question."""
 
 
+def _rubric_of(task: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "rubric",
+        "criteria": task["criteria"],
+        **({"reference": task["reference"]} if "reference" in task else {}),
+    }
+
+
 class SearchPipeline:
     """Creates search tasks. Implements `keel.commands.synthesize.Pipeline`."""
 
@@ -205,8 +213,10 @@ class SearchPipeline:
     async def _filtered(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Turn a line of `search.prompts` into a task. Raises Rejected if search does not improve
         the answers."""
-        spec = {"kind": "rubric", **{k: task[k] for k in ("criteria", "reference") if k in task}}
-        scores = await check_gain(self._desk, self._author, self._verifier, task["prompt"], spec)
+        self._kept.check(task["prompt"], "", ())
+        scores = await check_gain(
+            self._desk, self._author, self._verifier, task["prompt"], _rubric_of(task)
+        )
         return {**task, "environment": {"evidence": []}, "provenance": {"scores": scores}}
 
     def _given_prompts(self) -> dict[str, dict[str, Any]]:
@@ -218,7 +228,7 @@ class SearchPipeline:
                 task: dict[str, Any] = json.loads(line)
                 if not isinstance(task["prompt"], str):
                     raise TypeError("`prompt` must be text")
-                Rubric.parse({"kind": "rubric", "criteria": task["criteria"]})
+                Rubric.parse(_rubric_of(task))
                 task.pop("id", None)
                 prompts[f"prompt/{hashlib.blake2b(line, digest_size=6).hexdigest()}"] = task
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -289,6 +299,7 @@ class SearchPipeline:
             "environment": {
                 "target": "keel.agents.environments.search.environment:Search",
                 "arguments": {**arguments, **sizes},
+                **({"network": "host"} if config.library else {}),
             },
             "rewards": {"correct": 0.9, "citations": 0.1},
         }

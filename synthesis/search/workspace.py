@@ -7,6 +7,7 @@ accepted only after a gate has checked it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +73,10 @@ class Workspace:
         async def call(one: ToolCall) -> ToolResult:
             if hand_in is None or one.name != hand_in[0].name:
                 try:
-                    return ToolResult(text=inert(at_hand[one.name](dict(one.arguments))))
-                except (ValueError, TypeError) as error:
+                    # A search API may take seconds.
+                    found = await asyncio.to_thread(at_hand[one.name], dict(one.arguments))
+                    return ToolResult(text=inert(found))
+                except Exception as error:  # a search API raises anything
                     return ToolResult(text=inert(str(error)), failed=True)
             try:
                 hand_in[1](one.arguments, search)

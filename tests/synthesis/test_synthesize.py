@@ -112,7 +112,9 @@ def test_synthesis_needs_a_sandbox(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     which = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "bwrap" else which(name))
+    monkeypatch.setattr(
+        shutil, "which", lambda name, **more: None if name == "bwrap" else which(name, **more)
+    )
     recipe = tmp_path / "tasks.yaml"
     author = {"base_url": "http://localhost:1/v1", "model": "m"}
     general = {"categories": ["shops"]}

@@ -4,7 +4,9 @@ DeepSeek-V3.2 (2025), section 3.2.3."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -217,8 +219,10 @@ def prepare(
 
 def named_library(library: str, options: Mapping[str, Any]) -> Library:
     """Call the function `library` (`module:name`) with `options`, and return the library that it
-    creates."""
+    creates. Modules in the working directory can be imported."""
     module, _, name = library.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a local file does not replace a package
     return cast(Library, getattr(import_module(module), name)(**options))
 
 

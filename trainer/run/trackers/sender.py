@@ -298,14 +298,19 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
 
 
 def _plain_knobs(config: Config) -> dict[str, Any]:
-    """Return all knobs that are set, as JSON values. They are safe to upload, because recipes
-    contain no keys but only the names of environment variables."""
+    """Return all knobs that are set, as JSON values. The options and environment variables of
+    environments are left out, because they may contain keys."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
     flat = flatten_config(config)
-    return {knob: json.loads(json.dumps(value, default=plain)) for knob, value in flat.items()}
+    secret = re.compile(r"\.environment\.(env|arguments\.options)\b")
+    return {
+        knob: json.loads(json.dumps(value, default=plain))
+        for knob, value in flat.items()
+        if not secret.search(knob)
+    }
 
 
 def _without_secrets(text: str) -> str:
