@@ -180,6 +180,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.e2e
 def test_my_yaml_is_accepted_for_its_hardware(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,7 @@ def test_check_tries_reward_functions(
     assert actual == status and (f"checked_{name}.py:1" in out + err) == bool(status)
 
 
+@pytest.mark.e2e
 def test_own_model_is_planned_from_its_config(capsys: Capture, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "moe_intermediate_size": 32, "head_dim": 32}
     sizes |= {"num_experts": 16, "num_experts_per_tok": 4, "max_position_embeddings": 300}

@@ -75,6 +75,7 @@ def exhaustive(search: LayoutSearch) -> list[Layout]:
     return layouts
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("shape", "gpus", "gib", "config"),
     [
@@ -94,6 +95,7 @@ def test_search_is_as_good_as_exhaustive(shape: str, gpus: int, gib: float, conf
     assert best.cost <= TIE * min(layout.cost for layout in layouts)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("shape", SHAPES)
 def test_everything_that_fits_is_accepted(shape: str) -> None:
     refused = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from keel.commands.replay import find_batch, nearest_checkpoint
@@ -99,6 +100,7 @@ def write_whole_run(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
 
 
+@pytest.mark.e2e
 def test_driver_files_run_no_code(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_whole_run(run)
