@@ -1,7 +1,5 @@
 """Whole runs of hybrid models, on a GPU in bfloat16."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

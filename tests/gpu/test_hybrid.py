@@ -1,8 +1,6 @@
 """Hybrid models: packed training with and without flash-linear-attention, and engine against
 trainer. `tests/e2e/test_hybrid.py` runs whole steps, on GPUs, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
