@@ -1,7 +1,5 @@
 """The model and the prompts for the rollout benchmark."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path
