@@ -235,7 +235,7 @@ class JudgeEndpoint:
             try:
                 url = await asyncio.to_thread(backend.server.url)
             except Exception as error:  # Ray's errors and timeouts as well
-                self.stop(str(error))
+                self.stop(str(error) or repr(error))
             else:
                 if url != backend.url:
                     # Calls in flight on the old client fail.

@@ -7,6 +7,7 @@ import hashlib
 import os
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -62,20 +63,22 @@ class SearchIndex:
         if about.get("version") != str(_VERSION):
             raise ValueError(f"{path}: index of another version; remove it")
         self.of = about["of"]
+        self._searching = threading.Lock()  # a connection has one progress handler
 
     def search(self, query: str, most: int) -> list[Hit]:
         if not (expression := _expression(query)):
             return []
         wanted, hits = terms(query), dict[int, Hit]()
-        until = time.monotonic() + _SEARCH_S
-        self._base.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
-        try:
-            # Several passages may belong to one document, so fetch more than `most`.
-            passages = self._base.execute(_SEARCH, (expression, 8 * most)).fetchall()
-        except sqlite3.OperationalError as error:
-            raise ValueError("the search took too long; use fewer and rarer words") from error
-        finally:
-            self._base.set_progress_handler(None, 0)
+        with self._searching:
+            until = time.monotonic() + _SEARCH_S
+            self._base.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
+            try:
+                # Several passages may belong to one document, so fetch more than `most`.
+                passages = self._base.execute(_SEARCH, (expression, 8 * most)).fetchall()
+            except sqlite3.OperationalError as error:
+                raise ValueError("the search took too long; use fewer and rarer words") from error
+            finally:
+                self._base.set_progress_handler(None, 0)
         for number, start, stop in passages:
             if number not in hits and len(hits) < most:
                 name, title, text = self._base.execute(
