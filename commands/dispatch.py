@@ -25,7 +25,7 @@ from keel.trainer.placement.ray_internals import exit_now
 from keel.trainer.run import checkpoint
 from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.run.signals import PREEMPTED, preempted, print_line
-from keel.trainer.run.trackers.sender import has_abandoned_threads
+from keel.trainer.run.trackers import has_abandoned_threads
 
 FAILED, INTERRUPTED = 1, 130
 _RESUMES = "rerun the same command to resume"

@@ -30,7 +30,7 @@ from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
 from keel.data.results import aligned
-from keel.trainer.run.costs import cost_rows, costs_of
+from keel.trainer.run.journal import cost_rows, costs_of
 from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
 _LINKS = "links.jsonl"

@@ -20,7 +20,7 @@ from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.jsonl import load_jsonl
 from keel.model.hub import check_path, is_hub_name
 from keel.rewards.compose import check_weights
-from keel.trainer.run.trackers.sender import check_trackers
+from keel.trainer.run.trackers import check_trackers
 
 SOON = 2**22
 """Maximum size in bytes of a file or folder to read here. Reading it takes a tenth of a second."""

@@ -22,12 +22,11 @@ from keel.rl.metrics import values
 from keel.trainer.launch import initial_model
 from keel.trainer.learner import Learner
 from keel.trainer.placement.hardware import RANK
-from keel.trainer.placement.nodes import detect_hardware, start_ray, stop_ray
-from keel.trainer.placement.reservation import reserve_gpus
+from keel.trainer.placement.nodes import detect_hardware, reserve_gpus, start_ray, stop_ray
 from keel.trainer.placement.watchdog import start_watchdog
 from keel.trainer.prepare import PlannedModel, load_prompts, plan_model
 from keel.trainer.run import checkpoint
-from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of
+from keel.trainer.run.trajectory_files import BATCHES, list_batches, read_batch, step_of
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
@@ -98,7 +97,7 @@ def find_batch(folder: Path, step: int | None) -> Path:
         raise ConfigError(f"{folder}: is not a run folder (no config.yaml)")
     if not batches:
         raise ConfigError(
-            f"{folder}: no saved batch. A run saves batches without a finite gradient in {FOLDER}/"
+            f"{folder}: no saved batch. A run saves batches without a finite gradient in {BATCHES}/"
         )
     step = max(batches) if step is None else step
     if step not in batches:

@@ -11,8 +11,8 @@ from keel.trainer.launch import SftRuntime, launch_sft
 from keel.trainer.placement.elastic import RetryOnOom
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, prepare_pretraining, prepare_sft
-from keel.trainer.run.costs import CostRates
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.journal import CostRates
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.session import open_journal, save_checkpoint
 from keel.trainer.run.signals import Interrupt

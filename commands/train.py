@@ -21,14 +21,13 @@ from keel.trainer.placement.choose import save_choice
 from keel.trainer.placement.elastic import ElasticLayouts, RetryOnOom, elastic_layouts
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, Task, prepare
-from keel.trainer.run.batches import save_batch
-from keel.trainer.run.costs import CostRates
 from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.journal import CostRates
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.run.session import open_journal, run_with_restarts, save_checkpoint
 from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
-from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
+from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, save_batch
 from keel.trainer.run.view import View
 
 LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)

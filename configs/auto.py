@@ -1,8 +1,7 @@
 """Knobs that default to `auto`: Keel chooses their values for the hardware and the model.
 
 A `Config` never contains `auto`. It has the schema's defaults for these knobs until
-`keel.trainer.placement.choose` (the layout on GPUs) and `keel.trainer.placement.cpus.with_dtype`
-(the precision on a CPU) replace them.
+`keel.trainer.placement.choose` (the layout on GPUs, and the precision on a CPU) replaces them.
 """
 
 from __future__ import annotations

@@ -35,12 +35,16 @@ from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.batch_stream import wait_for
 from keel.trainer.build_agents import episode_runner
 from keel.trainer.learner import Learner
-from keel.trainer.placement.downloads import download_on_nodes
 from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery
 from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
 from keel.trainer.placement.memory import can_start_together, guaranteed_cache_bytes
-from keel.trainer.placement.nodes import start_ray, stop_ray
-from keel.trainer.placement.reservation import Reservation, reserve_gpus
+from keel.trainer.placement.nodes import (
+    Reservation,
+    download_on_nodes,
+    reserve_gpus,
+    start_ray,
+    stop_ray,
+)
 from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.prepare import SftTask, Task, length_rules
 from keel.trainer.run.progress import waiting

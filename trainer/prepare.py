@@ -58,20 +58,21 @@ from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
-from keel.trainer.placement.choose import Choice, choose, load_choice
-from keel.trainer.placement.cpus import cpu_time, slow_dtype, with_dtype
+from keel.trainer.placement.choose import Choice, choose, load_choice, slow_dtype, with_dtype
 from keel.trainer.placement.families import (
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
     check_indexer_length,
     check_residual,
+    ignored_knobs,
+    lint_recipe,
 )
 from keel.trainer.placement.hardware import Hardware
-from keel.trainer.placement.lint import ignored_knobs, lint_recipe
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line
+from keel.trainer.placement.step_time import cpu_time
 from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
 from keel.trainer.sft import Batches

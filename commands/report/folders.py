@@ -31,7 +31,7 @@ from keel.configs.schema import (
 from keel.data.eval_store import Asked, asked_in
 from keel.data.results import results, scores_by_steps
 from keel.rl.metrics import MEASURES
-from keel.trainer.run.costs import HEADER, cost_rows
+from keel.trainer.run.journal import HEADER, cost_rows
 
 _METRICS, _CONFIG, _SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
 _MEAN_OF = 10

@@ -20,7 +20,7 @@ from pathlib import Path
 from keel.commands.report.folders import Chunks, RunData, as_json, read_folder
 from keel.configs.schema import ConfigError
 from keel.data.results import aligned
-from keel.trainer.run.costs import cost_rows
+from keel.trainer.run.journal import cost_rows
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """Script files in `commands/report/page`, in the order in which they run."""

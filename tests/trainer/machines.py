@@ -48,11 +48,9 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("keel.trainer.placement.nodes.visible_gpus", lambda: machine.gpus)
         patch.setattr("keel.trainer.placement.nodes.gpu_gib", lambda: machine.gib)
         patch.setattr("keel.trainer.placement.nodes._detect_nodes", lambda: nodes)
-        patch.setattr("keel.trainer.placement.reservation.cluster_nodes", lambda: nodes)
-        patch.setattr("keel.trainer.placement.reservation._group", lambda placement: Granted())
-        patch.setattr(
-            "keel.trainer.placement.reservation.remove_placement_group", lambda group: None
-        )
+        patch.setattr("keel.trainer.placement.nodes.cluster_nodes", lambda: nodes)
+        patch.setattr("keel.trainer.placement.nodes._group", lambda placement: Granted())
+        patch.setattr("keel.trainer.placement.nodes.remove_placement_group", lambda group: None)
         patch.setattr("keel.trainer.launch.start_ray", lambda: None)
         patch.setattr("keel.trainer.launch.start_watchdog", lambda *_: contextlib.nullcontext())
         patch.setattr("keel.trainer.launch.initial_model", accept)

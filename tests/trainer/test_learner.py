@@ -22,13 +22,12 @@ from keel.rl.futures import failed
 from keel.rl.packing import TrainBatch, pack
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
-from keel.trainer.learner import Learner
+from keel.trainer.learner import Learner, StepDeadline, StepDeadlines
 from keel.trainer.nonfinite import (
     NanTracer,
     SkipCounter,
     describe_findings,
 )
-from keel.trainer.placement.step_deadlines import StepDeadline, StepDeadlines
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.worker import (
     StepReport,

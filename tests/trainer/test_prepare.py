@@ -24,7 +24,7 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean
 from keel.rollout.engine.conversion import render_prompt
 from keel.rollout.spec import EngineSpec
-from keel.trainer.engine.export import write_tokenizer
+from keel.trainer.engine.weights import write_tokenizer
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder

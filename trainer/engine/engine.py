@@ -41,7 +41,6 @@ from keel.rl.types import TokenNumbers
 from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass, trainable, whole_shape
 from keel.trainer.engine.expert_parallel import ExpertLayers
-from keel.trainer.engine.export import export_model
 from keel.trainer.engine.objectives import (
     LOSSES,
     SplitGaps,
@@ -61,7 +60,7 @@ from keel.trainer.engine.policy import (
     use_flash4,
     whole_sequences,
 )
-from keel.trainer.engine.weights import Weights, copy_weights, read_once, twin
+from keel.trainer.engine.weights import Weights, copy_weights, export_model, read_once, twin
 from keel.trainer.engine.zero import (
     SCALE_POWER,
     adam_for,

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from keel.configs.auto import KNOBS
+from keel.configs.auto import DTYPE, KNOBS
 from keel.configs.diff import flatten_config
+from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.trainer.placement.hardware import Hardware
@@ -22,6 +24,9 @@ from keel.trainer.run import checkpoint
 
 CACHE_FILE = "chosen.json"
 CACHED = "as chosen when the run began"
+CPUINFO = Path("/proc/cpuinfo")
+_BFLOAT16 = {"avx512_bf16", "amx_bf16"}
+"""CPU flags that indicate hardware support for bfloat16 matrix multiplication."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,3 +195,40 @@ def _read_cache(folder: Path) -> dict[str, dict[str, Any]] | None:
         return {"values": dict(saved["values"]), "hardware": dict(saved["hardware"])}
     except (OSError, ValueError, KeyError, TypeError):  # missing or invalid
         return None
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Return True if this CPU has bfloat16 instructions."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return not _BFLOAT16.isdisjoint(flags)
+
+
+def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Config:
+    """Return the config with `model.dtype: auto` replaced by a dtype. A resumed run keeps its
+    dtype. A new run uses float32 on a CPU without bfloat16 instructions, and otherwise the schema's
+    default, bfloat16."""
+    if DTYPE not in remaining:
+        return config
+    folder = Path(config.run.dir).expanduser()
+    saved = folder / "config.yaml"
+    if saved.is_file() and checkpoint.latest(folder / "checkpoints"):
+        dtype = load_config(saved).model.dtype
+    else:
+        dtype = config.model.dtype if gpu or has_bfloat16() else "float32"
+    return replace(config, model=replace(config.model, dtype=dtype))
+
+
+def slow_dtype(config: Config, *, gpu: bool) -> str:
+    """Return a warning if the CPU has to emulate bfloat16, or an empty string."""
+    if gpu or config.engine_dtype != "bfloat16" or has_bfloat16():
+        return ""
+    knob = "rollout.dtype" if config.rollout.dtype else DTYPE
+    return (
+        f"{knob} = bfloat16: this CPU has no bfloat16 instructions and emulates them several times "
+        f"slower; use {knob}=float32"
+    )

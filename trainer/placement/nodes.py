@@ -1,4 +1,4 @@
-"""Connects to the Ray cluster of a run and detects its hardware.
+"""Connects to the Ray cluster of a run, detects its hardware, and reserves GPUs on it.
 
 The cluster is the one at RAY_ADDRESS, or one that Keel starts on this machine.
 """
@@ -14,38 +14,51 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Set
-from contextlib import suppress
-from dataclasses import replace
+import time
+from collections.abc import Collection, Iterator, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
 import torch
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from keel.configs.schema import Config, ConfigError
+from keel.model import ray_timeouts
+from keel.model.hub import Download, is_hub_name
 from keel.model.ray_timeouts import (
     CALL_S,
     Unanswered,
+    attempt,
     bounded,
     joined,
     lost_reason,
     mark_lost,
     shut_down,
 )
-from keel.trainer.placement.hang_detector import RAY_PROCESSES
 from keel.trainer.placement.hardware import (
+    SHARED_GPU,
     GpuSpec,
     Hardware,
     Node,
+    Placement,
+    Seat,
     allowed,
     assumed_nodes,
     idle_nodes,
     place,
 )
 from keel.trainer.placement.memory import GIB
-from keel.trainer.placement.processes import available_cores, has_exited, kill
+from keel.trainer.placement.processes import RAY_PROCESSES, available_cores, has_exited, kill
 from keel.trainer.placement.ray_internals import (
     free_by_node,
     killing_own_processes,
@@ -54,6 +67,7 @@ from keel.trainer.placement.ray_internals import (
     silence_ray,
     without_unused_processes,
 )
+from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import signals_blocked, signals_deferred
 
 CONNECT_S, JOIN_S, STOP_S = 10.0, 180.0, 20.0
@@ -334,3 +348,123 @@ def seat_lines(config: Config, hardware: Hardware) -> list[str]:
         return list(place(config, hardware.nodes).lines())
     except ConfigError as error:
         return [f"once it is idle; now {error}", *idle]
+
+
+_GRANT_S = 5.0  # plan again if Ray has not granted a group by then: the GPUs may be taken
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """A placement and the Ray placement group that reserves its GPUs."""
+
+    placement: Placement
+    group: PlacementGroup
+
+    def options(self, kind: str, index: int) -> dict[str, Any]:
+        """Return the Ray options that start an actor on its assigned GPUs."""
+        owner = self.placement.owner(kind, index)
+        return {
+            "num_cpus": 1,
+            "num_gpus": SHARED_GPU if owner.shared else owner.gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=_owners(self.placement).index(owner)
+            ),
+        }
+
+
+@contextmanager
+def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
+    """Reserve the GPUs for a run until this process exits. If `only` is set, GPUs are reserved only
+    for actors of this kind. Raises ConfigError if the cluster would be too small even when idle,
+    and TimeoutError if other users do not free enough GPUs in time."""
+    place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
+    end = time.monotonic() + timeout_s
+    while True:
+        reason = "Ray did not grant GPUs that looked free"
+        try:
+            placement = place(config, allowed(cluster_nodes(), config.run), only=only)
+        except ConfigError as error:
+            reason = str(error)
+        else:
+            group = bounded(partial(_group, placement), CALL_S, "take a reservation")
+            grant_s = max(0.0, min(_GRANT_S, end - time.monotonic()))
+            if bounded(partial(group.wait, grant_s), CALL_S, "report reservations"):
+                break
+            _release(group)
+        if time.monotonic() + _POLL_S >= end:
+            raise TimeoutError(
+                f"no free GPUs after {timeout_s:g} s (run.startup_timeout_s): {reason}"
+            )
+        time.sleep(_POLL_S)
+    try:
+        yield Reservation(placement=placement, group=group)
+    finally:
+        _release(group)
+
+
+def _group(placement: Placement) -> PlacementGroup:
+    """Create a placement group with one bundle for each actor that owns GPUs, on the actor's node.
+    The bundle has another CPU core if the actor has a guest."""
+    owners = _owners(placement)
+    return placement_group(
+        [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],
+        strategy="PACK",
+        bundle_label_selector=[{"ray.io/node-id": seat.node.id} for seat in owners],
+    )
+
+
+def _release(group: PlacementGroup) -> None:
+    attempt(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
+
+
+def _owners(placement: Placement) -> list[Seat]:
+    return [seat for seat in placement.seats if placement.owner(seat.kind, seat.index) is seat]
+
+
+class _Downloader:
+    def fetch(self, path: str) -> None:
+        if download := Download.of(path):
+            download.fetch()
+
+
+def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
+    """Download the hub model `path` on all nodes except this one. `nodes` lists the Ray ids of the
+    nodes that need the model. If it is empty, all nodes do. Raises ConfigError if a download fails,
+    and RuntimeError if a node is lost."""
+    if not is_hub_name(path) or Path(path).exists():
+        return
+    here = ray.get_runtime_context().get_node_id()
+    alive = bounded(ray.nodes, CALL_S, "list its nodes")
+    hosts = {
+        node["NodeID"]: node["NodeManagerHostname"]
+        for node in alive
+        if node["Alive"] and node["NodeID"] != here and (not nodes or node["NodeID"] in nodes)
+    }
+    actors, pending = list[Any](), dict[Any, str]()
+    try:
+        for node, host in hosts.items():
+            strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            options = {"num_cpus": 0, "scheduling_strategy": strategy}
+            actors.append(ray_timeouts.create(_Downloader, "download", options))
+            pending[ray_timeouts.call(actors[-1].fetch, path)] = host
+        with waiting(f"downloading {path} on {len(hosts)} other node(s)") as wait:
+            while pending:
+                wait.note = ", ".join([*pending.values()][:3]) + " …" * (len(pending) > 3)
+                done, _ = ray_timeouts.wait([*pending], seconds=_POLL_S)
+                for request in done:
+                    host = pending.pop(request)
+                    try:
+                        ray_timeouts.get(request, seconds=CALL_S)
+                    except (RayError, TimeoutError) as error:
+                        reason = ray_timeouts.cause(error)
+                        kind = ConfigError if isinstance(reason, ConfigError) else RuntimeError
+                        text = " ".join(str(reason).split())[:300]
+                        raise kind(
+                            f"node {host} did not finish its download of {path} ({text}). Check "
+                            "the node, or put the model on shared storage (HF_HOME, or model.path: "
+                            "a folder there)"
+                        ) from error
+    finally:
+        for actor in actors:
+            ray_timeouts.kill(actor)

@@ -1,15 +1,24 @@
-"""Reads the state of processes and threads from /proc, and kills processes."""
+"""Reads the state of processes from /proc, and detects and kills those of a run that hang.
+
+A process hangs if it is stopped (SIGSTOP) or if none of its threads gets to run. A process that
+computes for a long time is not hanging, and processes in a debugger are left alone. Durations are
+counted in polls instead of wall time, so that nothing is killed by mistake after the monitor itself
+was suspended.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from keel.model.ray_timeouts import NAME, PollClock, process_name
 
 EXITED = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
 """The errors that can occur if a process exits while its state is being read."""
@@ -104,3 +113,195 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         time_us, period_us = map(int, quota.read_text().split())
         cores = min(cores, max(1, time_us // period_us))
     return cores
+
+
+RAYLET = "Ray's node process (raylet)"
+RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
+"""Descriptions of the Ray processes that a run depends on, keyed by Ray's names for them."""
+POLL_S = 1.0
+WARN_S = 20.0
+"""A warning is printed after this many seconds without progress."""
+IDLE_S = 60.0
+"""Minimum idle time before a process that was not stopped is killed. On a busy machine, a healthy
+process may get no CPU time for a while."""
+RAY_HANG_S = 60.0
+"""Maximum time that Ray's own processes may hang. If a raylet does not answer for 65 s, Ray
+declares its node lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHealth:
+    """The result of polling a node once."""
+
+    actors: Mapping[str, int]
+    """The process id of each of the run's actors, keyed by actor name."""
+    messages: tuple[str, ...] = ()
+    """New warnings, and messages about processes that were killed."""
+    ray_failure: str = ""
+    """The reason Ray cannot be used, for example that one of its processes has exited or hangs. It
+    is empty if Ray can be used."""
+    dead_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The hosts of nodes that Ray has declared lost, keyed by node id."""
+
+
+@dataclass(slots=True)
+class _ProcessHealth:
+    process: psutil.Process
+    actor: str = ""
+    """Name of the actor that runs in the process, if any."""
+    stopped_s: float = 0.0
+    idle_s: float = 0.0
+    warned: bool = False
+    descendants: dict[int, _ProcessHealth] = field(default_factory=dict[int, "_ProcessHealth"])
+    _threads: dict[int, ThreadState] = field(default_factory=dict[int, ThreadState])
+    _active: int = 0
+    """Id of a thread that was running during the last full scan. It is checked first."""
+
+    def poll(self, elapsed_s: float, *, wakes: bool = True) -> None:
+        """Check whether the process has run, and update `stopped_s` and `idle_s`.
+
+        Set `wakes` if healthy processes of this kind wake up regularly. A process that does not run
+        at all is then hanging. Raises one of `EXITED` if the process has exited.
+        """
+        main = thread_state(self.process.pid, self.process.pid)
+        self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0
+        active = not wakes or main.debugged or not main.switches or self._has_run()
+        self.idle_s = 0.0 if active else self.idle_s + elapsed_s
+
+    def _has_run(self) -> bool:
+        pid = self.process.pid
+        if before := self._threads.get(self._active):
+            with suppress(*EXITED):  # one file instead of hundreds
+                now = self._threads[self._active] = thread_state(pid, self._active)
+                if now != before:
+                    return True
+        known, self._threads = self._threads, thread_states(pid)
+        ran = [n for n, now in self._threads.items() if now.debugged or now != known.get(n)]
+        self._active = ran[0] if ran else self._active
+        return bool(ran)
+
+    def check(self, subject: str, timeout_s: float, consequence: str, messages: list[str]) -> str:
+        """Return a description of the hang if it has exceeded `timeout_s`, or an empty string.
+
+        A shorter hang adds one warning to `messages`. With a timeout of 0, no hang is too long.
+        """
+        hang, duration_s = "has been stopped (SIGSTOP)", self.stopped_s
+        if not self.stopped_s:
+            hang, duration_s = "has not run at all", self.idle_s
+            timeout_s = timeout_s and max(timeout_s, IDLE_S)
+        description = f"{subject} {hang} for {duration_s:.0f} s"
+        if timeout_s and duration_s >= timeout_s:
+            return description
+        if duration_s >= WARN_S and not self.warned:
+            future = f"After {timeout_s:g} s {consequence}" if timeout_s else "It is left alone"
+            messages.append(f"{description}. {future} (run.hang_timeout_s)")
+        self.warned = duration_s >= WARN_S
+        return ""
+
+
+class HangDetector:
+    """Monitors the actors started by a raylet, their descendants, and Ray's own processes."""
+
+    def __init__(
+        self,
+        raylet: int,
+        ray_processes: Mapping[str, int],
+        *,
+        start: str,
+        hang_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Monitor Ray's own processes, and the run's actors that `raylet` has started.
+
+        `ray_processes` maps a description of each Ray process to its id. `start` is the id of the
+        run's current start (`keel.model.ray_timeouts.start`). Actors of other starts are ignored.
+        If `hang_timeout_s` is 0, no process is killed.
+        """
+        self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
+        self._ray = {
+            name: _ProcessHealth(psutil.Process(pid)) for name, pid in ray_processes.items()
+        }
+        self._children: dict[int, _ProcessHealth] = {}
+        self._clock, self._host = PollClock(POLL_S, clock), socket.gethostname()
+
+    def poll(self) -> NodeHealth:
+        """Check all processes, kill processes of the run that have hung too long, and return the
+        results."""
+        elapsed_s, messages = self._clock.elapsed(), list[str]()
+        failures = [self._poll_ray(*item, elapsed_s, messages) for item in self._ray.items()]
+        failure = next(filter(None, failures), "")
+        actors = self._refresh_actors()
+        for actor in actors:
+            self._poll_actor(actor, elapsed_s, messages)
+        if failure and has_exited(self._raylet):
+            self.kill_all()  # a frozen actor would outlive its raylet
+        return NodeHealth(
+            actors={actor.actor: actor.process.pid for actor in actors},
+            messages=tuple(messages),
+            ray_failure=failure,
+        )
+
+    def kill_all(self) -> None:
+        """Kill all of the run's actors on this node and their descendants, except this process."""
+        processes: list[psutil.Process] = []
+        for actor in self._refresh_actors():
+            if actor.process.pid != os.getpid():
+                for pid in (actor.process.pid, *descendants(actor.process.pid)):
+                    with suppress(psutil.NoSuchProcess):
+                        processes.append(psutil.Process(pid))
+        kill(processes)
+
+    def _refresh_actors(self) -> list[_ProcessHealth]:
+        self._children = _alive(self._children, children(self._raylet))
+        for health in self._children.values():
+            health.actor = health.actor or process_name(_mark(health.process), self._start)
+        return [health for health in self._children.values() if health.actor]
+
+    def _poll_ray(
+        self, name: str, health: _ProcessHealth, elapsed_s: float, messages: list[str]
+    ) -> str:
+        subject = f"{name} (process {health.process.pid} on {self._host})"
+        with suppress(*EXITED):
+            if not has_exited(health.process):
+                health.poll(elapsed_s)
+                timeout_s = min(self._timeout_s, RAY_HANG_S)
+                return health.check(subject, timeout_s, "Ray is abandoned", messages)
+        return f"{subject} is gone"
+
+    def _poll_actor(self, actor: _ProcessHealth, elapsed_s: float, messages: list[str]) -> None:
+        """Check an actor and its descendants, and kill all of them if one hangs for too long."""
+        actor.descendants = _alive(actor.descendants, descendants(actor.process.pid))
+        subject = f"{actor.actor} (process {actor.process.pid} on {self._host})"
+        tree, hang = [actor, *actor.descendants.values()], ""
+        for health in tree:
+            part = "" if health is actor else f" waits for its process {health.process.pid}, which"
+            with suppress(*EXITED):
+                health.poll(elapsed_s, wakes=health is actor)
+                mark = _mark(health.process) if health.stopped_s else ""
+                if mark and not process_name(mark, self._start):
+                    health.stopped_s = 0.0  # a run inside this run
+                found = health.check(subject + part, self._timeout_s, "it is killed", messages)
+                hang = hang or found
+        if hang:
+            messages.append(f"{hang}, and was killed{kill([health.process for health in tree])}")
+            for health in tree:  # retry later if a process survived
+                health.stopped_s = health.idle_s = 0.0
+
+
+def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int, _ProcessHealth]:
+    """Return all processes in `known` and `pids` that are still running. Processes in `known` are
+    included because the kernel may have omitted some from `pids`."""
+    processes = dict(known)
+    for pid in pids:
+        if pid not in processes:
+            with suppress(psutil.NoSuchProcess):
+                processes[pid] = _ProcessHealth(psutil.Process(pid))
+    return {pid: health for pid, health in processes.items() if not has_exited(health.process)}
+
+
+def _mark(process: psutil.Process) -> str:
+    """Return the environment variable that names a process's actor and its owner, or an empty
+    string. Ray sets the variable only after the process has started."""
+    with suppress(psutil.Error, OSError):
+        return process.environ().get(NAME, "")
+    return ""

@@ -23,14 +23,14 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.model import ray_timeouts
-from keel.trainer.placement.hang_detector import (
+from keel.trainer.placement.hardware import RANK
+from keel.trainer.placement.processes import (
     POLL_S,
     RAY_PROCESSES,
     RAYLET,
     HangDetector,
     NodeHealth,
 )
-from keel.trainer.placement.hardware import RANK
 from keel.trainer.placement.ray_internals import exit_now, own_processes
 from keel.trainer.run.restarts import WorkerLost
 

@@ -1,7 +1,10 @@
 """Records a run: its metrics, events, TensorBoard curves and readable trajectories.
 
 When a run is resumed, everything written after its checkpoint is removed, so that each step is
-recorded once.
+recorded once. The cost of a run is computed in GPU-hours and in FLOPs of the model: 2 FLOPs per
+active parameter and token for a forward pass, and twice as much for a backward pass. Training
+therefore costs 6·N·D, as in the usual budgets for pre-training. Attention scores, activation
+recomputation and start-up are not counted.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,8 @@ from keel.rl.metrics import Metric, values
 from keel.rl.records import scored_record
 from keel.rl.types import ScoredGroup
 from keel.trainer.run.alarms import Alarms
-from keel.trainer.run.batches import FOLDER as BATCHES
-from keel.trainer.run.batches import drop_after
 from keel.trainer.run.manifest import sync, sync_folder
-from keel.trainer.run.trajectory_files import TOKENS, TokenFile, choose_trajectories
+from keel.trainer.run.trajectory_files import BATCHES, TOKENS, TokenFile, choose_trajectories
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
@@ -73,9 +75,9 @@ class Journal:
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
         truncate(self._metrics, resumed_at)
-        for path in _files_after(self._trajectories, resumed_at):
-            path.unlink()
-        drop_after(folder, resumed_at)
+        for written in (self._trajectories, folder / BATCHES):
+            for path in _files_after(written, resumed_at):
+                path.unlink()
         if resumed_at:
             steps = missing_steps(self._metrics, resumed_at)
             gap = f"; {self._metrics.name} lacks {steps}" if steps else ""
@@ -290,3 +292,59 @@ def _message_text(message: Mapping[str, Any]) -> str:
         for function in functions
     ]
     return "\n".join([*([f"[{role}] {text}"] if text or not calls else []), *calls])
+
+
+GPU_HOURS, _TRAINING, _SAMPLING = "cost/gpu_hours", "cost/train_flops", "cost/rollout_flops"
+_TOKENS = {_TRAINING: "train/tokens", _SAMPLING: "rollout/tokens"}
+HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
+
+
+@dataclass(frozen=True, slots=True)
+class CostRates:
+    """The GPUs that a run occupies and the FLOPs per token, from which its costs are computed."""
+
+    gpus: int
+    """Number of GPUs that the run occupies, including a judge's."""
+    train_flops: float
+    """FLOPs for each token in training."""
+    rollout_flops: float
+    """FLOPs for each token in an engine."""
+
+    def metrics(self, numbers: Mapping[str, float], seconds: float) -> dict[str, float]:
+        """Return the costs of a step that took `seconds` and whose metrics are `numbers`."""
+        costs = {GPU_HOURS: self.gpus * seconds / 3600}
+        flops = {_TRAINING: self.train_flops, _SAMPLING: self.rollout_flops}
+        return costs | {
+            name: flops[name] * numbers[tokens]
+            for name, tokens in _TOKENS.items()
+            if tokens in numbers
+        }
+
+
+def total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up the costs of steps or of runs. Other metrics are ignored."""
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name in (GPU_HOURS, *_TOKENS):
+            if name in part:
+                totals[name] = totals.get(name, 0.0) + part[name]
+    return totals
+
+
+def costs_of(folder: Path) -> dict[str, float]:
+    """Return the total costs of the run in `folder`, or an empty dict if it has no records."""
+    return total_costs(json.loads(text) for _, text in metric_lines(folder / "metrics.jsonl"))
+
+
+def cost_rows(runs: Mapping[str, Mapping[str, float]]) -> list[Sequence[str]]:
+    """Return a table row for each run and a row for their sum. `HEADER` names the columns."""
+    every = total_costs(runs.values())
+    flops = every.get(_TRAINING, 0.0) + every.get(_SAMPLING, 0.0)
+
+    def row(name: str, costs: Mapping[str, float]) -> Sequence[str]:
+        trained, sampled = costs.get(_TRAINING, 0.0), costs.get(_SAMPLING, 0.0)
+        share = (trained + sampled) / flops if flops else 0.0
+        hours = f"{costs.get(GPU_HOURS, 0.0):.3g}"
+        return (name, hours, f"{trained:.2e}", f"{sampled:.2e}", f"{share:.1%}")
+
+    return [HEADER, *(row(*item) for item in runs.items()), row("together", every)]

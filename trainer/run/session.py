@@ -23,7 +23,7 @@ from keel.trainer.run.journal import Journal, StepCosts, note
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import OutOfMemory, Restarts, WorkerLost
 from keel.trainer.run.signals import preempted, print_line, stop_requested
-from keel.trainer.run.trackers.sender import check_trackers, open_trackers
+from keel.trainer.run.trackers import check_trackers, open_trackers
 from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import View, open_view
 

@@ -24,13 +24,12 @@ from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup
 from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.learner import Learner
+from keel.trainer.learner import Learner, StepDeadlines
 from keel.trainer.placement.choose import CACHE_FILE
 from keel.trainer.placement.elastic import (
     OomRecovery,
     RetryOnOom,
 )
-from keel.trainer.placement.step_deadlines import StepDeadlines
 from keel.trainer.run.restarts import UpdateOutOfMemory
 from keel.trainer.worker import TrainerWorker
 from tests.trainer.engine.batches import Rollouts, write_model

@@ -22,7 +22,7 @@ from keel.model.ulysses import Slice
 from keel.rl.offpolicy import kept_mass_shortfall
 from keel.rl.packing import MicroBatch, TrainBatch, pack
 from keel.rl.types import Segment, TokenNumbers
-from keel.trainer.engine import export
+from keel.trainer.engine import weights
 from keel.trainer.engine.objectives import CUT, mass_share
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, seen_tokens
 from keel.trainer.worker import merge_tokens
@@ -273,7 +273,7 @@ def base(tmp_path: Path) -> Path:
 
 def exported(base: Path, **options: Any) -> dict[str, Any]:
     model, out = load_policy(str(base), torch.float32), base.with_name("out")
-    export.write_model(out, model, checkpoint_tensors(model), dtype="float32", **options)
+    weights.write_model(out, model, checkpoint_tensors(model), dtype="float32", **options)
     assert load_policy(str(out), torch.float32).generation_config.top_p == 0.6
     return json.loads((out / "generation_config.json").read_text())
 
@@ -293,7 +293,7 @@ def test_generation_config_is_preserved_with_the_tokenizer_eos(
 
 def test_large_models_are_split_into_shards(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (base / "generation_config.json").write_text('{"top_p": 0.6, "do_sample": true}')
-    monkeypatch.setattr(export, "_SHARD_BYTES", 50_000)
+    monkeypatch.setattr(weights, "_SHARD_BYTES", 50_000)
     exported(base)
     index = json.loads((base.with_name("out") / "model.safetensors.index.json").read_text())
     written = {path.name for path in base.with_name("out").glob("*.safetensors")}

@@ -38,10 +38,11 @@ from keel.trainer.placement.families import (
     check_parallel,
     check_residual,
     check_trainer,
+    ignored_knobs,
+    lint_recipe,
     no_sharing,
 )
 from keel.trainer.placement.hardware import GpuSpec
-from keel.trainer.placement.lint import ignored_knobs, lint_recipe
 from tests.trainer.placement.shapes import DENSE, SOURCE
 
 

@@ -28,8 +28,8 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model import ray_timeouts
-from keel.trainer.placement import cpus, nodes
-from keel.trainer.placement.cpus import has_bfloat16, slow_dtype, with_dtype
+from keel.trainer.placement import choose, nodes
+from keel.trainer.placement.choose import has_bfloat16, slow_dtype, with_dtype
 from keel.trainer.placement.hardware import (
     ENGINE,
     JUDGE,
@@ -251,9 +251,9 @@ def bfloat16(
     flags = "fpu avx2" + " avx512f avx512_bf16" * request.param
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(cpus, "CPUINFO", info)
+    monkeypatch.setattr(choose, "CPUINFO", info)
     has_bfloat16.cache_clear()
-    monkeypatch.setattr(cpus, "has_bfloat16", lambda: has_bfloat16.__wrapped__())
+    monkeypatch.setattr(choose, "has_bfloat16", lambda: has_bfloat16.__wrapped__())
     return request.param
 
 

@@ -24,12 +24,11 @@ from keel.configs.schema import (
     RunConfig,
     TrainerConfig,
 )
-from keel.trainer.placement import reservation as reservations
+from keel.trainer.placement import nodes
 from keel.trainer.placement.elastic import elastic_layouts
 from keel.trainer.placement.hardware import ENGINE, RANK, Hardware
-from keel.trainer.placement.nodes import QUOTED_PYTHON, cluster_nodes
+from keel.trainer.placement.nodes import QUOTED_PYTHON, Reservation, cluster_nodes, reserve_gpus
 from keel.trainer.placement.ray_internals import without_unused_processes
-from keel.trainer.placement.reservation import Reservation, reserve_gpus
 from tests.trainer.placement.shapes import SOURCE, facts
 from tests.waiting import PATIENCE_S, patiently, wait_for
 
@@ -104,7 +103,7 @@ def test_actors_run_on_their_planned_gpus(two_nodes: str, monkeypatch: pytest.Mo
             assert sit(reservation, *planned) == [*planned.values()]
     wait_until_free(6)
     single = replace(small, gpus=1, free_gpus=1)
-    monkeypatch.setattr(reservations, "cluster_nodes", lambda: [single])
+    monkeypatch.setattr(nodes, "cluster_nodes", lambda: [single])
     with reserve_gpus(config(), timeout_s=PATIENCE_S) as reservation:
         assert sit(reservation, (ENGINE, 0), (RANK, 0)) == [(small.id, (0,))] * 2, "shared"
 

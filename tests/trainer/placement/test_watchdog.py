@@ -13,8 +13,8 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import NAME
-from keel.trainer.placement import hang_detector, watchdog
-from keel.trainer.placement.hang_detector import (
+from keel.trainer.placement import processes, watchdog
+from keel.trainer.placement.processes import (
     IDLE_S,
     POLL_S,
     RAY_HANG_S,
@@ -212,7 +212,7 @@ class Machine:
         self._root, self.now, self.killed = root, 0.0, list[int]()
         (root / "stat").write_text("btime 0\n")
         patch.setattr(psutil, "PROCFS_PATH", str(root))
-        patch.setattr(hang_detector, "kill", self._kill)
+        patch.setattr(processes, "kill", self._kill)
         self.add(RAYLET, parent=0)
 
     def detector(self, hang_timeout_s: float = LONG_S, **ray: int) -> HangDetector:

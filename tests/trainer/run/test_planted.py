@@ -24,11 +24,11 @@ from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.placement.choose import load_choice, save_choice, update_choice
-from keel.trainer.run.batches import read_batch, save_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
-from keel.trainer.run.trackers.sender import _read_state
+from keel.trainer.run.trackers import _read_state
+from keel.trainer.run.trajectory_files import read_batch, save_batch
 from tests.commands.report.runs import episode, write_evaluation, write_run
 
 SUFFIXES = {"gzip": ".gz", "numpy": ".npz"}

@@ -20,14 +20,14 @@ from keel.configs.schema import AlarmsConfig, RunConfig
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import ScoredGroup, TokenNumbers, Usage, Verdict
 from keel.trainer.run.alarms import ALARMS, Alarms
-from keel.trainer.run.batches import (
+from keel.trainer.run.journal import EVENTS, CostRates, Journal, cost_rows, costs_of
+from keel.trainer.run.trajectory_files import (
+    TokenFile,
+    TokenTexts,
     list_batches,
     read_batch,
     save_batch,
 )
-from keel.trainer.run.costs import CostRates, cost_rows, costs_of
-from keel.trainer.run.journal import EVENTS, Journal
-from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import LiveView, PlainView
 from tests.rl.rollouts import finished, kept_of, logp_old_of, scored, segment, trajectory
 

@@ -16,7 +16,7 @@ import pytest
 
 from keel.commands import dispatch as commands
 from keel.trainer.run.journal import note
-from keel.trainer.run.trackers.sender import (
+from keel.trainer.run.trackers import (
     EVENT,
     RunEnd,
     Trackers,
@@ -160,12 +160,12 @@ import sys
 from pathlib import Path
 from functools import partial
 from keel.trainer.placement.ray_internals import exit_now
-from keel.trainer.run.trackers.sender import *
+from keel.trainer.run.trackers import *
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
 say = partial(print, flush=True)
 how = (Path(sys.argv[1]), {"data.sources[s].size": 1}, say)
-threads = [TrackerThread(n, partial(make_tracker, n), *how) for n in names]
+threads = [TrackerThread(n, TRACKERS[n], *how) for n in names]
 Trackers(threads, say).close("finished", 3, seconds=float(sys.argv[2]))
 print("abandoned" if has_abandoned_threads() else "sent all")
 exit_now(0)  # as `keel.commands.dispatch.run` does

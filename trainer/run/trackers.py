@@ -1,8 +1,8 @@
-"""Sends the metrics and events of a run to its trackers in background threads.
+"""Sends the metrics and events of a run to Weights & Biases, MLflow and trackio.
 
-Each thread reads `metrics.jsonl` and `events.jsonl` as they grow. A slow or unreachable tracker
-does not delay the run and catches up later. `trackers/NAME.json` records its progress, so steps
-that a resumed run repeats are not sent again.
+A background thread for each tracker reads `metrics.jsonl` and `events.jsonl` as they grow. A slow
+or unreachable tracker does not delay the run and catches up later. `trackers/NAME.json` records its
+progress, so steps that a resumed run repeats are not sent again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +22,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import psutil
+
 from keel.configs.diff import flatten_config
 from keel.configs.schema import Config, ConfigError
-from keel.trainer.run.signals import preempted
+from keel.trainer.run.signals import preempted, signals_blocked
 
 if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
     from keel.trainer.run.journal import Journal
@@ -34,14 +37,15 @@ PROJECT = "keel"
 """Default project name. Environment variables can override it."""
 EVENT = "tracker"
 """The kind of the events that this module writes. They are not sent to trackers."""
-_CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
-"""The class of each tracker. The key is the name of its package, its pip extra and its module in
-this folder."""
 _RETRY_S, _HANG_S = 30.0, 120.0
 _ABANDONED = "keel-abandoned-"
 """Prefix for the names of abandoned threads."""
 _CLOSE_S, _HURRY_S = 60.0, 5.0
 """The maximum wait at the end of a run, normally and after a preemption."""
+_WANDB_TIMEOUT_S, _WANDB_PROCESS = 60.0, "wandb-core"
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
+"""MLflow's limits on parameters per request, and on characters per parameter and per tag."""
 
 
 class Tracker(Protocol):
@@ -72,34 +76,177 @@ class Tracker(Protocol):
         ...
 
 
-def make_tracker(name: str) -> Tracker:
-    return getattr(import_module(f"{__package__}.{name}"), _CLASSES[name])()
+class Wandb:
+    """Logs a run to Weights & Biases and resumes it by its id. The server accepts each step only
+    once. It is configured by WANDB_* variables."""
+
+    remedy = "Check WANDB_API_KEY, WANDB_BASE_URL and the network, or set WANDB_MODE=offline"
+
+    def __init__(self) -> None:
+        self._api: Any = import_module("wandb")
+        self._run: Any = None
+
+    def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
+        settings = self._api.Settings(
+            console="off",  # would record every redraw of the panel
+            silent=True,
+            init_timeout=_WANDB_TIMEOUT_S,
+            finish_timeout=_WANDB_TIMEOUT_S,
+        )
+        offline = self._api.setup().settings.mode == "offline"
+        with signals_blocked():  # its process sends the rest when a scheduler ends the job
+            self._run = self._api.init(
+                project=os.environ.get("WANDB_PROJECT") or PROJECT,
+                name=os.environ.get("WANDB_NAME") or folder.name,
+                id=id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4),
+                dir=os.environ.get("WANDB_DIR") or folder,
+                config=dict(knobs),
+                allow_val_change=True,
+                # Offline there is no server to ask; `wandb sync` joins the parts by their id.
+                resume=None if offline else "allow",
+                reinit="finish_previous",
+                settings=settings,
+            )
+        sync = f"offline; `wandb sync {self._run.settings.sync_dir}` sends it"
+        return self._run.id, sync if offline else str(self._run.url)
+
+    def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        # A resumed run ignores steps that the server has, so a late evaluation joins the next one.
+        at = max(step, self._run.starting_step)
+        self._run.log({**numbers, "_timestamp": time}, step=at)
+
+    def event(self, step: int, time: float, kind: str, text: str) -> None:
+        level = "INFO" if kind == "resume" else "WARN"
+        self._run.alert(f"{kind}, step {step}", text, level=level, wait_duration=0)
+
+    def close(self, end: RunEnd) -> None:
+        if end == "stopped":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=0 if end == "finished" else 1)
+
+    def abandon(self) -> None:
+        """Kill the W&B process. Otherwise the interpreter would wait minutes for it at exit. `wandb
+        sync` can upload the data that the process had received."""
+        with suppress(psutil.Error):
+            for process in psutil.Process().children():
+                if _WANDB_PROCESS in process.name():
+                    process.kill()
+
+
+class Mlflow:
+    """Logs a run to MLflow and resumes it by its id. The parameters stay the same as at the first
+    start, because MLflow cannot change them. It is configured by MLFLOW_* variables."""
+
+    remedy = "Check MLFLOW_TRACKING_URI, the server's credentials and the network"
+
+    def __init__(self) -> None:
+        self._api: Any = import_module("mlflow")
+        self._client: Any = None
+        self._run = ""
+
+    def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
+        client = self._client = self._api.MlflowClient()
+        if id:
+            self._run = id
+            client.update_run(id, status="RUNNING")
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+            existing = client.get_experiment_by_name(name)
+            experiment = existing.experiment_id if existing else client.create_experiment(name)
+            began = round(time.time() * 1000)
+            self._run = client.create_run(experiment, began, run_name=folder.name).info.run_id
+            params = [
+                self._api.entities.Param(_mlflow_name(knob), str(value)[:_PARAM_CHARACTERS])
+                for knob, value in knobs.items()
+            ]
+            for first in range(0, len(params), _MAX_PARAMS):
+                client.log_batch(self._run, params=params[first : first + _MAX_PARAMS])
+        return self._run, f"run {self._run} of {os.environ.get('MLFLOW_TRACKING_URI', 'mlflow')}"
+
+    def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        points = [
+            self._api.entities.Metric(_mlflow_name(name), value, round(time * 1000), step)
+            for name, value in numbers.items()
+        ]
+        self._client.log_batch(self._run, metrics=points)
+
+    def event(self, step: int, time: float, kind: str, text: str) -> None:
+        value = f"step {step}: {text}"[:_TAG_CHARACTERS]
+        tag = self._api.entities.RunTag(f"event.{round(time * 1000)}.{kind}", value)
+        self._client.log_batch(self._run, tags=[tag])
+
+    def close(self, end: RunEnd) -> None:
+        self._client.set_terminated(self._run, _MLFLOW_STATUS[end])
+
+    def abandon(self) -> None: ...
+
+
+def _mlflow_name(name: str) -> str:
+    """Replace characters that MLflow forbids in names. The result looks like `eval/sums/pass_at_1`
+    or `data.sources.sums.size`."""
+    name = name.replace("@", "_at_").replace("[", ".").replace("]", "")
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+class Trackio:
+    """Logs a run to trackio and resumes it by its unique name. trackio itself stores unsent data
+    and retries. It is configured by TRACKIO_* variables."""
+
+    remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, its token and the network"
+
+    def __init__(self) -> None:
+        self._api: Any = import_module("trackio")
+        self._run: Any = None
+
+    def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
+        name = id or f"{folder.name}-{secrets.token_hex(3)}"
+        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+        resume = "allow" if id else "never"
+        self._run = self._api.init(project, name, config=dict(knobs), resume=resume)
+        # Without the query of the URL, which is a write token.
+        server = os.environ.get("TRACKIO_SERVER_URL", "").partition("?")[0]
+        host = server or os.environ.get("TRACKIO_SPACE_ID", "")
+        show = f"; `trackio show --project {project}`"
+        return name, f"run {name}" + (f" in project {project} of {host}" if host else show)
+
+    def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def event(self, step: int, time: float, kind: str, text: str) -> None:
+        level = "INFO" if kind == "resume" else "WARN"
+        self._run.alert(kind, text, level=self._api.AlertLevel[level], step=step)
+
+    def close(self, end: RunEnd) -> None:
+        self._run.finish()
+
+    def abandon(self) -> None: ...
+
+
+TRACKERS: Mapping[str, Callable[[], Tracker]] = {
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}
+"""The tracker of each value of `run.trackers`, which is also the name of its package and extra."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the requested trackers can be used.
-
-    Raises ConfigError if a package is not installed or W&B has no API key.
-    """
+    """Raise ConfigError if a tracker's package is not installed or W&B has no API key."""
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(
                 f"run.trackers: {name}: the package is not installed. Run pip install '.[{name}]' "
                 "in Keel's checkout, or remove it from run.trackers"
             )
-        if name == "wandb" and not _wandb_has_key():
-            raise ConfigError(
-                f"run.trackers: {name}: there is no API key. Run `wandb login`, set WANDB_API_KEY, "
-                "or set WANDB_MODE=offline"
-            )
-
-
-def _wandb_has_key() -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
-        return True
-    import wandb  # noqa: PLC0415  (takes a second, and is optional)
-
-    return wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
+        mode = os.environ.get("WANDB_MODE", "online")
+        if name == "wandb" and mode == "online" and not os.environ.get("WANDB_API_KEY"):
+            wandb: Any = import_module("wandb")  # takes a second
+            online = wandb.setup().settings.mode == "online"
+            if online and not wandb.login(prompt=False, verify=False):
+                raise ConfigError(
+                    "run.trackers: wandb: there is no API key. Run `wandb login`, set "
+                    "WANDB_API_KEY, or set WANDB_MODE=offline"
+                )
 
 
 class TrackerThread:
@@ -282,7 +429,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
     if not (names := config.run.trackers):
         return
     say, knobs = partial(journal.say, EVENT), _plain_knobs(config)
-    threads = [TrackerThread(n, partial(make_tracker, n), folder, knobs, say) for n in names]
+    threads = [TrackerThread(n, TRACKERS[n], folder, knobs, say) for n in names]
     trackers = Trackers(threads, say)
     journal.on_write = trackers.wake
 

@@ -1,1 +1,0 @@
-"""Experiment trackers: Weights & Biases, MLflow and trackio."""
