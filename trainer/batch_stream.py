@@ -75,8 +75,6 @@ class SamplingProgress:
         self._before = self._count() if self._count else 0
 
     def at(self, finished: int) -> tuple[int, int, str]:
-        """Return the amount done, the total amount and their unit, given the number of finished
-        prompts."""
         steps = min(self._count() - self._before, self._most) if self._count else 0
         if steps * self._prompts > finished * self._most:
             return steps, self._most, "decoding steps"
@@ -124,12 +122,10 @@ class BatchStream:
         self._open = False
 
     def open(self) -> None:
-        """Start sampling."""
         self._open = True
         self._fill()
 
     def close(self) -> None:
-        """Stop sampling and cancel all groups that are still being sampled or scored."""
         with self._changed:
             self._open = False
             flights = list(self._in_flight.values())
@@ -172,9 +168,6 @@ class BatchStream:
                 )
 
     def adopting(self, step: int, update: Future[None]) -> None:
-        """Register an `update` that gives the engines the weights from `step`. Once it is done,
-        there is room for new groups."""
-
         def adopted(done: Future[None]) -> None:
             with self._changed:
                 if (error := done.exception()) is not None:
@@ -188,8 +181,6 @@ class BatchStream:
         update.add_done_callback(adopted)
 
     def wait_for_adoption(self, should_abort: Callable[[], bool] = never) -> None:
-        """Wait until the engines have loaded the latest weights. Raises `Cancelled` if the run is
-        aborted."""
         if self._update is not None:
             wait_for(self._update, should_abort)
 
@@ -201,8 +192,8 @@ class BatchStream:
             return self._position([*untrained, *self._buffer.unfinished()])
 
     def _fill(self) -> None:
-        """Submit as many prompts as the buffer has room for. Errors are stored and later raised by
-        `take`, because this also runs in callbacks, where futures swallow exceptions."""
+        """Submit as many prompts as the buffer has room for. Errors are stored for `take`, because
+        futures swallow exceptions in callbacks."""
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0
             try:

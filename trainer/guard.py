@@ -24,9 +24,7 @@ class RunJournal(Protocol):
 
     def begin(self, activity: str) -> None: ...
 
-    def reach(self, done: int, total: int, unit: str) -> None:
-        """Report how much of the current activity is done."""
-        ...
+    def reach(self, done: int, total: int, unit: str) -> None: ...
 
     def record(
         self,
@@ -34,14 +32,9 @@ class RunJournal(Protocol):
         metrics: Mapping[str, Metric],
         groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
-    ) -> None:
-        """Record a step with its metrics, the groups it trained on and the groups that were
-        discarded."""
-        ...
+    ) -> None: ...
 
-    def evaluated(self, step: int) -> bool:
-        """Return True if evaluation results for this step have been recorded."""
-        ...
+    def evaluated(self, step: int) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -61,7 +54,6 @@ class Saver:
         return step == run.steps or by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
 
     def save(self, step: int, position: Mapping[str, Any]) -> bool:
-        """Try to write a checkpoint. Returns True on success."""
         written = self.write(step, position)
         self.saved, self.tried_at = step if written else self.saved, time.monotonic()
         self.unwritten += not written
@@ -89,7 +81,6 @@ class RunGuard:
         should_abort: Callable[[], bool],
         handle_failure: Callable[[Exception], bool],
     ) -> None:
-        """The arguments are described in `keel.trainer.loop.Parts`."""
         self.reached = start
         """The last completed step."""
         self.saver = Saver(save, run, start)
@@ -99,8 +90,6 @@ class RunGuard:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Return a context for the whole run. If the run is aborted, the last completed step is
-        saved."""
         try:
             yield
         except Cancelled:
@@ -112,7 +101,6 @@ class RunGuard:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Return a context for sampling a batch. If sampling fails, the previous step is saved."""
         self._journal.begin("sampling")
         try:
             yield
@@ -125,8 +113,7 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """Return a context for an activity after a step. If the activity fails, `finish` raises its
-        error later."""
+        """Return a context for an activity after a step. `finish` raises its error later."""
         self._journal.begin(activity)
         try:
             yield
@@ -138,14 +125,13 @@ class RunGuard:
             self._deferred = error
 
     def continues(self, result: StepResult) -> bool:
-        """Return True if this step's weights should be published and evaluated."""
         return not (result.gave_up or self._deferred or self._should_abort())
 
     def finish(
         self, step: int, metrics: Mapping[str, Metric], batch: Batch, result: StepResult
     ) -> None:
-        """Record a step. Then raise the error that `deferred_errors` has held back, if any, or
-        RuntimeError if the learner gave up."""
+        """Record a step. Raises an error that `deferred_errors` has held back, or RuntimeError if
+        the learner gave up."""
         self._journal.record(step, metrics, batch.groups, batch.discarded)
         if result.gave_up:  # without a checkpoint: the policy may be broken
             raise RuntimeError(f"step {step}: {result.gave_up}")
@@ -155,15 +141,14 @@ class RunGuard:
             raise self._deferred
 
     def save(self, step: int) -> bool:
-        """Try to write a checkpoint. Returns True on success."""
         self._journal.begin("saving a checkpoint")
         if self._should_abort():
             self._stream.close()
         return self.saver.save(step, self._stream.position())
 
     def final_checkpoint(self, error: Exception) -> None:
-        """Save the last completed step before `error` ends the run. Also add a note to `error` that
-        tells the user how to resume."""
+        """Save the last completed step before `error` ends the run, and tell the user in a note how
+        to resume."""
         self._stream.close()
         untrained = error.prompts if isinstance(error, EmptyBatch) else ()
         try:

@@ -77,13 +77,11 @@ class StepDeadlines:
         self._slowest_pace_s: dict[str, float] = {}
 
     def of(self, what: str, times: int = 1) -> StepDeadline:
-        """Return the configured deadline for a call that takes `times` optimizer steps."""
         return StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
     def likely(self, what: str, work: int, times: int = 1) -> StepDeadline:
-        """Return a deadline based on how long earlier calls took. Return the configured deadline if
-        it is shorter or there were no earlier calls. `work` is the number of micro-batches in the
-        call (`micro_batch_count`)."""
+        """Return a deadline based on how long earlier calls took, but never more than the
+        configured one. `work` is the number of micro-batches in the call."""
         longest = self.of(what, times)
         if what not in self._longest_s:
             return longest
@@ -95,15 +93,12 @@ class StepDeadlines:
         return StepDeadline(what, seconds, knob)
 
     def took(self, what: str, work: int, seconds: float) -> None:
-        """Record how long a call took."""
         self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
         pace_s = seconds / max(1, work)
         self._slowest_pace_s[what] = max(self._slowest_pace_s.get(what, 0.0), pace_s)
 
 
 def micro_batch_count(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
-    """Return the number of micro-batches in a call to one group of ranks. It is the same for all
-    groups."""
     batches: Sequence[Any] = list(share.values()) if isinstance(share, Mapping) else share
     return sum(len(batch.micro_batches) + len(batch.scored_first) for batch in batches)
 
@@ -160,7 +155,6 @@ class Learner:
 
     @property
     def version(self) -> int:
-        """The version of the current weights. The initial weights have version 0."""
         return self._version
 
     def prepared(self) -> None:
@@ -189,8 +183,7 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Train on one batch of rollouts by taking `algorithm.updates_per_batch` optimizer
-        steps."""
+        """Take `algorithm.updates_per_batch` optimizer steps on one batch of rollouts."""
         asleep = self._put_to_sleep()
         shares = pack_shares(groups, self._config)
         ray_timeouts.awaited(asleep)
@@ -222,8 +215,7 @@ class Learner:
         )
 
     def lowered(self, config: Config) -> None:
-        """Switch to `config`, which uses less memory because it has smaller micro-batches or more
-        activation checkpointing."""
+        """Switch to a config that needs less memory."""
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
@@ -256,11 +248,9 @@ class Learner:
         return merge(scored)
 
     def make_room(self) -> None:
-        """Put the engines to sleep and wait until the weights fit on the GPUs."""
         ray_timeouts.awaited(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Put rank 0's weights into Ray's object store in buckets, and return the references."""
         return self._call_all("put_weights", deadline=self._deadlines.of("the weights"))[0]
 
     def send(self, engines: Sequence[UpdatableEngine]) -> list[Future[int]]:
@@ -301,16 +291,13 @@ class Learner:
         return [sent[engine.index] for engine in engines]
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write everything that `load` needs to `folder`. Returns the written files."""
         parts = self._with_folder("save", folder, f"saving {folder}")
         return {name: entry for part in parts for name, entry in part.items()}
 
     def load(self, folder: Path) -> None:
-        """Restore the exact state that `save` wrote to `folder`. Requires `start`."""
         self._version = self._with_folder("load", folder, f"loading {folder}")[0]
 
     def export(self, folder: Path) -> dict[str, Entry]:
-        """Export a model folder that transformers and vLLM can load. Returns the written files."""
         parts = self._with_folder("export", folder, f"exporting to {folder}")
         return {name: entry for part in parts for name, entry in part.items()}
 
@@ -319,7 +306,6 @@ class Learner:
         return self._call_all(method, str(folder.absolute()), deadline=self._deadlines.of(what))
 
     def shutdown(self) -> None:
-        """Kill every rank. It is safe to call this twice or after a failure."""
         for rank in self._ranks:
             ray_timeouts.kill(rank)
         for sender in self._senders:  # these threads wait on Ray, which ends next
@@ -398,8 +384,8 @@ class Learner:
         return f" (process {self._locations[rank].pid} on {self._locations[rank].host})"
 
     def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
-        """Combine the failures of several ranks into one error. If a rank died, its death is the
-        cause. Set `stuck` if some ranks have not answered."""
+        """Combine the failures of several ranks into one error. A rank's death is the cause of all
+        others. Set `stuck` if some ranks have not answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]

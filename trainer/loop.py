@@ -47,9 +47,7 @@ class Rollouts(Protocol):
 class Rewards(Protocol):
     def submit(self, group: Group, purpose: Purpose) -> Future[ScoredGroup]: ...
 
-    def metrics(self) -> Mapping[str, Metric]:
-        """Return the metrics of all groups scored since the last call."""
-        ...
+    def metrics(self) -> Mapping[str, Metric]: ...
 
 
 class PolicyLearner(Protocol):
@@ -61,8 +59,6 @@ class PolicyLearner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The components that the training loop uses."""
-
     prompts: Prompts
     rollouts: Rollouts
     rewards: Rewards

@@ -29,14 +29,13 @@ class SkipCounter:
     have the same count, because the gradient norm is global."""
 
     def __init__(self, limit: int) -> None:
-        """`limit` is the number of consecutive skipped steps after which the run must end."""
         self._limit, self._in_a_row = limit, 0
         self.gave_up = ""
         """The reason the run must end, or an empty string while it can continue."""
 
     def count(self, norm: float, version: int) -> bool:
-        """Count the step that leads to `version`, given its gradient norm. Returns True if the step
-        was skipped because the norm was not finite."""
+        """Count the step that leads to `version`. Returns True if it was skipped because `norm` is
+        not finite."""
         skipped = not math.isfinite(norm)
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row >= self._limit:
@@ -70,8 +69,8 @@ class Finding:
 def describe_findings(
     findings: Sequence[Finding], groups: Sequence[ScoredGroup | SftExample]
 ) -> tuple[str, ...]:
-    """Return one line for each finding from all ranks, and name the completion it belongs to.
-    Uncertain findings are included only if there are no certain ones."""
+    """Return one line for each finding, naming its completion. Uncertain findings are included only
+    if there are no certain ones."""
     names: dict[bytes, str] = {}
 
     def add(name: str, segments: Sequence[Segment]) -> None:
@@ -128,7 +127,6 @@ class NanTracer:
     def observe(
         self, logp_R: Tensor, reference_R: Tensor | None, kl_coef_R: Tensor, loss: Tensor
     ) -> None:
-        """Record the log-probabilities of the policy and the reference before the backward pass."""
         self._loss = float(loss.detach())
         self._values.append(("log-probability", logp_R.detach()))
         if reference_R is not None:

@@ -141,7 +141,6 @@ class Task(PlannedModel):
         return self.dataset.train.state()
 
     def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
-        """Return the description of the plan that is shown to the user."""
         config, facts, time = self.config, self.facts, None
         if (
             trains and not self.gpu and not config.with_agents
@@ -189,7 +188,6 @@ class SftTask(PlannedModel):
         return self.batches.position()
 
     def text(self, *, seats: Sequence[str] = ()) -> str:
-        """Return the description of the plan that is shown to the user."""
         config, sft, trainer = self.config, self.config.sft, self.config.trainer
         what = "windows" if sft.only_text else "conversations"
         size = f"{sft.conversations_per_step} {what}"
@@ -443,7 +441,6 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
 
 
 def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
-    """Load the prompts and check their lengths and rewards. Raises ConfigError if a check fails."""
     return load_dataset(
         config.data,
         seed=config.run.seed,
@@ -470,7 +467,6 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
 
 
 def require_prompts(config: Config) -> None:
-    """Raise ConfigError if the recipe has no prompts."""
     if not config.data.sources:
         raise ConfigError(
             "data.sources is empty: nothing to sample. sft.sources are for `keel sft` and "
@@ -507,7 +503,6 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
 
 
 def length_rules(config: Config) -> dict[str, LengthRule]:
-    """Return the length rule of each domain. Raises ValueError if a rule is invalid."""
     rules: dict[str, LengthRule] = {}
     for domain, length in config.data.lengths_by_domain.items():
         budget = config.budget(domain)
@@ -539,9 +534,8 @@ def _total_steps(config: Config, batches: Batches) -> int:
 
 
 def text_encoder(tokenizer: Any) -> Encoded:
-    """Return an encoder for pre-training texts. It adds the tokenizer's prefix and the end-of-text
-    token, and escapes control tokens in the text. Raises ValueError if the tokenizer does not
-    support this."""
+    """Return an encoder for texts that adds the tokenizer's prefix and end-of-text token and
+    escapes control tokens. Raises ValueError if the tokenizer does not support this."""
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
     before = [index for index in tokenizer("")["input_ids"] if index != end]
 
@@ -549,8 +543,7 @@ def text_encoder(tokenizer: Any) -> Encoded:
 
 
 def chat_renderer(chat: TemplateChat | None) -> Render:
-    """Return a function that renders conversations to token ids with the same code as rollouts.
-    `chat` may be None if there are no conversations."""
+    """Return a function that renders conversations to token ids with the same code as rollouts."""
     checked: set[tuple[bool, bool]] = set()
 
     def render(example: Example) -> list[Segment]:

@@ -39,8 +39,8 @@ class _SftLearner(Protocol):
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool], /
     ) -> dict[str, Metric]:
-        """Score named batches and return `<name>/nll` for each. While indexers are warming up, also
-        return `<name>/indexer/held`. Returns an empty dict if `should_abort()` returns True."""
+        """Return `<name>/nll` for each batch, and `<name>/indexer/held` while indexers are warming
+        up. Returns an empty dict if `should_abort()` returns True."""
         ...
 
 
@@ -61,10 +61,7 @@ class SftParts:
 
 
 class Batches:
-    """Draws a batch of conversations for each step."""
-
     def __init__(self, stream: _SftStream, config: SftConfig, *, epoch: float) -> None:
-        """`epoch` is the number of conversations in an epoch."""
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None
         """A conversation that was drawn from the stream but did not fit into the last batch."""
@@ -93,7 +90,6 @@ class Batches:
         self._next, self._drawn = None, int(state["taken"])
 
     def steps_of(self, epochs: float) -> int:
-        """Return the number of steps left until `epochs` are complete."""
         before, end, steps = self.position(), self._end_of(epochs), 0
         while self._drawn < end:
             self.take()

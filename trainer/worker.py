@@ -59,7 +59,6 @@ class RankLocation:
 
 
 def last_lines(log: str) -> str:
-    """Return the last lines of a log file, or nothing if the file is not on this machine."""
     lines = Path(log).read_text(errors="replace").splitlines() if Path(log).is_file() else []
     return "\n".join(["last lines of its log:", *lines[-_LOG_LINES:]]) if lines else ""
 
@@ -163,7 +162,6 @@ class TrainerWorker:
         return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
 
     def read_text(self, path: str) -> str:
-        """Return the content of a text file, or an empty string if this rank cannot read it."""
         try:
             return Path(path).read_text()
         except OSError:
@@ -188,8 +186,7 @@ class TrainerWorker:
         return host, port
 
     def start(self, model_path: str, config: Config, rendezvous: tuple[str, int]) -> list[str]:
-        """Join the other ranks and load the model. Returns the engine's warnings
-        (`TrainerEngine.notes`)."""
+        """Join the other ranks and load the model. Returns the engine's warnings."""
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
 
@@ -247,7 +244,6 @@ class TrainerWorker:
         self.engine.recompute(keep_attention=keep_attention)
 
     def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
-        """Score named batches of conversations. Returns metrics such as `<name>/nll`."""
         return {
             f"{name}/{metric}": value
             for name, batch in batches.items()
@@ -255,13 +251,11 @@ class TrainerWorker:
         }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Put the weights into Ray's object store, one bucket at a time. Rank 0 returns the
-        references. Other ranks put nothing there and return an empty list."""
+        """Put the weights into Ray's object store on rank 0, one bucket at a time."""
         return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
-        """Send the weights to the engines that this rank serves, if any. All ranks must call this
-        together."""
+        """Send the weights to this rank's engines. All ranks must call this together."""
         assert self._sender is not None
         buckets = self.engine.buckets(requested=bool(receivers))
         return self._sender.send(buckets, receivers, self.engine.version)
@@ -270,7 +264,6 @@ class TrainerWorker:
         return self.engine.save(Path(folder))
 
     def load(self, folder: str) -> int:
-        """Load a checkpoint and return the version of its weights."""
         self.engine.load(Path(folder))
         return self.engine.version
 

@@ -234,8 +234,6 @@ class Checkpoints:
 
 
 def _choose_writers(shares: Sequence[_Share]) -> list[set[int]]:
-    """Choose which tensors each rank writes. A rank skips padding and all tensors that an earlier
-    rank also has."""
     seen: set[tuple[_StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
     for share in shares:
@@ -253,7 +251,6 @@ def _sizes(shares: Sequence[_Share]) -> dict[str, int]:
 
 
 def _check_complete(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> None:
-    """Raise RuntimeError unless the pieces cover each parameter exactly once."""
     reached = dict.fromkeys(sizes, 0)
     for name, start, count, *_ in sorted(pieces):
         if start != reached[name]:
@@ -276,8 +273,7 @@ def _check_same_model(
 
 
 class _Source(NamedTuple):
-    """Consecutive elements in a tensor that a rank has written, and their place in the requested
-    tensor."""
+    """Consecutive elements in a saved tensor, and their place in the requested tensor."""
 
     rank: int
     tensor: int
@@ -290,8 +286,7 @@ class _Source(NamedTuple):
 def _sources(
     piece: _StatePiece, written: Sequence[tuple[int, int, _StatePiece]]
 ) -> Iterator[_Source]:
-    """Yield the sources from which a piece can be read. `written` holds the saved pieces of its
-    parameter."""
+    """Yield the sources of a piece, given the saved pieces of its parameter."""
     end = piece.start + piece.count
     first = bisect_right(written, piece.start, key=lambda entry: entry[0]) - 1
     for start, rank, source in written[first:]:
@@ -304,8 +299,8 @@ def _sources(
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write flat float32 tensors to a safetensors file, copying one block at a time through host
-    memory. The `safetensors` package would need all tensors in host memory at once."""
+    """Write flat float32 tensors block by block. The `safetensors` package would need all tensors
+    in host memory at once."""
     ends = [0, *accumulate(4 * tensor.numel() for tensor in tensors.values())]
     text = json.dumps(
         {

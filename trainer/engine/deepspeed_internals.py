@@ -96,7 +96,6 @@ def gradient_sums(optimizer: Any) -> list[Tensor]:
 
 
 def buckets(optimizer: Any) -> list[Tensor]:
-    """Return the communication buffers for gradients, which are unused between two steps."""
     ipg_buckets = getattr(optimizer, "ipg_buckets", {}).values()
     return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
 
@@ -142,7 +141,6 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def drop_gathered(optimizer: Any) -> None:
-    """Free the full parameters that ZeRO-3 has prefetched."""
     if hasattr(optimizer, "empty_partition_cache"):
         optimizer.empty_partition_cache()
 
@@ -223,8 +221,7 @@ def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) ->
 
 
 def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
-    """Return a parameter's group and its slice of the master weights under ZeRO-1 and 2, where each
-    rank holds one partition of the group's flattened parameters."""
+    """Return a parameter's group and its slice of the master weights under ZeRO-1 and 2."""
     mapping = parameter._hp_mapping
     if mapping is None:  # in the partition of another rank
         return 0, None
@@ -234,8 +231,7 @@ def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
 
 
 def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | None]:
-    """Return a parameter's group and its part in the master weights under ZeRO-3, where each rank
-    has a shard of each parameter."""
+    """Return a parameter's group and its part in the master weights under ZeRO-3."""
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = parameter.ds_zero_partition_rank * size
     count = min(size, parameter.ds_numel - start)  # the last shard is padded
@@ -269,7 +265,6 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter"
 
 
 def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
-    """Return the state of the dynamic loss scaler, or an empty dict if the dtype is not float16."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is None or not scaler.dynamic:
         return {}
@@ -277,7 +272,6 @@ def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
 
 
 def set_loss_scale(engine: DeepSpeedEngine, state: Mapping[str, float]) -> None:
-    """Restore the loss scaler's saved state, but keep its current settings."""
     if loss_scale(engine):
         optimizer: Any = engine.optimizer
         vars(optimizer.loss_scaler).update({k: v for k, v in state.items() if k in _SCALER_STATE})
@@ -335,14 +329,12 @@ def original_names(layer: Any) -> dict[str, str]:
 def split_experts(
     parameters: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the parameters that all ranks share, and the parameters of experts."""
     from deepspeed.moe.utils import split_params_into_shared_and_expert_params  # noqa: PLC0415
 
     return split_params_into_shared_and_expert_params(list(parameters))
 
 
 def layer_group(layer: Any) -> ProcessGroup | None:
-    """Return the process group over which an AutoEP layer distributes its experts."""
     return layer.ep_group
 
 
@@ -351,7 +343,6 @@ def expert_group_name(parameter: Any) -> str:
 
 
 def expert_group(parameter: nn.Parameter) -> ProcessGroup:
-    """Return the process group over which the experts of this parameter's layer are distributed."""
     from deepspeed.utils.groups import _get_expert_parallel_group  # noqa: PLC0415
 
     return _get_expert_parallel_group(expert_group_name(parameter))

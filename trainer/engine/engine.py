@@ -191,14 +191,12 @@ class TrainerEngine:
 
     @property
     def gave_up(self) -> str:
-        """The reason the run must stop, or an empty string while training can continue."""
         return self._skips.gave_up
 
     # Training
 
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
-        """Take an optimizer step for each batch and return the metrics. The remaining batches are
-        left out once `gave_up` is set."""
+        """Take an optimizer step for each batch, until `gave_up` is set, and return the metrics."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
         lr = learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
@@ -382,11 +380,10 @@ class TrainerEngine:
         self._offload.offload(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        """Yield the weights as buckets in host memory on rank 0. The other ranks yield nothing."""
+        """Yield the weights as buckets in host memory on rank 0, and nothing on the other ranks."""
         return in_host_memory(self.buckets(requested=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> dict[str, Entry]:
-        """Write a model folder, and return the files that this rank wrote."""
         self._offload.load()
         model, config = self._network.model, self._config.model
         if config.lora.enabled and self._rank == 0:
@@ -396,7 +393,6 @@ class TrainerEngine:
     # Checkpoints
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write everything that `load` needs, and return the files that this rank wrote."""
         self._offload.load(state=True)
         return self._checkpoints.save(folder, {"steps": self.steps, "version": self.version})
 

@@ -21,7 +21,6 @@ def _add_kernel(sums, gradients, count, BLOCK: tl.constexpr):
 
 
 def add(sums: Tensor, gradients: Tensor) -> None:
-    """Add `gradients` to the float32 `sums` in place. Both must be contiguous and have the same
-    size."""
+    """Add contiguous `gradients` to the float32 `sums` in place."""
     count = sums.numel()
     _add_kernel[(triton.cdiv(count, BLOCK),)](sums, gradients, count, BLOCK=BLOCK, num_warps=8)

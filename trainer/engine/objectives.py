@@ -46,7 +46,6 @@ class SplitGaps:
             self._totals = GapTotals(count, device)
 
     def add(self, inputs: Inputs, logp: Tensor) -> None:
-        """Add the [R] sampled tokens of a micro-batch to the means."""
         # All ranks of a sequence-parallel group have the same.
         if self._count and inputs.split_S is not None and inputs.part.rank == 0:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
@@ -60,7 +59,6 @@ class SplitGaps:
         return torch.where(inputs.split_S < 0, torch.nan, gaps)
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the largest mean over the micro-batches added so far."""
         if not self._count:
             return {}
         return {"mask/logp_gap_max": Max(float(self._means().clamp(min=0).amax()))}
@@ -144,7 +142,6 @@ def indexer_metrics(held: Tensor) -> dict[str, Metric]:
 
 
 def mass_metrics(totals: Tensor) -> dict[str, Metric]:
-    """Compute metrics from the totals that `mass_share` returns."""
     mass, tokens, short, counted = totals.tolist()
     metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
     return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})

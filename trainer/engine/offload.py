@@ -61,8 +61,6 @@ class _Buffer:
         return sum(size for _, size in self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor], enough: float = math.inf) -> float:
-        """Offload `tensors` until `enough` bytes are freed. Returns how many bytes are still
-        missing."""
         freed: list[tuple[UntypedStorage, int]] = []
         copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         for storage in _on_device(tensors, self._device):
@@ -88,7 +86,6 @@ class _Buffer:
         return enough
 
     def load(self) -> None:
-        """Move all offloaded storages back to the device."""
         for storage, size in self._offloaded:
             storage.resize_(size)
             if self._content == "zeros":
@@ -153,8 +150,8 @@ class Offload:
         self._gradients = _Buffer(device, "zeros")
 
     def offload(self, *, weights: bool) -> None:
-        """Free memory until this rank uses at most `room`. The model's weights are offloaded last,
-        and only if `weights` is set."""
+        """Free memory until this rank uses at most `room`. The weights are offloaded last, and only
+        if `weights` is set."""
         self._gradients.offload(gradient_sums(self._optimizer))
         self._buckets.offload(buckets(self._optimizer))
         drop_gathered(self._optimizer)

@@ -102,14 +102,13 @@ def read_once(
 
 
 def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
-    """Return another copy of the model, built from the outline `data` with uninitialized weights on
-    `device`. If the outline is empty, the model is loaded again."""
+    """Return another copy of the model with uninitialized weights on `device`, or load it again if
+    its outline is empty."""
     return _from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
-    """Copy the weights of `source` to `target`, which must have the same architecture. All ranks
-    must call this together."""
+    """Copy the weights of `source` to `target`. All ranks must call this together."""
     for weight, copy in zip(source.parameters(), target.parameters(), strict=True):
         with gathered([weight], stage=stage), gathered([copy], stage=stage, modifier_rank=0):
             copy.data.copy_(weight.data)
@@ -128,7 +127,6 @@ class Weights:
     """Yields the weights of a model that DeepSpeed has initialized."""
 
     def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
-        """`stage` is the ZeRO stage."""
         self._model, self._experts, self._stage = model, experts, stage
         self._packers: dict[tuple[int, torch.dtype], BucketPacker] = {}
 
@@ -145,7 +143,6 @@ class Weights:
             yield name, convert(name, tensor)
 
     def buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[FlatBucket]:
-        """Pack the tensors of `named` into buckets on this rank's device, and yield the buckets."""
         key = bucket_bytes, dtype
         if key not in self._packers:
             self._packers[key] = BucketPacker(self._model, dtype, bucket_bytes, whole=self._whole)
@@ -182,8 +179,6 @@ def export_model(
 
 
 def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> int | None:
-    """Copy a model's tokenizer and return its EOS token id. If `chat_template` is given, it
-    replaces the tokenizer's own."""
     tokenizer = tokenizer_with(chat_template, source)
     tokenizer.save_pretrained(folder)
     return tokenizer.eos_token_id

@@ -42,7 +42,6 @@ _NEVER = 2**31
 
 
 def check_libraries() -> None:
-    """Raise RuntimeError if Keel does not support the installed version of PyTorch or DeepSpeed."""
     check_torch()
     check_deepspeed()
 
@@ -146,7 +145,6 @@ def deepspeed_config(
 
 
 def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration for a model that is not trained. The model keeps its dtype."""
     if config["zero_optimization"]["stage"] == 3:
         return dict(config)
     rest = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
@@ -154,13 +152,11 @@ def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
-    """Return the ZeRO stage to use. In half precision it is at least 1, because DeepSpeed keeps no
-    float32 master weights at stage 0."""
+    """Return the ZeRO stage in use. DeepSpeed keeps no float32 master weights at stage 0."""
     return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return `model.dtype` on a GPU, and float32 on a CPU."""
     return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32
 
 
@@ -222,8 +218,6 @@ def apply_gradients(
 
 @contextmanager
 def room_to_update() -> Iterator[None]:
-    """Return a context for an update. Raises `UpdateOutOfMemory` if the code inside it runs out of
-    memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -235,7 +229,6 @@ def room_to_update() -> Iterator[None]:
 
 
 def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:
-    """Drop all gradients after an interrupted backward pass. This works only with a single rank."""
     module.zero_grad(set_to_none=True)
     for total in gradient_sums(engine.optimizer):
         if total.untyped_storage().nbytes():  # it may be offloaded

@@ -41,7 +41,6 @@ class Choice:
     """The reason for each value, keyed by knob."""
 
     def lines(self) -> list[str]:
-        """Return one line per chosen knob for `keel check`, with its value and the reason."""
         return [f"{k} = {yaml_value(v)}: {self.reasons[k]}" for k, v in self.values.items()]
 
 
@@ -96,8 +95,6 @@ def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
 
 
 def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
-    """Return the reason for the value of each unset knob. Most reasons compare the layout with one
-    that differs only in this knob."""
     config, engine = best.config, best.plan.engine.parts
     share = config.rollout.gpu_memory_utilization * search.hardware.gpu_gib
     at_once = engine_sequences(config)
@@ -158,8 +155,8 @@ class SavedChoice:
 
 
 def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
-    """Load the values that were saved for the run that is about to be resumed. They are dropped if
-    the hardware (`Hardware.signature`) has changed."""
+    """Load the values saved by the run that is about to be resumed, unless the hardware has
+    changed."""
     folder = Path(config.run.dir).expanduser()
     saved = _read_cache(folder)
     resumes = config.run.resume != "never" and checkpoint.latest(folder / "checkpoints")
@@ -174,7 +171,6 @@ def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
 
 
 def save_choice(folder: Path, values: Values, signature: Mapping[str, Any]) -> None:
-    """Save the chosen values, if there are any, so that a resumed run can load them."""
     if values:
         fresh = folder / f"{CACHE_FILE}.tmp"
         content = {"values": dict(values), "hardware": dict(signature)}
@@ -199,7 +195,6 @@ def _read_cache(folder: Path) -> dict[str, dict[str, Any]] | None:
 
 @cache
 def has_bfloat16() -> bool:
-    """Return True if this CPU has bfloat16 instructions."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:

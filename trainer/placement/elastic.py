@@ -105,11 +105,9 @@ class ElasticLayouts:
 
     @property
     def _min_ranks(self) -> int:
-        """The minimum number of ranks, or 0 if the run needs all of them."""
         return self.whole.trainer.min_ranks or int(RANKS in self.chosen)
 
     def _with_reductions(self) -> Config:
-        """Return the full config with the memory-saving changes made after earlier failures."""
         if not self.lowering.times:
             return self.whole
         now, trainer = self.lowering.config.trainer, self.whole.trainer
@@ -148,7 +146,6 @@ class ElasticLayouts:
         )
 
     def _wait(self, whole: Config, shortage: str) -> Config:
-        """Wait until the full config fits or a smaller one may be used, and return that config."""
         run, min_ranks = whole.run, self._min_ranks
         timeout_s, reason = run.startup_timeout_s, _REMEDY
         future = f"After {timeout_s:g} s (run.startup_timeout_s) the run ends. {_REMEDY}"
@@ -192,8 +189,6 @@ class ElasticLayouts:
         return config
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
-        """Return the config with the most ranks and engines that fit on these nodes, or None and
-        the reason there is none."""
         free = [
             replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
             for node in allowed(nodes, whole.run)
@@ -238,7 +233,6 @@ def elastic_layouts(
     chosen: Values,
     say: Callable[[str], object] = print,
 ) -> ElasticLayouts:
-    """Create the `ElasticLayouts` for a new run on the current cluster."""
     return ElasticLayouts(
         lowering=OomRecovery(config=config, folder=folder),
         whole=config,
@@ -303,8 +297,8 @@ class OomRecovery:
     """True if the run has fewer ranks or engines than its recipe asks for (`elastic`)."""
 
     def after(self, error: OutOfMemory) -> str:
-        """Change the config to use less memory, save the change in the run folder, and return a
-        message for the user. Raises `error` if no further reduction is possible."""
+        """Reduce the config's memory use, save the change in the run folder, and return a message
+        for the user. Raises `error` if nothing is left to reduce."""
         reduced = _with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
         if reduced is None:
             raise error
@@ -336,8 +330,7 @@ class RetryOnOom:
         return self.attempt(lambda _: self.learner.step(groups))
 
     def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
-        """Call `act` with the current config until the step fits in memory. After each failure, the
-        config is changed to use less memory."""
+        """Call `act` with configs that need less and less memory until the step fits."""
         times = 0
         while True:
             try:

@@ -42,7 +42,6 @@ FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"
 
 
 def check_engine_dtype(config: Config, model_type: str) -> None:
-    """Check that vLLM supports this model type in the engine's dtype."""
     if config.engine_dtype == "float16" and model_type in NOT_IN_FLOAT16:
         knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
         raise ConfigError(
@@ -52,7 +51,6 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
 
 
 def check_residual(config: Config, model_type: str) -> None:
-    """Check that this model type supports a float32 residual stream if the recipe asks for one."""
     if config.model.residual_dtype == "float32" and model_type not in FLOAT32_RESIDUAL:
         raise ConfigError(
             f"model.residual_dtype = 'float32': models of type {model_type} are not supported, "
@@ -108,8 +106,8 @@ def check_engine_attention(config: Config, *, architecture: str, kv_width: int, 
 
 
 def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
-    """Check that the indexer has something to learn. It does not if even the longest text window
-    has at most `top_k` tokens."""
+    """Check that the longest text window is longer than `top_k`, or the indexer has nothing to
+    learn."""
     if top_k and longest <= top_k and config.trainer.attention != "dense":
         raise ConfigError(
             f"trainer.attention = {config.trainer.attention!r}: the longest window has {longest:,} "
@@ -129,7 +127,6 @@ def no_sharing(config: Config, *, architecture: str, head_size: int) -> str:
 
 
 def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool) -> None:
-    """Check that the model supports the recipe's training settings and parallelism."""
     trainer, algorithm, name = config.trainer, config.algorithm, config.model.path
     if config.max_context > facts.max_context:
         raise ConfigError(
@@ -172,7 +169,6 @@ def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool
 
 
 def check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, heads: int) -> None:
-    """Check that the attention heads and each layer's experts can be split among ranks."""
     size, knob = trainer.expert_parallel, f"trainer.expert_parallel = {trainer.expert_parallel}"
     if size > 1 and not experts:
         raise ConfigError(f"{knob}: {architecture} is dense and has no experts. Set it to 1")

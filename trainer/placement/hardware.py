@@ -154,11 +154,9 @@ class Node:
     """Host memory in GiB, or 0 if unknown."""
 
     def room(self, kind: _Kind) -> int:
-        """Return how many actors of this kind currently fit on the node."""
         return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
 
     def empty(self) -> Node:
-        """Return a copy of the node with all GPUs and CPU cores free."""
         return replace(self, free_gpus=self.gpus, free_cpus=self.cpus, in_use=False)
 
     def __str__(self) -> str:
@@ -191,7 +189,6 @@ class Hardware:
 
     @property
     def signature(self) -> dict[str, Any]:
-        """Return the hardware properties that a saved choice depends on, as JSON values."""
         return {
             "GPUs of each node": [node.gpus for node in self.nodes],
             "GiB of a GPU": round(self.gpu_gib),
@@ -207,7 +204,6 @@ class Hardware:
 
     @property
     def taken_warning(self) -> str:
-        """Return a warning if other processes use GPU memory, or an empty string."""
         return (
             f"other processes hold {gib(self.taken_gib * GIB)} of a GPU's "
             f"{gib(self.gpu_gib * GIB)} (see nvidia-smi). The plan leaves that out"
@@ -215,7 +211,6 @@ class Hardware:
 
     @property
     def idle(self) -> list[Node]:
-        """Return copies of the nodes with all GPUs and CPU cores free."""
         return [node.empty() for node in self.nodes]
 
     def __str__(self) -> str:
@@ -250,24 +245,20 @@ class Placement:
 
     @property
     def shared(self) -> bool:
-        """True if engines and ranks share GPUs."""
         return any(seat.shared for seat in self.seats)
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the actors occupy."""
         return sum(seat.gpus for seat in self.seats if not (seat.shared and seat.kind == ENGINE))
 
     @property
     def ranks_by_node(self) -> list[tuple[Node, int]]:
-        """Maps each node that has trainer ranks to the number of its ranks."""
         nodes = [seat.node for seat in self.seats if seat.kind == RANK]
         unique = {id(node): node for node in nodes}
         return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """Return the seat that holds an actor's GPUs. This is a rank's seat if the actor shares the
-        GPUs with it."""
+        """Return the seat that holds an actor's GPUs, which may be a rank's."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
@@ -384,7 +375,6 @@ def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
 
 
 def idle_nodes(count: int, gpus: int) -> list[Node]:
-    """Return hypothetical idle nodes with enough CPU cores."""
     return [
         Node(name=f"node {i}", gpus=gpus, cpus=2 * gpus, free_gpus=gpus, free_cpus=2 * gpus)
         for i in range(count)

@@ -106,7 +106,6 @@ class Layout:
 
     @property
     def rank(self) -> tuple[int, float, float]:
-        """Sort key for layouts that are equally fast. The best layout comes first."""
         engine, needs = self.plan.engine.total / GIB, self.plan.peak / GIB
         if self.config.data.sources:
             if not self.shared:
@@ -137,8 +136,6 @@ _STRICTNESSES = (
 
 
 class LayoutSearch:
-    """Searches for the best layout of a recipe on the given hardware."""
-
     def __init__(
         self, config: Config, open_knobs: frozenset[str], facts: ModelFacts, hardware: Hardware
     ) -> None:
@@ -169,7 +166,6 @@ class LayoutSearch:
 
     @cached_property
     def placements(self) -> list[Values]:
-        """The numbers of ranks and engines to try, each with and without sharing GPUs."""
         config, gpus = self.config, self.gpus
         width, is_open = config.rollout.tensor_parallel, "rollout.colocated" in self.open_knobs
         seats: list[tuple[Any, ...]] = []
@@ -260,7 +256,6 @@ class LayoutSearch:
 
     @property
     def no_sharing(self) -> str:
-        """The reason prompts cannot be shared, or an empty string."""
         facts = self._facts
         return no_sharing(self.config, architecture=facts.architecture, head_size=facts.head_size)
 
@@ -339,7 +334,6 @@ class LayoutSearch:
         return [{knob: size} for size in reversed(worth)]
 
     def best(self) -> Layout | None:
-        """Return the best layout, or None if no layout fits."""
         for self.strictness in _STRICTNESSES:
             self.candidates = [*self.fitting()]
             if self.candidates:
@@ -367,8 +361,8 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Yield the layouts that fit with these values, for different ways of sampling. Stop once
-        the engine's cache holds all sequences at once without time-sharing."""
+        """Yield the layouts that fit, until the engine's cache holds all sequences without
+        time-sharing."""
         for turns in self.turns:
             if self._placed({**values, **turns}) is None:
                 continue
@@ -420,8 +414,7 @@ class LayoutSearch:
         return self._placements[seats]
 
     def layout(self, values: Values) -> Layout | None:
-        """Return the layout with these values for the unset knobs, or None if it does not fit. The
-        engine's share of GPU memory is chosen here."""
+        """Return the layout with these values, or None if it does not fit."""
         placement = self._placed(values)
         if placement is None:
             return None
@@ -457,7 +450,7 @@ class LayoutSearch:
         return rest + time.rollout + training
 
     def _share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """Choose the engine's share of GPU memory. Returns None if an engine does not fit."""
+        """Choose the engine's share of GPU memory, or return None if it does not fit."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         most = min(self._free_gib, self.strictness.max_share * size)
         if shared:
@@ -476,8 +469,7 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def refusal(self) -> ConfigError:
-        """Return the error to raise if no layout fits. It says why even the layout with the lowest
-        memory use does not fit."""
+        """Return the reason why even the layout with the lowest memory use does not fit."""
         ways = [
             {**seats, **sizes[-1], **turns, **self.sampling(seats, fewer=True)[-1]}
             for seats in self.placements

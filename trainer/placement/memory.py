@@ -81,13 +81,11 @@ def gib(size: float) -> str:
 
 
 def engine_sequences(config: Config) -> int:
-    """Return how many completions an engine samples at once."""
     sequences = config.algorithm.prompts_per_step * config.algorithm.group_size
     return min(config.rollout.max_num_seqs, -(-sequences // config.rollout.engines))
 
 
 def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
-    """Return how many bytes of KV cache one token takes on each of an engine's GPUs."""
     shares = min(config.rollout.tensor_parallel, facts.kv_heads)
     layers = facts.layers - facts.linear_layers
     return layers * facts.kv_width * BYTES[config.engine_dtype] / shares
@@ -189,7 +187,6 @@ def _rank_tokens(config: Config) -> float:
 
 
 def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
-    """Return the number of trainable parameters, and how many of them are in routed experts."""
     if config.model.lora.enabled:
         return config.model.lora.parameters(facts.projections), 0
     if config.trainer.attention == "warm-up":  # only the indexer learns
@@ -198,8 +195,7 @@ def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
-    """Return the ZeRO stage in use. The result is the same as for
-    `keel.trainer.engine.zero.zero_stage`, but this function does not need its imports."""
+    """Return the stage of `keel.trainer.engine.zero.zero_stage` without its imports."""
     mixed = gpu and config.model.dtype != "float32"
     return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
 
@@ -304,8 +300,7 @@ def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
 
 
 def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
-    """Return how many bytes the support head needs for the gradients of its weight and hidden
-    states, and for buffers of kept token ids."""
+    """Bytes for the gradients of the support head's weight and hidden states, and for kept ids."""
     tokens = _rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
     whole = _HEAD_CHUNK_BYTES * facts.vocab_size
@@ -393,8 +388,7 @@ def key_width(facts: ModelFacts) -> float:
 
 
 def _expert_width(facts: ModelFacts) -> float:
-    """Return the total intermediate size of the routed experts that process one token in a MoE
-    layer."""
+    """Total intermediate size of the routed experts of one token in a MoE layer."""
     if not facts.moe_layers:
         return 0.0
     each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
@@ -402,8 +396,7 @@ def _expert_width(facts: ModelFacts) -> float:
 
 
 def _mlp_width(facts: ModelFacts) -> float:
-    """Return the intermediate size of an average layer's MLP, including shared but not routed
-    experts."""
+    """Intermediate size of an average layer's MLP, with shared but without routed experts."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * _expert_width(facts)
@@ -443,20 +436,16 @@ def least_bytes(config: Config, memory: Memory) -> float:
 
 
 def peak_bytes(config: Config, memory: Memory, plan: OffloadPlan) -> float:
-    """Return the maximum number of bytes that a rank holds on its GPU under this offload plan."""
     return max(memory.total - plan.training, min(memory.total, _update_bytes(config, memory)))
 
 
 def _update_bytes(config: Config, memory: Memory) -> float:
-    """Return how many bytes a rank needs during an update, without the reference model."""
     names = ("weights", "gradients", "optimizer", "unused", "CUDA")
     held = sum(memory.parts[name] for name in names)
     return held + update_copy_bytes(config, memory.parts, gpu=True)
 
 
 def held_bytes(memory: Memory) -> float:
-    """Return how many bytes a rank holds between steps for weights, optimizer and reference
-    model."""
     return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 
@@ -506,7 +495,6 @@ def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None)
 
 
 def _fixed_gib(config: Config) -> float:
-    """Return how many GiB the CUDA context and the weights being sent to engines take."""
     return TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024
 
 
@@ -542,8 +530,7 @@ def can_start_together(
 def check_trainer_fits(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> None:
-    """Check that a rank fits on its GPU, next to an engine if they share it. Raises DoesNotFit if
-    it does not."""
+    """Raise DoesNotFit if a rank does not fit on its GPU, next to an engine if they share it."""
     share = config.rollout.gpu_memory_utilization
     needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:

@@ -178,8 +178,7 @@ def stop_ray() -> None:
 
 
 def cluster_nodes(*, gpus: bool = True) -> list[Node]:
-    """Return the living nodes with their free resources, starting with the nodes that have the most
-    GPUs. By default, nodes without GPUs are omitted."""
+    """Return the living nodes with their free resources, most GPUs first."""
     free_resources = bounded(free_by_node, CALL_S, "report free resources")
     nodes: list[Node] = []
     for node in bounded(ray.nodes, CALL_S, "list its nodes"):
@@ -199,8 +198,6 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
 
 
 def memory_gib() -> float:
-    """Return the total host memory of this machine in GiB, or the limit of its cgroup if that is
-    lower."""
     sizes = [psutil.virtual_memory().total]
     for path in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # no file, or "max"
@@ -209,7 +206,6 @@ def memory_gib() -> float:
 
 
 def gpu_gib() -> float:
-    """Return the memory of this machine's smallest GPU in GiB, or 0 if it has no GPU."""
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(visible_gpus())]
     return min(sizes, default=0) / GIB
 
@@ -219,9 +215,8 @@ def visible_gpus() -> int:
 
 
 def _taken_gib(*, least: bool = False) -> float:
-    """Return how many GiB other processes use on this machine's busiest GPU, or 0 if this is
-    unknown. If `least` is set, the least busy GPU counts instead. This is right for a cluster,
-    where Ray assigns the free GPUs."""
+    """Return how many GiB other processes use on this machine's busiest GPU, or on the least busy
+    one if `least` is set, because Ray assigns the free ones."""
     program = shutil.which("nvidia-smi")
     if not program:
         return 0.0
@@ -235,7 +230,6 @@ def _taken_gib(*, least: bool = False) -> float:
 
 
 def used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
-    """Parse lines of the form `GPU-<uuid>, <MiB>` from nvidia-smi, for `taken_gib`."""
     used: list[float] = []
     for line in listing.splitlines():
         uuid, _, mib = line.partition(",")
@@ -341,8 +335,7 @@ def planned_hardware(config: Config) -> Hardware:
 
 
 def seat_lines(config: Config, hardware: Hardware) -> list[str]:
-    """Return lines that show where each actor is placed. Raises ConfigError if the actors do not
-    fit."""
+    """Return lines that show where each actor is placed, or raise ConfigError."""
     idle = list(place(config, hardware.idle).lines())
     try:
         return list(place(config, hardware.nodes).lines())
@@ -362,7 +355,6 @@ class Reservation:
     group: PlacementGroup
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
-        """Return the Ray options that start an actor on its assigned GPUs."""
         owner = self.placement.owner(kind, index)
         return {
             "num_cpus": 1,
@@ -404,8 +396,7 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
 
 
 def _group(placement: Placement) -> PlacementGroup:
-    """Create a placement group with one bundle for each actor that owns GPUs, on the actor's node.
-    The bundle has another CPU core if the actor has a guest."""
+    """Create one bundle for each actor that owns GPUs, on the actor's node."""
     owners = _owners(placement)
     return placement_group(
         [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],
@@ -429,9 +420,8 @@ class _Downloader:
 
 
 def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
-    """Download the hub model `path` on all nodes except this one. `nodes` lists the Ray ids of the
-    nodes that need the model. If it is empty, all nodes do. Raises ConfigError if a download fails,
-    and RuntimeError if a node is lost."""
+    """Download the hub model `path` to other nodes: to those with these Ray ids, or to all. Raises
+    ConfigError if a download fails, and RuntimeError if a node is lost."""
     if not is_hub_name(path) or Path(path).exists():
         return
     here = ray.get_runtime_context().get_node_id()

@@ -55,8 +55,7 @@ _HINT = (
 
 
 def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
-    """Plan a run on this hardware. `keel check` and the start of a run use this. Raises ConfigError
-    if the run does not fit."""
+    """Plan a run on this hardware. Raises ConfigError if it does not fit."""
     if not hardware.gpu:
         return make_plan(config, facts, gpu=False)
     placement = place(config, hardware.idle)
@@ -69,8 +68,7 @@ def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
 def plan_placed(
     config: Config, facts: ModelFacts, hardware: Hardware, placement: Placement
 ) -> Plan:
-    """Plan a run whose actors have already been assigned to GPUs. Raises ConfigError if the run
-    does not fit."""
+    """Plan a run whose actors have already been assigned to GPUs."""
     plan = make_plan(
         config,
         facts,

@@ -42,7 +42,6 @@ def _tasks(pid: int) -> Path:
 
 
 def thread_state(pid: int, tid: int) -> ThreadState:
-    """Read the state of one thread. Raises one of `EXITED` if it has exited."""
     lines = (_tasks(pid) / str(tid) / "status").read_text().splitlines()
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
     state = fields.get("State", "")[:1]
@@ -54,10 +53,7 @@ def thread_state(pid: int, tid: int) -> ThreadState:
 
 
 def thread_states(pid: int) -> dict[int, ThreadState]:
-    """Return the state of every thread in a process, keyed by thread id.
-
-    Raises one of `EXITED` if the process has exited.
-    """
+    """Return the state of each thread. Raises one of `EXITED` if the process has exited."""
     states: dict[int, ThreadState] = {}
     for task in _tasks(pid).iterdir():
         with suppress(*EXITED):
@@ -74,7 +70,6 @@ def children(pid: int) -> Iterator[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of a process's children, their children, and so on."""
     pids = list(children(pid))
     for child in pids:  # grows meanwhile
         pids += children(child)
@@ -82,8 +77,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> str:
-    """Kill processes and wait for them to exit. Returns a note if one of them does not exit, or an
-    empty string."""
+    """Kill processes and wait for them. Returns a note if one does not exit."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -96,8 +90,7 @@ def kill(processes: Sequence[psutil.Process]) -> str:
 
 
 def has_exited(process: psutil.Process | int) -> bool:
-    """Return True if a process has exited. A zombie counts as exited, because it holds no
-    memory."""
+    """Return True for exited processes and for zombies, which hold no memory."""
     try:
         if isinstance(process, int):
             process = psutil.Process(process)
@@ -107,7 +100,6 @@ def has_exited(process: psutil.Process | int) -> bool:
 
 
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return how many CPU cores this process may use under its CPU affinity and container quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no quota file, or "max"
         time_us, period_us = map(int, quota.read_text().split())
@@ -225,8 +217,6 @@ class HangDetector:
         self._clock, self._host = PollClock(POLL_S, clock), socket.gethostname()
 
     def poll(self) -> NodeHealth:
-        """Check all processes, kill processes of the run that have hung too long, and return the
-        results."""
         elapsed_s, messages = self._clock.elapsed(), list[str]()
         failures = [self._poll_ray(*item, elapsed_s, messages) for item in self._ray.items()]
         failure = next(filter(None, failures), "")
@@ -242,7 +232,6 @@ class HangDetector:
         )
 
     def kill_all(self) -> None:
-        """Kill all of the run's actors on this node and their descendants, except this process."""
         processes: list[psutil.Process] = []
         for actor in self._refresh_actors():
             if actor.process.pid != os.getpid():
@@ -269,7 +258,6 @@ class HangDetector:
         return f"{subject} is gone"
 
     def _poll_actor(self, actor: _ProcessHealth, elapsed_s: float, messages: list[str]) -> None:
-        """Check an actor and its descendants, and kill all of them if one hangs for too long."""
         actor.descendants = _alive(actor.descendants, descendants(actor.process.pid))
         subject = f"{actor.actor} (process {actor.process.pid} on {self._host})"
         tree, hang = [actor, *actor.descendants.values()], ""
@@ -289,8 +277,7 @@ class HangDetector:
 
 
 def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int, _ProcessHealth]:
-    """Return all processes in `known` and `pids` that are still running. Processes in `known` are
-    included because the kernel may have omitted some from `pids`."""
+    """Return the running processes of both. The kernel may have omitted some from `pids`."""
     processes = dict(known)
     for pid in pids:
         if pid not in processes:
@@ -300,8 +287,7 @@ def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int
 
 
 def _mark(process: psutil.Process) -> str:
-    """Return the environment variable that names a process's actor and its owner, or an empty
-    string. Ray sets the variable only after the process has started."""
+    """Return the variable that names a process's actor and owner. Ray sets it after the start."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(NAME, "")
     return ""

@@ -47,8 +47,7 @@ def _not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Return the free resources of each node, keyed by node id. Ray's public functions report them
-    only for the whole cluster."""
+    """Return the free resources of each node by id. Ray's public functions report only the sum."""
     return import_module("ray._private.state").available_resources_per_node()
 
 
@@ -61,9 +60,8 @@ def exit_now(status: int) -> NoReturn:
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Return the ids of the Ray processes that this process has started, grouped by kind, such as
-    `raylet` and `gcs_server`. The result is empty if this process has joined an existing cluster.
-    """
+    """Return the ids of the Ray processes that this process has started, by kind, such as
+    `raylet`."""
     processes = getattr(import_module(_WORKER)._global_node, "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
 
@@ -108,8 +106,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Make new clusters listen only on the loopback interface, so that no port is reachable from
-    outside."""
+    """Make new clusters listen only on the loopback interface."""
     variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.pop(variable, None)
     os.environ[variable] = "0"  # for subprocesses

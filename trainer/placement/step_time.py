@@ -99,14 +99,11 @@ class Rates:
     expert_pass_s: float = 0.65e-3
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
-        """Return how long the host takes to launch the kernels of a trainer step. The GPU works in
-        the meantime."""
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
         return layers * passes(config) * micro_batches
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
-        """Return how many seconds an engine's host needs for one decoding step."""
         if config.rollout.packs(full_attention=facts.full_attention):
             prepared = config.rollout.tensor_parallel > 1 or config.rollout.enforce_eager
             step_s = self.prepared_step_s if prepared else self.packed_step_s
@@ -151,11 +148,9 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The sum of all parts, which run one after another."""
         return self.rollout + self.training + self.weights + self.driver + self.turns
 
     def lines(self) -> list[str]:
-        """Return the lines that `keel check` prints for this estimate."""
         bound = "its host" if self.host_bound else "its CPU" if self.cpu else "its GPU"
         how = "to a factor of two" if self.cpu else "not measured"
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
@@ -250,8 +245,8 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def _decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate the GPU time of one decoding step in seconds. It is the time for memory traffic or
-    for GEMMs, whichever is longer, plus small kernels and the sampler."""
+    """Estimate a decoding step's GPU time: memory traffic or GEMMs, small kernels and the
+    sampler."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -265,7 +260,6 @@ def _decode_device_seconds(
 
 
 def body_parameters(facts: ModelFacts) -> int:
-    """Return the number of parameters that each token is multiplied with, without the head."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     return facts.active_parameters - embeddings
 
@@ -401,7 +395,6 @@ factor of two."""
 
 @cache
 def _gemm_flops(dtype: torch.dtype) -> float:
-    """Return the GEMM rate of this process in FLOP/s, measured over 0.3 s."""
     rows, width = 512, 1024
     a, b = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
     times, end = list[float](), time.perf_counter() + 0.3
@@ -415,8 +408,8 @@ def _gemm_flops(dtype: torch.dtype) -> float:
 def cpu_time(
     config: Config, facts: ModelFacts, *, prompt_tokens: int, flops: float = 0.0
 ) -> StepTime:
-    """Estimate how many seconds each part of a step takes on this CPU. `prompt_tokens` is the mean
-    prompt length. `flops` is the GEMM rate in FLOP/s, which is measured if `flops` is 0."""
+    """Estimate the seconds of a step on this CPU. `prompt_tokens` is the mean prompt length.
+    `flops` is the GEMM rate in FLOP/s (0: measure it)."""
     flops = flops or _gemm_flops(getattr(torch, config.model.dtype))
     config = replace(config, data=replace(config.data, max_prompt_tokens=prompt_tokens))
     estimate = step_time(

@@ -74,7 +74,6 @@ class Watchdog:
         self._thread.start()
 
     def should_stop_waiting(self) -> bool:
-        """Return False if the run is healthy. Raises the same errors as `check` otherwise."""
         self.check()
         return False
 
@@ -132,8 +131,6 @@ class Watchdog:
 def start_watchdog(
     say: Callable[[str], Any], hang_timeout_s: float, nodes: Set[str] = frozenset()
 ) -> Iterator[Watchdog]:
-    """Return a context in which the run's processes are watched. `nodes` is described at
-    `Watchdog.nodes`."""
     if local := own_processes():
         processes = {name: local[kind][0] for kind, name in RAY_PROCESSES.items() if kind in local}
         detector = HangDetector(
@@ -189,15 +186,13 @@ class PartitionTimer:
         self._clock = ray_timeouts.PollClock(2 * CONNECT_S, clock)
 
     def expired(self) -> bool:
-        """Try to connect to the GCS. Returns True if every attempt in the last `PARTITION_S`
-        seconds has failed."""
+        """Return True if every attempt to connect in the last `PARTITION_S` seconds has failed."""
         connected, elapsed_s = self._connects(), self._clock.elapsed()
         self._elapsed_s = 0.0 if connected else self._elapsed_s + elapsed_s
         return self._elapsed_s >= PARTITION_S
 
 
 def can_connect(address: str) -> bool:
-    """Return True if `host:port` or `[host]:port` accepts connections."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
@@ -216,7 +211,6 @@ class _Node:
     silent_s: float = 0.0
 
     def poll(self, timeout_s: float, elapsed_s: float) -> list[str]:
-        """Wait up to `timeout_s` for the answer to the current poll, and return new messages."""
         failure, reason = self.last.ray_failure, "no answer"
         try:
             self.last = ray_timeouts.get(self.request, seconds=timeout_s)
@@ -268,7 +262,6 @@ class ClusterMonitor:
         )
 
     def _poll_gcs(self, elapsed_s: float, messages: list[str]) -> str:
-        """Update the list of nodes. Returns the reason Ray is unusable, or an empty string."""
         self._since_query_s += elapsed_s
         if self._query is None:
             if self._since_query_s < _LIST_NODES_S:

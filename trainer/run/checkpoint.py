@@ -120,7 +120,6 @@ def read_state(folder: Path) -> State:
 
 
 def finished(root: Path) -> list[Path]:
-    """Return all finished checkpoints under `root`, oldest first, including damaged ones."""
     folders = [
         path
         for path in (root.iterdir() if root.is_dir() else ())
@@ -135,13 +134,11 @@ def step_of(folder: Path) -> int:
 
 
 def latest(root: Path) -> Path | None:
-    """Return the finished checkpoint with the highest step, or None if there is none."""
     return next(reversed(finished(root)), None)
 
 
 def latest_complete(root: Path) -> Path | None:
-    """Return the newest checkpoint in which every file has the right size, or None if there is
-    none."""
+    """Return the newest checkpoint in which every file has the right size."""
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
 
 

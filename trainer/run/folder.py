@@ -53,8 +53,7 @@ class RunFolder:
     """Context manager that creates, checks and locks a run folder."""
 
     def __init__(self, config: Config, tokenizer: str = "") -> None:
-        """Describe the folder of this config's run without touching it. `tokenizer` is the digest
-        of the model's tokenizer (`digest_of_tokenizer`), or an empty string if unknown."""
+        """`tokenizer` is the digest of the model's tokenizer, or an empty string if unknown."""
         self.path = Path(config.run.dir).expanduser()
         self.model = self.path / "model"
         """Folder for the exported model."""
@@ -73,8 +72,6 @@ class RunFolder:
         once."""
 
     def __enter__(self) -> Self:
-        """Create and lock the folder. Raises ConfigError if the folder is not usable for this
-        run."""
         self._check_location()
         with self._writable():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -187,7 +184,6 @@ class RunFolder:
 
     @property
     def latest(self) -> Path | None:
-        """Return the folder of the newest intact checkpoint, or None if there is none."""
         for path in reversed(checkpoint.finished(self._checkpoints)):
             if path not in self._problems:
                 problems = checkpoint.problems(path)
@@ -200,8 +196,7 @@ class RunFolder:
 
     @property
     def _damaged(self) -> dict[Path, list[str]]:
-        """The damaged checkpoints newer than `latest` and their problems, newest checkpoint
-        first."""
+        """The damaged checkpoints newer than `latest` and their problems, newest first."""
         latest = self.latest
         return {
             path: self._problems[path]
@@ -226,8 +221,6 @@ class RunFolder:
         return path
 
     def state(self) -> State | None:
-        """Return the state saved in the newest intact checkpoint, or None if there is no such
-        checkpoint."""
         latest = self.latest
         return checkpoint.read_state(latest) if latest else None
 
@@ -254,18 +247,15 @@ class RunFolder:
         return f"holds a run that resumes from step {state.step} of {steps}"
 
     def check_model(self) -> None:
-        """Check that the exported model is intact. Raises ConfigError if it is damaged."""
         check_exported(self.model, "move that folder away and start the run again to rewrite it")
 
     def begin(self, step: int) -> None:
-        """Rename the exported model of an earlier run, if any, because training is about to make it
-        obsolete."""
         if self.model.exists():
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically. `write` writes it to a folder, and returns the manifest
-        entries of the files it has sealed."""
+        """Export the model atomically. `write` returns the manifest entries of the files it has
+        sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -278,8 +268,7 @@ class RunFolder:
             shutil.rmtree(partial, ignore_errors=True)
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the (step, value) pairs of each evaluation metric, keyed by names like
-        `sums/pass@1`."""
+        """Return the (step, value) pairs of each evaluation metric, such as `sums/pass@1`."""
         points: dict[str, list[tuple[int, float]]] = {}
         for step, line in metric_lines(self._metrics):
             for name, value in json.loads(line).items():
@@ -288,7 +277,6 @@ class RunFolder:
         return points
 
     def needs_evaluation(self, step: int) -> bool:
-        """Return True if the run has evaluations but the one after `step` is missing."""
         steps = [at for points in self.evaluations().values() for at, _ in points]
         return bool(steps) and step not in steps
 
@@ -312,7 +300,6 @@ class RunFolder:
         write: Callable[[Path], Mapping[str, Entry]],
         say: Callable[[str], object] = print,
     ) -> Path:
-        """Save a checkpoint after flushing the metrics and events of all steps so far to disk."""
         keep, before = self._config.run.keep_checkpoints, checkpoint.latest(self._checkpoints)
 
         def synced(partial: Path) -> Mapping[str, Entry]:

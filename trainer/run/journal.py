@@ -93,17 +93,14 @@ class Journal:
         self._view.reach(done, total, unit)
 
     def say(self, kind: str, text: str) -> None:
-        """Print an event and append it to `events.jsonl`."""
         self.note(kind, text)
         self._view.say(text)
 
     @property
     def ends(self) -> str:
-        """The reason an alarm ends the run, or an empty string."""
         return self._alarms.ends if self._alarms is not None else ""
 
     def note(self, kind: str, text: str) -> None:
-        """Append an event to `events.jsonl`."""
         note(self._folder, self.step, kind, text, self._clock())
         self.on_write()
 
@@ -138,7 +135,6 @@ class Journal:
         self._view.record(step, numbers)
 
     def evaluated(self, step: int) -> bool:
-        """Return True if evaluation metrics have been recorded for a step."""
         return any(name.startswith("eval/") for name in steps_of(self._metrics).get(step, {}))
 
     def _write(
@@ -311,7 +307,6 @@ class CostRates:
     """FLOPs for each token in an engine."""
 
     def metrics(self, numbers: Mapping[str, float], seconds: float) -> dict[str, float]:
-        """Return the costs of a step that took `seconds` and whose metrics are `numbers`."""
         costs = {GPU_HOURS: self.gpus * seconds / 3600}
         flops = {_TRAINING: self.train_flops, _SAMPLING: self.rollout_flops}
         return costs | {

@@ -69,8 +69,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def base_of(config: Config) -> str:
-    """Return the fingerprint of the initial model, or an empty string if the model is not a local
-    folder."""
+    """Return the fingerprint of the initial model, or "" if it is not a local folder."""
     folder = Path(config.model.path).expanduser()
     return fingerprint(folder) if config.model.path != TINY_MODEL and folder.is_dir() else ""
 
@@ -132,7 +131,6 @@ def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
 
 
 def check_exported(folder: Path, remedy: str) -> None:
-    """Raise ConfigError if the files of an exported model have changed."""
     if (folder / MANIFEST).exists() and (problems := find_damage(folder, extra=False)):
         raise ConfigError(
             f"{folder}: this exported model has changed ({join_problems(problems)}); {remedy}"
@@ -166,7 +164,6 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's directory entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

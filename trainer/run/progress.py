@@ -74,7 +74,6 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def waiting(what: str, *, total: float = 0, unit: str = "") -> Iterator[Wait]:
-    """Show progress during a `with` block."""
     wait = Wait(what, total=total, unit=unit)
     DISPLAY.begin(wait)
     completed = False

@@ -34,15 +34,14 @@ class Restarts:
     """Limits how often engines and trainer may be restarted within any period of `WINDOW_S`."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Allow up to `limit` restarts (`run.max_restarts`)."""
         self._limit, self._clock = limit, clock
         self._times: list[float] = []
         self.started = False
         """Set once training has begun. A run that fails earlier is not restarted."""
 
     def count(self, error: WorkerLost) -> None:
-        """Count a restart, and raise an error if no further restart is allowed. The error is
-        `error` itself if training has not begun, and otherwise a WorkerLost with a hint."""
+        """Count a restart. Raises WorkerLost if no further restart is allowed, or if training has
+        not begun."""
         if not self.started:
             raise error
         now = self._clock()

@@ -99,8 +99,7 @@ def run_with_restarts(
 
 
 def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
-    """Restore the data position of the newest checkpoint. Raises ConfigError if the data has
-    changed."""
+    """Restore the newest checkpoint's data position. Raises ConfigError if the data has changed."""
     if (state := folder.state()) is None:
         return
     try:
@@ -170,7 +169,6 @@ def open_journal(
     costs: StepCosts,
     tokens: TokenFile | None = None,
 ) -> Journal:
-    """Open the journal and the trackers of a run. Both are closed when `stack` is closed."""
     journal = Journal(
         folder.path,
         view,

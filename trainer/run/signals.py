@@ -136,7 +136,6 @@ def preempted() -> str:
 
 
 def stop_requested() -> bool:
-    """Return True if Ctrl-C has been pressed."""
     return _STATE.interrupted
 
 
@@ -267,6 +266,5 @@ def outliving(stream: TextIO | None) -> TextIO:
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print a line and ignore errors, such as a lost terminal."""
     with suppress(OSError):
         print(text, file=outliving(stream or sys.stdout), flush=True)

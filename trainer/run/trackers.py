@@ -67,9 +67,7 @@ class Tracker(Protocol):
 
     def event(self, step: int, time: float, kind: str, text: str) -> None: ...
 
-    def close(self, end: RunEnd) -> None:
-        """Send everything that is still in a buffer."""
-        ...
+    def close(self, end: RunEnd) -> None: ...
 
     def abandon(self) -> None:
         """Stop a tracker whose thread hangs, so that the process can exit."""
@@ -286,24 +284,20 @@ class TrackerThread:
 
     @property
     def step(self) -> int:
-        """The last step that has been sent."""
         return self._sent["step"]
 
     def wake(self) -> None:
-        """Tell the thread that there are new lines. Prints a warning if the tracker hangs."""
         self._wake.set()
         since = self._busy_since
         if since and time.monotonic() - since > self._hang_s:
             self._warn(f"has not answered for {self._hang_s:.0f} s")
 
     def close(self, end: RunEnd) -> None:
-        """Let the thread send the remaining lines in the background. It sets `done` when it has
-        finished."""
+        """Let the thread send the remaining lines in the background, and then set `done`."""
         self._end = end
         self._wake.set()
 
     def abandon(self) -> None:
-        """Give up on the thread and suppress its messages."""
         self._say = lambda _: None
         self._thread.name = f"{_ABANDONED}{self.name}"
         if self._tracker is not None:
@@ -398,8 +392,6 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 class Trackers:
-    """Manages the threads for all `run.trackers`."""
-
     def __init__(self, threads: Sequence[TrackerThread], say: Callable[[str], None]) -> None:
         self._threads, self._say = threads, say
 
@@ -408,8 +400,8 @@ class Trackers:
             thread.wake()
 
     def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
-        """Wait up to `seconds` for everything up to `step` to be sent. Threads that are still busy
-        are abandoned, and missing steps are reported."""
+        """Wait up to `seconds` for the steps up to `step` to be sent. Busy threads are then
+        abandoned."""
         for thread in self._threads:
             thread.close(end)
         until = time.monotonic() + seconds
@@ -445,8 +437,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
 
 
 def _plain_knobs(config: Config) -> dict[str, Any]:
-    """Return all knobs that are set, as JSON values. The options and environment variables of
-    environments are left out, because they may contain keys."""
+    """Return all knobs as JSON values, without options of environments that may contain keys."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

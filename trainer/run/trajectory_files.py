@@ -62,7 +62,6 @@ class _SelectedTrajectories:
 
     @property
     def segments(self) -> list[Segment]:
-        """The segments of the trajectories in `tokens`, in the order in which ranks number them."""
         return [s for group, index in self.tokens for s in group.group.trajectories[index].segments]
 
 
@@ -118,8 +117,6 @@ class TokenTexts:
         return self._decode(ids)[self._skip :]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return one text per token. If a character consists of several tokens, it belongs to the
-        last one."""
         texts: list[str] = []
         pending: list[int] = []
         for token in ids:
@@ -138,8 +135,6 @@ class TokenTexts:
 
 
 class TokenFile:
-    """Writes the token file of each step."""
-
     def __init__(
         self,
         run: RunConfig,
@@ -152,8 +147,7 @@ class TokenFile:
         self._run, self._texts, self._numbers, self._answer = run, texts, numbers, answer
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
-        """Write the file of one step. The write is atomic, because a report may be reading the
-        file."""
+        """Write the file of one step atomically, because a report may be reading it."""
         selected = select_trajectories(groups, self._run)
         if not self._run.save_tokens or not selected.text:
             return
@@ -177,8 +171,8 @@ class TokenFile:
         partial.replace(path)
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
-        """Return a segment as a list with one item for each stretch of given or sampled tokens.
-        Given tokens are a string. Sampled tokens are an object with lists of values per token."""
+        """Return one item for each stretch of tokens: a string if they were given, and an object
+        with lists of values if they were sampled."""
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
@@ -211,8 +205,8 @@ def _group_record(
     contexts: Mapping[tuple[int, int], list[list[Any]]],
     answer: Callable[[Trajectory], str],
 ) -> dict[str, Any]:
-    """Return the record of one group, which becomes one line of the file. `text` and `contexts` are
-    keyed by the group's `id()` and the trajectory's index."""
+    """Return a line of the file. `text` and `contexts` are keyed by the group's `id()` and an
+    index."""
     prompt, group = scored.group.prompt, scored.group
     trajectories: list[dict[str, Any]] = []
     for index, trajectory in enumerate(group.trajectories):
@@ -258,8 +252,7 @@ _TEXT = "text"
 def save_batch(
     run: Path, step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]
 ) -> Path:
-    """Save the batch of `step` and return its file. If there are too many saved batches, the oldest
-    are deleted."""
+    """Save the batch of `step` and return its file. Only the newest files are kept."""
     path = run / BATCHES / f"step_{step:06d}.npz"
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, NDArray[Any]] = {}
@@ -279,7 +272,6 @@ def save_batch(
 
 
 def list_batches(run: Path) -> list[Path]:
-    """Return the files of all saved batches, oldest step first."""
     return sorted((run / BATCHES).glob("step_*.npz"), key=step_of)
 
 
@@ -288,8 +280,7 @@ def step_of(path: Path) -> int:
 
 
 def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
-    """Return the groups and findings of a saved batch. Raises ValueError, naming the file, if it is
-    invalid."""
+    """Return the groups and findings of a saved batch. Raises ValueError if it is invalid."""
     try:
         with np.load(path, allow_pickle=False) as file:
             content = json.loads(bytes(file[_TEXT]))
