@@ -38,8 +38,8 @@ import yaml
 from keel.commands import train as main
 from keel.configs.dump import quoted
 from keel.configs.load import load_config, split_overrides
+from keel.configs.paths import shipped
 from keel.configs.schema import ConfigError
-from keel.configs.shipped import shipped
 from keel.rewards.custom import named, passing
 from keel.trainer.launch import Runtime
 from keel.trainer.run.folder import RunFolder

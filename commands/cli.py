@@ -320,17 +320,17 @@ def _chained(module: Any, arguments: argparse.Namespace) -> int:
 
 
 _LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
-    "chat": ("commands.chat", _served),
+    "chat": ("commands.serve", _served),
     "compare": ("data.results", lambda module, a: module.compare(a.first, a.second)),
     "distill": ("commands.distill", _chained),
     "doctor": ("commands.doctor", lambda module, _: module.doctor()),
     "knobs": ("commands.reference", lambda module, a: module.describe(" ".join(a.name))),
     "new": ("commands.new", lambda module, a: module.new(a, lambda path: main(["check", path]))),
-    "recipes": ("configs.shipped", lambda module, a: module.list_recipes(a.name)),
+    "recipes": ("configs.paths", lambda module, a: module.list_recipes(a.name)),
     "report": ("commands.report.page", lambda module, a: module.report(a.run, a.out)),
     "serve": ("commands.serve", _served),
     "synthesize": ("commands.synthesize", _chained),
-    "watch": ("commands.report.watch", lambda module, a: module.watch(a.run, a.port)),
+    "watch": ("commands.report.page", lambda module, a: module.watch(a.run, a.port)),
 }
 """The module and function of each command that does not wait for torch and Ray. Each function
 returns an exit status, None, or text to print."""

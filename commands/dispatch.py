@@ -11,13 +11,10 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from keel.commands.check import check
-from keel.commands.evaluate import evaluate
-from keel.commands.filter import filter_prompts
+from keel.commands.evaluate import evaluate, filter_prompts
 from keel.commands.judge import judge
 from keel.commands.replay import replay
-from keel.commands.sft import pretrain, sft
-from keel.commands.train import train
+from keel.commands.train import check, pretrain, sft, train
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.model.ray_timeouts import RayLost, lost_reason

@@ -8,28 +8,30 @@ This module runs the stages in order, records which are finished, and reports th
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from keel.commands.preflight import check_named
-from keel.commands.variants import check_variant
 from keel.configs.auto import KNOBS
-from keel.configs.distillation import DistillConfig, SpecialistConfig
-from keel.configs.dump import as_override
-from keel.configs.load import dump_config, load_config, load_recipe, split_overrides
+from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
+from keel.configs.dump import as_override, dump_config
+from keel.configs.load import load_config, load_recipe, split_overrides
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, LengthConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
-from keel.data.distilled import select
+from keel.data.eval_store import read_evaluation, trajectory_of
 from keel.data.results import aligned
+from keel.rl.evaluation import FAIL
 from keel.trainer.run.journal import cost_rows, costs_of
 from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
@@ -247,7 +249,7 @@ def _check_waiting(links: Sequence[_Link], lessons: Config) -> None:
             if command != "eval":
                 check_named(config, command, made)
             for variant in config.eval.each_variant if command == "eval" else ():
-                check_variant(config, variant)
+                config.check_variant(variant)
         except ConfigError as error:
             raise ConfigError(f"{link.name}: {error}") from error
 
@@ -300,3 +302,118 @@ class _Commands:
         # The terminal sends Ctrl-C to both.
         if self._process is not None and (number != signal.SIGINT or not sys.stdin.isatty()):
             self._process.send_signal(number)
+
+
+_Kind = tuple[str, bool]
+"""A domain, and whether thinking mode is on."""
+_SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
+_LEFT_OUT = (*_SAMPLED, "same prompt", "for balance")
+"""Reasons for rejecting a completion, in the order in which they are checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A completion from a specialist model."""
+
+    kind: _Kind
+    prompt: str
+    why_not: str
+    """The first reason from `_LEFT_OUT` that applies, or "" if none does."""
+    line: Mapping[str, Any]
+    """The JSON line for `keel sft` (`source: trajectories`). It includes the specialist's name."""
+
+
+def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
+    """Write the selected completions to `out`, one per line, and return a report for the user.
+
+    `sampled` maps each specialist to its `keel eval` folder for the training prompts. Raises
+    ConfigError if a folder cannot be read, a named reward part does not occur, or no completion is
+    left.
+    """
+    least, most = config.least_parts, config.most_parts
+    bounds = [(n, least.get(n, -math.inf), most.get(n, math.inf)) for n in {**least, **most}]
+    parts: set[str] = set()
+    counts: defaultdict[_Kind, Counter[str]] = defaultdict(Counter)
+    seen: set[str] = set()
+    prompts: defaultdict[str, list[_Candidate]] = defaultdict(list)
+    for candidate in _candidates(sampled, config.least):
+        why, of = candidate.why_not, candidate.line["parts"]
+        content = json.dumps([candidate.kind[1], candidate.line["messages"]], sort_keys=True)
+        parts.update(of)
+        if not why and not all(low <= of.get(name, low) <= high for name, low, high in bounds):
+            why = "other parts"
+        if not why and content in seen:
+            why = "said before"
+        counts[candidate.kind][why or "sampled"] += 1
+        if not why:
+            seen.add(content)
+            prompts[candidate.prompt].append(candidate)
+    for name, _, _ in bounds:
+        if name not in parts:
+            known = ", ".join(sorted(parts - {"correct"})) or "none"
+            raise ConfigError(
+                f"select: no completion has a part {name!r} (least_parts, most_parts); they have "
+                f"{known}"
+            )
+    chosen: list[tuple[int, _Candidate]] = []
+    for some in prompts.values():
+        kept = some[: config.most_per_prompt or None]
+        counts[some[0].kind]["same prompt"] += len(some) - len(kept)
+        chosen += enumerate(kept)
+    selected = _balanced(chosen, config.balance, counts)
+    table = _table(counts, Counter(one.kind for one in selected))
+    if not selected:
+        raise ConfigError(f"no completion of the specialists is left to learn from:\n{table}")
+    fresh = out.with_suffix(".tmp")
+    with fresh.open("wb") as file:
+        for one in selected:
+            line = json.dumps(one.line, ensure_ascii=False) + "\n"
+            file.write(line.encode("utf-8", "surrogatepass"))
+    fresh.replace(out)
+    return [table, f"to learn        {out}"]
+
+
+def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidate]:
+    """Yield all completions, ordered by specialist and then by prompt."""
+    for specialist, folder in sampled.items():
+        for request in read_evaluation(folder):
+            for sample in request.samples:
+                line = {
+                    **trajectory_of(sample),
+                    "source": request.source,
+                    "specialist": specialist,
+                }
+                why = "wrong" if sample["correct"] < least - FAIL else ""
+                why = "cut off" if sample["finish_reason"] != "stop" else why
+                why = "not scored" if sample["error"] else why
+                kind = (request.domain, bool(line["thinking"]))
+                yield _Candidate(kind, request.id, why, line)
+
+
+def _balanced(
+    chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
+) -> list[_Candidate]:
+    """Limit each kind to `balance` times as many completions as the rarest kind has. The first
+    completions for each prompt are preferred."""
+    sizes = Counter(one.kind for _, one in chosen)
+    if not balance or not sizes:
+        return [one for _, one in chosen]
+    most, taken = int(balance * min(sizes.values())), Counter[_Kind]()
+    kept: list[_Candidate] = []
+    for _, one in sorted(chosen, key=lambda pair: pair[0]):
+        if taken[one.kind] < most:
+            taken[one.kind] += 1
+            kept.append(one)
+        else:
+            counts[one.kind]["for balance"] += 1
+    return kept
+
+
+def _table(counts: Mapping[_Kind, Counter[str]], learned: Counter[_Kind]) -> str:
+    rows = [["", "sampled", *_LEFT_OUT, "to learn"]]
+    for kind, of in counts.items():
+        name = f"{kind[0]}, {'thinking' if kind[1] else 'not thinking'}"
+        total = sum(of[why] for why in ("sampled", *_SAMPLED))
+        numbers = [total, *(of[why] for why in _LEFT_OUT), learned[kind]]
+        rows.append([name, *(f"{number:,}" for number in numbers)])
+    return "\n".join(aligned(rows))

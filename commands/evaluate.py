@@ -1,9 +1,9 @@
-"""`keel eval`: score a policy without training it."""
+"""`keel eval` and `keel filter`: score a policy without training it, and select prompts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,11 @@ from keel.commands.sampling import (
     choose_policy,
     sample_prompts,
 )
-from keel.commands.variants import as_asked, as_in, check_room, check_variant
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.eval_store import Asked, EvaluationFolder, asked_of, read_evaluation
-from keel.data.pass_rates import digest_of
+from keel.data.items import digest_of
+from keel.data.pass_rates import FilterFolder
 from keel.data.results import compared, compared_table, results, table
 from keel.rl.types import Prompt, ScoredGroup
 from keel.trainer.launch import RemoteRuntime, run_episodes, run_remote_episodes
@@ -32,7 +32,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     config = load_config(recipe, overrides)
     variants = config.eval.each_variant
     for variant in variants:
-        check_variant(config, variant)
+        config.check_variant(variant)
     baseline = read_evaluation(Path(config.eval.against)) if config.eval.against else ()
     policy = choose_policy(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
     sets = policy.sets
@@ -43,7 +43,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         )
     if policy.count_tokens is not None:
         for variant in variants:
-            check_room(policy.config, variant, sets, policy.count_tokens)
+            _check_room(policy.config, variant, sets, policy.count_tokens)
     if baseline:
         _check_comparable(config, sets, baseline)
     with EvaluationFolder(config, policy.identity, policy.name) as out:
@@ -131,7 +131,7 @@ def _sample_variant(
             print(f"variant {variant.name}", flush=True)
         sample_prompts(
             changed,
-            [as_asked(prompt, variant) for prompt, _ in sources.values()],
+            [_as_asked(prompt, variant) for prompt, _ in sources.values()],
             config.eval.samples,
             config,
             record=record,
@@ -144,7 +144,7 @@ def _sample_variant(
 def _variant_runtime(
     config: Config, runtime: AnyRuntime, variant: EvalVariant
 ) -> Iterator[AnyRuntime]:
-    changed = as_in(variant, config)
+    changed = config.in_variant(variant)
     if changed is config:
         yield runtime
     elif isinstance(runtime, RemoteRuntime):
@@ -155,3 +155,60 @@ def _variant_runtime(
         task = replace(runtime.task, config=changed)
         with run_episodes(task, runtime.pool) as agents:
             yield replace(runtime, task=task, agents=agents)
+
+
+def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
+    """Measure how often the policy solves each training prompt, and keep the prompts worth training
+    on. The policy is a checkpoint, the base model or an endpoint."""
+    config = load_config(recipe, overrides)
+    policy = choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
+    with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:
+        if prompts := out.waiting:
+            print(f"{policy.text}\n{len(prompts):,} prompts to sample, with {policy.label}")
+            with policy.running(out.path) as (runtime, stop):
+                sample_prompts(
+                    runtime,
+                    prompts,
+                    config.filter.samples,
+                    config,
+                    record=out.record,
+                    note=out.progress,
+                    stop=stop,
+                )
+        print(out.finish())
+
+
+def _check_room(
+    config: Config,
+    variant: EvalVariant,
+    sets: Mapping[str, Sequence[Prompt]],
+    count_tokens: Callable[[Prompt], int],
+) -> None:
+    """Raise ConfigError for the first prompt that does not fit into the context with this variant.
+    The variant's extra line and token limit need additional space. The unchanged prompts have
+    already been checked."""
+    if not variant.line and variant.thinking == "as-asked":
+        return
+    knob = f"eval.variants[{variant.name}]"
+    budget = config.in_variant(variant).rollout.sampling.max_tokens
+    room = config.max_context - budget
+    for source, prompts in sets.items():
+        for prompt in prompts:
+            tokens = count_tokens(_as_asked(prompt, variant))
+            if tokens > room:
+                limit = config.data.max_prompt_tokens
+                raise ConfigError(
+                    f"{knob}: prompt {prompt.prompt_id} of data.sources[{source}] has {tokens} "
+                    f"tokens, and a budget of {budget} leaves {room}. Raise data.max_prompt_tokens "
+                    f"= {limit} by at least {tokens - room}"
+                )
+
+
+def _as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
+    """Return the prompt with the variant's extra line and thinking mode applied."""
+    thinking = prompt.thinking if variant.thinking == "as-asked" else variant.thinking == "with"
+    messages = [dict(message) for message in prompt.messages]
+    last = next((m for m in reversed(messages) if m.get("role") == "user"), None)
+    if variant.line and last is not None:
+        last["content"] = f"{last['content']}\n{variant.line}"
+    return replace(prompt, thinking=thinking, messages=tuple(messages))

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from keel.configs.auto import DTYPE
-from keel.configs.load import check_resumable, load_config
+from keel.configs.diff import check_resumable
+from keel.configs.load import load_config
 from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL

@@ -21,10 +21,16 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from keel.configs.auto import AUTO, OPEN
-from keel.configs.convert import knob_types, section_type, suggest
+from keel.configs.convert import (
+    foreign_hint,
+    foreign_names,
+    knob_types,
+    other_frameworks,
+    section_type,
+    suggest,
+)
 from keel.configs.diff import resumable
 from keel.configs.distillation import DistillConfig
-from keel.configs.other_frameworks import foreign_hint, foreign_names, framework_configs
 from keel.configs.schema import Config
 from keel.configs.sections.base import ConfigError, bounds_of
 from keel.configs.synthesis import SynthesisConfig, decides_tasks
@@ -440,13 +446,13 @@ def _coming_from_page() -> str:
     for kind in ("words", "metrics"):
         if kind == "metrics":
             parts.append("## Metrics\n\n[Metrics](metrics.md) lists all of ours.\n")
-        for framework, config in framework_configs().items():
+        for framework, names in other_frameworks().items():
             rows = [
                 (f"`{each.name}`", ", ".join(f"`{k}`" for k in each.here) or "–", each.note)
                 for each in foreign_names(kind)
                 if each.framework == framework
             ]
-            title = f"## {framework} ({config})\n\n" * (kind == "words")
+            title = f"## {framework} ({names['config']})\n\n" * (kind == "words")
             if rows:
                 parts.append(title + _table((framework, "Keel", ""), rows))
     return "\n".join(parts)

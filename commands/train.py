@@ -1,8 +1,9 @@
-"""`keel train`: run a recipe with reinforcement learning."""
+"""`keel train`, `sft` and `pretrain`: run a recipe, and `keel check`, which only validates it."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -12,23 +13,28 @@ from typing import Any
 from ray.exceptions import RayError
 
 from keel.commands.sampling import answer_of
+from keel.configs.load import load_config
+from keel.configs.paths import unwritable
+from keel.configs.schema import ConfigError
 from keel.model.ray_timeouts import RayLost, Unanswered, lost_reason
 from keel.rl.types import ScoredGroup
 from keel.trainer import loop
-from keel.trainer.launch import Runtime, launch
+from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.placement.choose import save_choice
 from keel.trainer.placement.elastic import ElasticLayouts, RetryOnOom, elastic_layouts
+from keel.trainer.placement.nodes import planned_hardware, seat_lines
 from keel.trainer.placement.step_time import token_flops
-from keel.trainer.prepare import SftTask, Task, prepare
+from keel.trainer.prepare import SftTask, Task, prepare, prepare_pretraining, prepare_sft
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
-from keel.trainer.run.session import open_journal, run_with_restarts, save_checkpoint
+from keel.trainer.run.session import open_journal, restore_data, run_with_restarts, save_checkpoint
 from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, save_batch
 from keel.trainer.run.view import View
+from keel.trainer.sft import SftParts, fit
 
 LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
 """Errors after which the learner can no longer save a checkpoint."""
@@ -192,3 +198,115 @@ def dump_bad_batch(
         return
     replay = shlex.join(["keel", "replay", str(folder), str(step)])
     say(f"step {step}: its batch is saved as {path}; {replay} trains on it again")
+
+
+_PREEMPTED = "{signal}: stopping after this step, with a checkpoint"
+
+
+def sft(recipe: str, overrides: Sequence[str]) -> None:
+    """Train on the recipe's conversations, or resume the run."""
+    with waiting("checking the recipe and its data"):
+        task = prepare_sft(recipe, overrides)
+    _run(["sft", recipe, *overrides], task)
+
+
+def pretrain(recipe: str, overrides: Sequence[str]) -> None:
+    """Train on the recipe's text, or resume the run."""
+    with waiting("checking the recipe and its data"):
+        task = prepare_pretraining(recipe, overrides)
+    _run(["pretrain", recipe, *overrides], task)
+
+
+def _run(command: Sequence[str], task: SftTask) -> None:
+    run_task(
+        command, task, lambda _, layouts: launch_sft(task, print, layouts=layouts), _run_sft_loop
+    )
+
+
+def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
+    task, learner = runtime.task, runtime.learner
+    with ExitStack() as stack:
+        journal = open_journal(
+            stack,
+            folder,
+            view,
+            task.config,
+            start=start,
+            tokenizer=task.tokenizer_digest,
+            costs=CostRates(runtime.gpus, *token_flops(task.config, task.facts)).metrics,
+        )
+        if runtime.watchdog is not None:
+            runtime.watchdog.say = partial(journal.say, "frozen")
+        interrupt = stack.enter_context(
+            Interrupt(view.say, preempted_first=_PREEMPTED, grace_s=task.config.run.grace_s)
+        )
+        attempt = None
+        if (recovery := runtime.oom_recovery) is not None:
+            say = partial(journal.say, "out of memory")
+            attempt = RetryOnOom(learner=learner, lowering=recovery, say=say).attempt
+        save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
+        parts = SftParts(
+            batches=task.batches,
+            learner=learner,
+            journal=journal,
+            heldout=task.lessons.heldout if task.config.run.eval_every >= 0 else {},
+            save=save,
+            should_stop=interrupt,
+            say=view.say,
+            should_abort=interrupt.should_abort,
+            attempt=attempt,
+        )
+        return fit(parts, task.config, start=start)
+
+
+def check(recipe: str, overrides: Sequence[str]) -> int:
+    """Validate a recipe for RL or supervised training and print its plan, without starting
+    anything. Returns exit status 1 if a reward function fails on a sample completion."""
+    config = load_config(recipe, overrides)
+    tasks: list[Task | SftTask] = []
+    with waiting("checking the recipe and its prompts"):
+        if config.sft.sources:
+            tasks.append(prepare_sft(recipe, overrides, hardware=planned_hardware))
+        if config.data.sources:
+            tasks.append(prepare(recipe, overrides, hardware=planned_hardware))
+    for i, task in enumerate(tasks):
+        if len(tasks) > 1:
+            command = task.command if isinstance(task, SftTask) else "train"
+            print(f"{chr(10) if i else ''}keel {command}")
+        print(task.text(seats=seat_lines(task.config, task.hardware) if task.gpu else ()))
+    warnings = _check_writable(tasks[0])
+    folder = _run_folder(tasks)
+    if status := folder.status():
+        print(f"{folder.path} {status}")
+    for line in (*warnings, *folder.warnings()):
+        print(f"{'warning':<12} {line}")
+    failed = [line for task in tasks if isinstance(task, Task) for line in task.failed]
+    for line in failed:
+        print(f"keel check: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _check_writable(task: Task | SftTask) -> list[str]:
+    """Raise ConfigError if the run folder cannot be written. If the run is planned for another
+    machine, only print a warning."""
+    path = Path(task.config.run.dir).expanduser()
+    if not (why := unwritable(path)):
+        return []
+    if task.hardware.found:
+        raise ConfigError(f"run.dir = {path}: cannot be written ({why}); choose another folder")
+    return [f"run.dir = {path}: cannot be written here ({why}); the run needs it on its machine"]
+
+
+def _run_folder(tasks: Sequence[Task | SftTask]) -> RunFolder:
+    """Return the run folder of the first task in `tasks` that can resume it. If none of them can,
+    raises the ConfigError of the first one."""
+    errors: list[ConfigError] = []
+    for task in tasks:
+        folder = RunFolder(task.config, task.tokenizer_digest)
+        try:
+            folder.check()
+            restore_data(folder, task.restore)
+            return folder
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]

@@ -1,6 +1,7 @@
 """Converts plain data into the dataclasses of a recipe, with strict types.
 
-All unknown keys and wrong types are reported together, each with its file and line.
+All unknown keys and wrong types are reported together, each with its file and line. Advice for an
+unknown key includes the names of other frameworks, as listed in `other_frameworks.toml`.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from keel.configs.auto import AUTO, OPEN
-from keel.configs.other_frameworks import foreign_hint
 from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
 
 T = TypeVar("T")
@@ -294,3 +296,54 @@ def _as_float(value: Any) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ForeignName:
+    """A knob or metric of another framework."""
+
+    framework: str
+    name: str
+    """Dotted path in the other framework, without the leading dashes of an option."""
+    here: tuple[str, ...]
+    """The corresponding knobs or metrics in Keel. Empty if Keel has none."""
+    note: str
+    """A remark in Markdown."""
+
+    @property
+    def hint(self) -> str:
+        """Return advice for the error message when a recipe uses this name."""
+        note = re.sub(r"\[[^]]*\]\(([\w-]+\.md)\)", r"docs/\1", self.note).replace("`", "")
+        origin = f"{self.framework}'s {self.name}"
+        if not self.here:
+            return f"{origin} has no counterpart: {note}"
+        return f"did you mean {' and '.join(self.here)}? ({origin}{'; ' * bool(note)}{note})"
+
+
+@cache
+def other_frameworks() -> dict[str, dict[str, Any]]:
+    """Return the `words` and `metrics` of each framework, and what it calls its `config` file."""
+    path = Path(__file__).with_name("other_frameworks.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+@cache
+def foreign_names(kind: Literal["words", "metrics"]) -> tuple[_ForeignName, ...]:
+    """Return all known names of one kind. `kind` is `words` for knobs or `metrics` for metrics."""
+    names: list[_ForeignName] = []
+    for framework, table in other_frameworks().items():
+        for name, value in table.get(kind, {}).items():
+            entry = {"here": value} if isinstance(value, str) else value
+            here = tuple(filter(None, entry.get("here", "").split(", ")))
+            note = entry.get("note", "")
+            names.append(_ForeignName(framework=framework, name=name, here=here, note=note))
+    return tuple(names)
+
+
+def foreign_hint(path: str) -> str:
+    """Return advice about the dotted `path` of another framework's knob, or "" if the knob is
+    unknown."""
+    names, key = foreign_names("words"), path.rpartition(".")[2]
+    matches = [name for name in names if name.name in (path, key)]
+    matches = matches or [name for name in names if name.name.endswith(f".{key}")]
+    return "; ".join({name.here: name.hint for name in reversed(matches)}.values())

@@ -27,26 +27,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from keel.configs.auto import with_auto, without_auto
 from keel.configs.convert import build, knob_types, knobs_in, section_type
-from keel.configs.diff import RESUMABLE_KNOBS, check_resumable, diff_configs, flatten_config
 from keel.configs.distillation import DistillConfig
-from keel.configs.dump import dump_config, escaped, quoted
+from keel.configs.dump import escaped, quoted
+from keel.configs.paths import find, read_recipe, resolved
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.data import ROWS
-from keel.configs.shipped import find, read_recipe, resolved
 from keel.configs.synthesis import SynthesisConfig
-
-__all__ = [
-    "RESUMABLE_KNOBS",
-    "check_resumable",
-    "diff_configs",
-    "dump_config",
-    "flatten_config",
-    "load_config",
-    "load_distillation",
-    "load_recipe",
-    "load_synthesis",
-    "split_overrides",
-]
 
 _MOST_VALUES = 100_000
 """Maximum number of values in a recipe after its YAML aliases are expanded."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 from keel.configs.sections.base import ConfigError
@@ -54,3 +59,103 @@ def unwritable(folder: Path) -> str:
     except OSError as error:  # for example, a name that is too long
         return str(error.strerror)
     return "" if os.access(parent, os.W_OK | os.X_OK) else f"no permission to write in {parent}"
+
+
+_HERE = Path(__file__).resolve().parent / "recipes"
+_HARDWARE = "hardware/"
+_FOLDERS: Mapping[str, str] = {
+    "": "Recipes for keel train, eval and filter (sft-…: keel sft; pretrain-…: keel pretrain)",
+    _HARDWARE: "Recipes for common models and machines, on GSM8K unless you set data.sources",
+    "distill/": "Recipes for keel distill",
+}
+"""Maps each folder of recipes to its heading. A bare name refers to a recipe in the command's
+folder. In the first folder, `hardware/` is searched too."""
+_FOOTER = (
+    "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
+    "H200s, by keel check."
+)
+_NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", ".safetensors")
+
+
+def shipped(folder: str = "") -> dict[str, Path]:
+    """Return Keel's recipe files for a command, keyed by bare name."""
+    folders = (folder,) if folder else (folder, _HARDWARE)
+    files = sorted(file for each in folders for file in _HERE.glob(f"{each}*.yaml"))
+    return {file.stem: file for file in files}
+
+
+def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
+    """Return the recipe file for a path.
+
+    For a run folder, this is its config.yaml. For a bare name, it is Keel's recipe, unless a file
+    with that name exists. In all other cases, return `otherwise` if given, or else `path`.
+    """
+    if path.is_dir() and (path / "config.yaml").is_file():
+        return path / "config.yaml"
+    known = None if path.exists() else shipped(folder).get(str(path))
+    return known or otherwise or path
+
+
+def resolved(path: Path) -> tuple[Path, Path]:
+    """Expand `~`. Return the resulting path, and the real path with links resolved. Raises
+    ConfigError if the path is invalid."""
+    try:
+        path = path.expanduser()
+        return path, path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # unknown user, circular links, NUL
+        raise ConfigError(f"{path}: not a valid path: {error}") from error
+
+
+def read_recipe(path: Path, folder: str) -> str:
+    """Read a recipe file. Raises ConfigError with a suggestion if it does not exist."""
+    if not path.is_file():
+        problem = "is a folder; name a YAML file" if path.is_dir() else "no such file"
+        raise ConfigError(f"{path}: {problem}{_hint(path, folder)}")
+    if path.suffix in _NO_RECIPES:
+        raise ConfigError(f"{path}: is not a recipe. Name a YAML file (`keel new` writes one)")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _hint(path: Path, folder: str) -> str:
+    recipes = sorted(file.name for file in path.parent.glob("*.y*ml"))
+    near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)
+    if path.name == str(path) and not path.is_dir() and not near:
+        near = difflib.get_close_matches(path.stem, shipped(folder), n=1, cutoff=0.75)
+        if not near:
+            return "; keel recipes lists those that come with Keel"
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def list_recipes(name: str = "") -> str:
+    """Return a list of all recipes with one line each, or the text of a single recipe. Raises
+    ConfigError if the recipe is unknown."""
+    if name:
+        for folder in _FOLDERS:
+            if file := shipped(folder).get(name):
+                return f"# {file}\n{file.read_text(encoding='utf-8').rstrip()}"
+        raise ConfigError(f"{name}: no such recipe{_hint(Path(name), '')}")
+    width = min(100, shutil.get_terminal_size().columns)
+    parts: list[str] = []
+    for folder, title in _FOLDERS.items():
+        files = sorted(_HERE.glob(f"{folder}*.yaml"))
+        wide = max(len(file.stem) for file in files) + 4
+        parts.append(title)
+        for file in files:
+            head, indent = f"  {file.stem}".ljust(wide), " " * wide
+            parts += textwrap.wrap(
+                _about(file), width, initial_indent=head, subsequent_indent=indent
+            )
+        parts.append("")
+    return "\n".join([*parts, textwrap.fill(_FOOTER, width)])
+
+
+def _about(file: Path) -> str:
+    words: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or line.startswith("#   "):  # a command
+            break
+        words += line.lstrip("# ").split()
+    return re.split(r"(?<=[\w)`])\. (?=[A-Z])", " ".join(words), maxsplit=1)[0].rstrip(".:")

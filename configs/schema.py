@@ -12,7 +12,6 @@ from typing import Literal
 
 from keel.configs.paths import read_template
 from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
-from keel.configs.sections.alarms import AlarmsConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, Section, require
 from keel.configs.sections.data import BudgetConfig, DataConfig, LengthConfig, SourceConfig
@@ -27,7 +26,7 @@ from keel.configs.sections.model import (
 )
 from keel.configs.sections.rewards import CodeConfig, JudgeConfig, JudgeServerConfig, RewardsConfig
 from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
-from keel.configs.sections.run import RunConfig
+from keel.configs.sections.run import AlarmsConfig, RunConfig
 from keel.configs.sections.sft import ConversationsConfig, SftConfig
 from keel.configs.sections.trainer import TrainerConfig
 
@@ -294,6 +293,28 @@ class Config(Section):
             data=replace(self.data, sources=sources),
             rollout=replace(self.rollout, sampling=sampling),
         )
+
+    def in_variant(self, variant: EvalVariant) -> Config:
+        """Return a copy with the variant's limits. Raises ConfigError if they conflict with this
+        config."""
+        config = self.with_max_tokens(variant.max_tokens) if variant.max_tokens else self
+        if variant.context == "as-in-training":
+            return config
+        return replace(config, agents=replace(config.agents, context=variant.context))
+
+    def check_variant(self, variant: EvalVariant) -> None:
+        """Raise ConfigError if a variant exceeds the engines' limits or has no effect."""
+        most, endpoint = self.rollout.sampling.max_tokens, self.endpoint
+        rule = f"must be at most rollout.sampling.max_tokens = {most}"
+        variant.require(variant.max_tokens <= most, "max_tokens", rule)
+        told = not endpoint.base_url or endpoint.tells_thinking or variant.thinking == "as-asked"
+        variant.require(told, "thinking", "needs endpoint.tells_thinking")
+        used = variant.context == "as-in-training" or self.with_agents
+        variant.require(used, "context", "no source has an environment")
+        try:
+            self.in_variant(variant)
+        except ConfigError as error:
+            raise ConfigError(f"{variant.full_path()}: {error}") from error
 
     def sampling(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
         """Return the sampling parameters for `purpose`. If `domain` is given, that domain's

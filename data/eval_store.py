@@ -20,8 +20,7 @@ from typing import Any, Self
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.configs.work_folder import WorkFolder
-from keel.data.items import read_records
-from keel.data.pass_rates import digest_of
+from keel.data.items import digest_of, read_records
 from keel.rl.evaluation import ERROR, passed
 from keel.rl.records import trajectory_record
 from keel.rl.types import Prompt, ScoredGroup, Trajectory

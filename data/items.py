@@ -134,3 +134,8 @@ def without_source_system(
 def digest(text: str) -> str:
     """Return a short hash. Unlike Python's `hash`, it is the same in every process."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def digest_of(prompt: Prompt) -> str:
+    content: list[Any] = [[dict(message) for message in prompt.messages], dict(prompt.reward)]
+    return digest(json.dumps(content, sort_keys=True, default=str))

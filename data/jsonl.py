@@ -29,9 +29,19 @@ from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.conversations.forms import ROLES, calls_of, entries_of, text_of
 from keel.data.items import MAX_MALFORMED, Item, Loaded, malformed, prompt_of, with_source_system
-from keel.data.rows.columns import MISSING, check_keys, look_up, parse_json, picked, without_nulls
 from keel.data.rows.places import files_of
-from keel.data.rows.read import BadLine, kind_of, rows_of_files, rows_of_lines
+from keel.data.rows.read import (
+    MISSING,
+    BadLine,
+    check_keys,
+    kind_of,
+    look_up,
+    parse_json,
+    picked,
+    rows_of_files,
+    rows_of_lines,
+    without_nulls,
+)
 from keel.data.rows.read import Row as ReadRow
 from keel.rl.turns import USER_ROLES
 from keel.rl.types import ENVIRONMENT, FUNCTIONS

@@ -12,12 +12,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Self
 
-from keel.data.items import digest, read_records
-from keel.rl.evaluation import evaluation
+from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
+from keel.configs.schema import Config, SourceConfig
+from keel.configs.work_folder import WorkFolder
+from keel.data.items import digest_of, read_records, without_source_system
+from keel.data.results import aligned, domains_to_show
+from keel.rl.evaluation import evaluation, pass_at_k
 from keel.rl.types import Prompt, ScoredGroup
 
 
@@ -75,11 +81,6 @@ def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> 
     )
 
 
-def digest_of(prompt: Prompt) -> str:
-    content: list[Any] = [[dict(message) for message in prompt.messages], dict(prompt.reward)]
-    return digest(json.dumps(content, sort_keys=True, default=str))
-
-
 def read_pass_rates(path: Path) -> dict[str, PassRate]:
     """Read the table of pass rates. If an ID appears more than once, its last line is used. Raises
     ConfigError with the file and line number of a malformed line."""
@@ -98,3 +99,178 @@ def check_same(prompt: Prompt, rate: PassRate, path: Path) -> None:
             f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "
             "(or run.seed) has changed since it was sampled. Restore it, or run keel filter again"
         )
+
+
+_SECTIONS = (
+    *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed"),
+    *("endpoint.tells_thinking", "endpoint.extra"),
+)
+"""Settings besides `RESUMABLE_KNOBS` that affect pass rates."""
+_SAMPLING_KNOBS = (
+    "eval.temperature",
+    "eval.top_p",
+    "eval.top_k",
+    "filter.samples",
+    "rollout.timeout_s",
+)
+_MAX_REASONS = 5
+"""Maximum number of reasons for missing completions to list in the report."""
+
+
+class FilterFolder:
+    """The folder in which `keel filter` stores its results. As a context manager, it is locked."""
+
+    def __init__(
+        self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
+    ) -> None:
+        """Prepare the folder without opening it. `prompts` maps each training source to the prompts
+        to sample. `policy` is a readable name for the model."""
+        run = Path(config.run.dir).expanduser()
+        self.path = Path(config.filter.dir).expanduser() if config.filter.dir else run / "filter"
+        self._table_path = self.path / "pass_rates.jsonl"
+        self._filter = config.filter
+        self._sources = {s.name: s for s in config.data.sources if s.name in prompts}
+        self._idle = [s.name for s in config.data.sources if s.name not in prompts]
+        self._settings = {"policy": policy} | {
+            knob: repr(value)
+            for knob, value in flatten_config(config).items()
+            if knob in _SAMPLING_KNOBS
+            or (knob.startswith(_SECTIONS) and knob not in RESUMABLE_KNOBS)
+        }
+        self._prompts = {
+            prompt.prompt_id: (prompt, name) for name, some in prompts.items() for prompt in some
+        }
+        self._rates: dict[str, PassRate] = {}
+        self._number = 0  # running total of kept prompts: progress is logged after each prompt
+
+    def __enter__(self) -> Self:
+        """Lock the folder and read the pass rates already in it. Raises ConfigError if the folder
+        cannot be written to, is in use, or was created with another policy, other settings or other
+        prompts."""
+        with ExitStack() as stack:
+            folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
+            if changed := folder.changed(self._settings):
+                listed = "\n  ".join(changed)
+                raise folder.error(
+                    f"holds pass rates of other settings:\n  {listed}\n"
+                    "Choose another filter.dir, or restore these settings to resume it"
+                )
+            self._lines = folder.lines(self._table_path.name)
+            try:
+                self._rates = read_pass_rates(self._table_path)
+                for name, rate in self._rates.items():
+                    if name not in self._prompts:
+                        raise ValueError(
+                            f"{self._table_path} has the pass rate of {name}, which the recipe's "
+                            "sources do not have. Choose another filter.dir, or restore the data"
+                        )
+                    check_same(self._prompts[name][0], rate, self._table_path)
+            except ValueError as error:
+                raise folder.error(str(error)) from error
+            self._number = len(self._kept())
+            folder.claim(self._settings)
+            self._opened = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    @property
+    def waiting(self) -> list[Prompt]:
+        """Return the prompts without a scored completion, in the order of their sources."""
+        known = {name for name, rate in self._rates.items() if rate.known}
+        return [prompt for name, (prompt, _) in self._prompts.items() if name not in known]
+
+    def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
+        """Append a prompt's pass rate to the table."""
+        rate = pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
+        self._lines.add(rate.line())
+        self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
+        self._rates[rate.id] = rate
+
+    def progress(self) -> str:
+        return f"{self._number:,} kept so far"
+
+    def finish(self) -> str:
+        """Write the kept prompts and return a report for the user."""
+        kept = self._kept()
+        folder = self.path / "kept"
+        folder.mkdir(exist_ok=True)
+        for name, source in self._sources.items():
+            rates = [rate for rate in kept if rate.source == name]
+            lines = [_line(self._prompts[rate.id][0], source, rate) for rate in rates]
+            fresh = folder / f".{name}.tmp"
+            fresh.write_text("".join(lines), encoding="utf-8")
+            fresh.replace(folder / f"{name}.jsonl")
+        waiting = len(self.waiting)
+        pending = f"{waiting:,} prompts are still to be sampled; the same command resumes"
+        return "\n".join(
+            [
+                *self._table(),
+                *self._left_out(),
+                *([pending] if waiting else []),
+                f"pass rates      {self._table_path}",
+                f"kept prompts    {folder}",
+            ]
+        )
+
+    def _kept(self) -> list[PassRate]:
+        rates = [self._rates[name] for name in self._prompts if name in self._rates]
+        return [rate for rate in rates if self._keeps(rate)]
+
+    def _keeps(self, rate: PassRate | None) -> bool:
+        bounds = (self._filter.least_pass_rate, self._filter.most_pass_rate)
+        return rate is not None and rate.within(*bounds)
+
+    def _table(self) -> list[str]:
+        rates = list(self._rates.values())
+        domains = domains_to_show({n: s.domain_name for n, s in self._sources.items()})
+        k, kept = self._filter.samples, {rate.id for rate in self._kept()}
+        rows = [["", "prompts", "pass@1", f"pass@{k}", "kept"]]
+        for name, mine in {
+            **{name: [r for r in rates if r.source == name] for name in self._sources},
+            **{f"domain {name}": [r for r in rates if r.domain == name] for name in domains},
+        }.items():
+            means = [
+                f"{fmean(pass_at_k(r.samples, r.passes, n) for r in mine):.3f}" if mine else "–"
+                for n in (1, k)
+            ]
+            rows.append([name, f"{len(mine):,}", *means, f"{sum(r.id in kept for r in mine):,}"])
+        return aligned(rows)
+
+    def _left_out(self) -> list[str]:
+        least, most = self._filter.least_pass_rate, self._filter.most_pass_rate
+        rates = list(self._rates.values())
+        counts = {
+            "without a scored completion (sampled again by the next run)": sum(
+                not rate.known for rate in rates
+            ),
+            "never passed": sum(rate.known and not rate.passes for rate in rates),
+            f"passed less often than {least:g}": sum(
+                rate.passes > 0 and rate.rate < least for rate in rates
+            ),
+            f"passed more often than {most:g}": sum(rate.rate > most for rate in rates),
+        }
+        lines = [f"left out: {count:,} {why}" for why, count in counts.items() if count]
+        if self._idle:
+            lines.append(
+                f"left out: {', '.join(self._idle)}: no training on it "
+                "(data.sources[].weight, data.train_on)"
+            )
+        reasons = Counter[str]()
+        for rate in rates:
+            reasons.update(rate.dropped)
+        return lines + [
+            f"{count:,} completions missing, counted as wrong: {reason}"
+            for reason, count in reasons.most_common(_MAX_REASONS)
+        ]
+
+
+def _line(prompt: Prompt, source: SourceConfig, rate: PassRate) -> str:
+    record = {
+        "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
+        "messages": [dict(message) for message in without_source_system(source, prompt.messages)],
+        "reward": dict(prompt.reward),
+        "pass_rate": rate.rate,
+    }
+    return json.dumps(record, ensure_ascii=False) + "\n"

@@ -24,9 +24,9 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.sections.sft import TEXT
 from keel.configs.system_prompts import system_prompt
+from keel.data.conversations.forms import Example, Render
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
-from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset, load_dataset, source_lines, source_warnings
 from keel.model.batch_invariant.layers import check_invariant
 from keel.model.hub import hub_answers, ignored_code, local_folder, missing_weights

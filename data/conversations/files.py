@@ -10,20 +10,30 @@ from typing import Any, TypeVar, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
-from keel.data.conversations.forms import KNOWN, conversation_of, thinking_of, tools_of, unread_of
-from keel.data.conversations.types import Example, ReadSource
+from keel.data.conversations.forms import (
+    KNOWN,
+    Example,
+    ReadSource,
+    conversation_of,
+    thinking_of,
+    tools_of,
+    unread_of,
+)
 from keel.data.eval_store import trajectory_of
 from keel.data.items import MAX_MALFORMED, malformed
-from keel.data.rows.columns import check_keys, parse_json, picked, without_nulls
 from keel.data.rows.places import files_of
 from keel.data.rows.read import (
     BadLine,
     Row,
     check_file,
+    check_keys,
     lines_of,
     object_of,
+    parse_json,
+    picked,
     rows_of_files,
     rows_of_lines,
+    without_nulls,
 )
 from keel.rl.evaluation import FAIL
 from keel.rl.records import recorded_segments

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.files import read_rows, read_trajectories
+from keel.data.conversations.forms import Example, ReadSource, Render
 from keel.data.conversations.text import Encoded, made_texts, read_text
-from keel.data.conversations.types import Example, ReadSource, Render
 from keel.data.items import digest, first_of
 from keel.data.procedural import build_task
 from keel.data.stream import Stream

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
-from keel.data.conversations.types import Example, ReadSource
+from keel.data.conversations.forms import Example, ReadSource
 from keel.data.items import digest, malformed
 from keel.data.rows.read import (
     KINDS,

@@ -8,7 +8,8 @@ from keel.commands import doctor
 from keel.commands.cli import main
 from keel.commands.doctor import verdict
 from keel.commands.preflight import SOON, check_continued, check_named
-from keel.configs.load import dump_config, load_config, load_recipe
+from keel.configs.dump import dump_config
+from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import ConfigError
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from keel.commands.distill import _checked, distill
+from keel.commands.distill import _checked, distill, select
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
 from keel.configs.load import load_config, load_distillation
 from keel.configs.schema import ConfigError
-from keel.data.distilled import select
 
 
 def sample(completion: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dict[str, Any]:

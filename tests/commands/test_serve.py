@@ -9,9 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from keel.commands import chat, serve
+from keel.commands import serve
 from keel.commands.serve import ServedModel, find_model, parse_options, server_options
-from keel.configs.load import dump_config, load_config
+from keel.configs.dump import dump_config
+from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 
 
@@ -86,10 +87,10 @@ def completions(monkeypatch: pytest.MonkeyPatch) -> Completions:
     client: Any = SimpleNamespace(chat=SimpleNamespace(completions=completions))
 
     @contextmanager
-    def connected(*_: Any, **__: Any) -> Iterator[chat.ChatSession]:
-        yield chat.ChatSession(client, "m")
+    def connected(*_: Any, **__: Any) -> Iterator[serve.ChatSession]:
+        yield serve.ChatSession(client, "m")
 
-    monkeypatch.setattr(chat, "connected", connected)
+    monkeypatch.setattr(serve, "connected", connected)
     return completions
 
 
@@ -103,12 +104,12 @@ def test_conversation_continues_until_reset(
             raise EOFError
         return lines.pop(0)
 
-    chat.chat(None, url="u", prompt=None, gpu=False, read=read)
+    serve.chat(None, url="u", prompt=None, gpu=False, read=read)
     kept = ["one", "a b", "stop", "a "]
     requests = [kept[:1], kept[:3], [*kept, "fail"], [*kept, "two"], ["three"]]
     assert completions.requests == requests
     completions.parts = ("\x1b]52;c;eA==\x07a\r", "\x9b2J\tb\n", "क्\u200dष\u3000")
     capsys.readouterr()
-    chat.chat(None, url="u", prompt="one", gpu=False)
+    serve.chat(None, url="u", prompt="one", gpu=False)
     # No control characters are printed.
     assert capsys.readouterr().out == "]52;c;eA==a2J\tb\nक्\u200dष\u3000\n"

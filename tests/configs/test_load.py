@@ -9,10 +9,10 @@ import pytest
 
 from keel.configs.convert import RENAMED, knobs
 from keel.configs.diff import check_resumable, flatten_config, stepping
-from keel.configs.load import dump_config, load_config, load_distillation, split_overrides
-from keel.configs.paths import data_path, unwritable
+from keel.configs.dump import dump_config
+from keel.configs.load import load_config, load_distillation, split_overrides
+from keel.configs.paths import data_path, shipped, unwritable
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
-from keel.configs.shipped import shipped
 from keel.configs.synthesis import SynthesisConfig
 from keel.configs.system_prompts import with_system
 from keel.configs.work_folder import WorkFolder

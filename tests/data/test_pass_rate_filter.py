@@ -19,8 +19,7 @@ from keel.configs.schema import (
     SourceConfig,
 )
 from keel.data.dataset import Dataset, load_dataset
-from keel.data.pass_rate_filter import FilterFolder
-from keel.data.pass_rates import pass_rate_of
+from keel.data.pass_rates import FilterFolder, pass_rate_of
 from keel.rl.types import Prompt
 from tests.data.rates import scored
 

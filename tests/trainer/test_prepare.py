@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from keel.commands.cli import main
 from keel.commands.train import run_loop
-from keel.configs.load import dump_config, load_config
+from keel.configs.dump import dump_config
+from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.data.dataset import Dataset
 from keel.model.load import ModelFacts

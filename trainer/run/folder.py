@@ -26,8 +26,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from keel.configs.diff import stepping
-from keel.configs.load import check_resumable, dump_config, load_config
+from keel.configs.diff import check_resumable, stepping
+from keel.configs.dump import dump_config
+from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State

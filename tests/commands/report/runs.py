@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from keel.configs.load import dump_config, load_config
+from keel.configs.dump import dump_config
+from keel.configs.load import load_config
 from keel.configs.schema import RunConfig
 from keel.data.eval_store import Asked
 from keel.rl import types

@@ -16,8 +16,7 @@ import pytest
 from websockets.sync.client import connect
 
 from keel.commands.report.folders import read_folder
-from keel.commands.report.page import report
-from keel.commands.report.watch import Follower, Server
+from keel.commands.report.page import Follower, Server, report
 from tests.commands.report.runs import ATTACKS, BREAKS, group_of, write_run, write_step
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -17,8 +17,7 @@ import pytest
 from keel.commands.cli import main
 from keel.commands.report import page as page_module
 from keel.commands.report.folders import read_folder
-from keel.commands.report.page import SCRIPTS, page
-from keel.commands.report.watch import HOST, Follower, Server
+from keel.commands.report.page import HOST, SCRIPTS, Follower, Server, page
 from tests.commands.report.runs import (
     ATTACKS,
     BREAKS,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from keel.configs.schema import ConversationsConfig, SftConfig
+from keel.data.conversations.forms import Example
 from keel.data.conversations.load import Lessons, load_lessons
-from keel.data.conversations.types import Example
 from keel.rl.sft import supervised_segment
 from keel.rl.types import Segment
 

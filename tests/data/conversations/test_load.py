@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.configs.schema import ConfigError, ConversationsConfig
+from keel.data.conversations.forms import Example
 from keel.data.conversations.load import Lessons
-from keel.data.conversations.types import Example
 from tests.data.conversations.sources import chat, load, said, source, write
 
 

@@ -14,7 +14,8 @@ import pytest
 import ray
 
 from keel.configs.auto import DTYPE
-from keel.configs.load import dump_config, load_recipe
+from keel.configs.dump import dump_config
+from keel.configs.load import load_recipe
 from keel.configs.schema import (
     Config,
     ConfigError,
