@@ -43,7 +43,7 @@ from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
 from keel.trainer.placement.nodes import start_ray
-from keel.weights.manifest import checkpoint_names
+from keel.weights.buckets import checkpoint_names
 from keel.weights.sync import WeightSync
 
 GB = 1e9

@@ -10,10 +10,12 @@ forward. No N × N mask is ever built.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,7 +28,6 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from keel.model.layers.contexts import Contexts
 from keel.model.layers.flash4 import attend4, operator4
-from keel.model.layers.linear_attention import FAMILIES, use_packed_linear_attention
 from keel.model.torch_internals import to_device, varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
@@ -40,6 +41,8 @@ _SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *_SPARSE_LAYERS})
 _UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
 """Keywords with which transformers requests attention features that Keel does not support."""
+FAMILIES = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Model types whose layers of type `linear_attention` are supported."""
 _FILL = 0.8
 """Minimum ratio between the lengths of the shortest and the longest segment in a padded block."""
 
@@ -307,3 +310,104 @@ def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]
         return tokens_for_heads(operator(query, key, value, segments, *rest), segments.group)
 
     return attend
+
+
+def use_packed_linear_attention(model: PreTrainedModel) -> None:
+    """Restrict the gated delta rule layers in `model` to the `segments` passed to its forward.
+
+    Two functions of such a layer mix tokens: a causal convolution and the delta rule itself.
+    transformers calls both by name, so replacing them restricts every layer. On GPUs,
+    flash-linear-attention's kernels take the offsets of the segments. Without that package, and on
+    CPUs, segments are padded on the right and run as batches with transformers' own functions.
+    Neither function lets a token see later ones, so the padding changes nothing.
+    """
+    module = sys.modules[type(model).__module__]
+    for name, patch in (
+        ("causal_conv1d_fn", _convolution),
+        ("torch_chunk_gated_delta_rule", _delta_rule),
+    ):
+        original = getattr(module, name)
+        if not hasattr(original, "keel_patch"):
+            patched: Any = torch.compiler.disable(wraps(original)(patch(original)))
+            patched.keel_patch = True
+            setattr(module, name, patched)
+
+
+def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def packed(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        segments: Segments | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if segments is None:
+            return original(hidden_states, weight, bias, activation=activation, **options)
+        _check_linear(segments)
+        tokens = hidden_states.transpose(1, 2)  # [1, N, C]
+        if tokens.is_cuda and (kernels := _fla_kernels()):
+            convolve, _ = kernels
+            ends = segments.offsets
+            out, _ = convolve(tokens, weight, bias, activation=activation, cu_seqlens=ends)
+            return out.transpose(1, 2)
+
+        def plain(block: Tensor) -> Tensor:
+            convolve = _for(block, original)
+            out = convolve(block.transpose(1, 2), weight, bias, activation=activation)
+            return out.transpose(1, 2)
+
+        return _in_blocks(plain, segments, tokens).transpose(1, 2)
+
+    return packed
+
+
+def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def packed(*qkv: Tensor, segments: Segments | None = None, **options: Any) -> Any:
+        if segments is None:
+            return original(*qkv, **options)
+        _check_linear(segments)
+        g, beta = options["g"], options["beta"]
+        scaled = {"use_qk_l2norm_in_kernel": options["use_qk_l2norm_in_kernel"]}
+        if g.is_cuda and (kernels := _fla_kernels()):
+            _, rule = kernels
+            return rule(*qkv, g=g, beta=beta, cu_seqlens=segments.offsets, **scaled)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return _for(q, original)(q, k, v, g=g, beta=beta, **scaled)[0]
+
+        return _in_blocks(plain, segments, *qkv, g, beta), None
+
+    return packed
+
+
+def _for(tokens: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
+    # On a CPU, transformers' wrapper would call kernels that run on GPUs only.
+    return function if tokens.is_cuda else inspect.unwrap(function)
+
+
+def _in_blocks(function: Callable[..., Tensor], segments: Segments, *tokens: Tensor) -> Tensor:
+    """Apply a causal function of [B, L, …] tensors to each padded block of a row [1, N, …]."""
+    padded = [x[0].index_select(0, segments.token_of_row) for x in tokens]
+    outputs, start = [], 0
+    for count, longest in segments.blocks:
+        stop = start + count * longest
+        block = [x[start:stop].unflatten(0, (count, longest)) for x in padded]
+        outputs.append(function(*block).flatten(0, 1))
+        start = stop
+    return torch.cat(outputs).index_select(0, segments.row_of_token)[None]
+
+
+def _check_linear(segments: Segments) -> None:
+    if segments.contexts is not None or segments.group is not None:
+        raise ValueError("linear attention supports no shared prompts and no sequence parallelism")
+
+
+@cache
+def _fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return flash-linear-attention's convolution and delta rule, or None without the package."""
+    try:
+        convolution = import_module("fla.modules.convolution").causal_conv1d
+        return convolution, import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    except ImportError:
+        return None

@@ -45,7 +45,7 @@ def support_logprobs(
 
 Head = Callable[..., tuple[Tensor, Tensor]]
 """A module that computes log-probabilities and entropies from hidden states, with the arguments of
-`keel.model.head.module.SupportHead.forward`."""
+`keel.model.head.support.SupportHead.forward`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.configs.schema import LoraConfig
-from keel.model.routing.routers import router_modules
+from keel.model.routing import router_modules
 from keel.model.transformers_internals import switch_adapter
 
 MLP = ("gate_proj", "up_proj", "down_proj")

@@ -22,7 +22,7 @@ from transformers import (
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
-from keel.model.head.module import install_support_head
+from keel.model.head.support import install_support_head
 from keel.model.hub import (
     KNOWN,
     check_quantised,
@@ -33,7 +33,7 @@ from keel.model.hub import (
     tensors_called,
 )
 from keel.model.load import ModelFacts, as_text, facts_of
-from keel.model.routing.routers import router_modules
+from keel.model.routing import router_modules
 from keel.model.sparse.attention import use_sparse_attention
 from keel.model.transformers_internals import left_out, loaded_as
 

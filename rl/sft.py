@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.packing.batch import TrainBatch
-from keel.rl.packing.items import PackItem, split_long
 from keel.rl.packing.pack import BatchFormat, assemble
-from keel.rl.packing.prefix_sharing import unshared
+from keel.rl.packing.prefix_sharing import PackItem, split_long, unshared
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]

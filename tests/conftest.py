@@ -109,7 +109,7 @@ subprocess.Popen.__init__ = _noted
 
 
 def _forks() -> None:
-    if not sys._getframe(1).f_code.co_filename.endswith("template_probe.py"):  # milliseconds
+    if not sys._getframe(1).f_code.co_filename.endswith("model/load.py"):  # milliseconds
         STARTED.append("a fork")
 
 

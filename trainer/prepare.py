@@ -38,8 +38,7 @@ from keel.model.load import (
     load_tokenizer,
 )
 from keel.model.tiny.build import model_config
-from keel.model.tiny.cold_start import taught_sources
-from keel.model.tiny.solutions import TAUGHT
+from keel.model.tiny.cold_start import TAUGHT, taught_sources
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_adapters, check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions

@@ -314,7 +314,7 @@ def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) 
     if not examples:
         raise ConfigError(
             f"{knob}.task = {source.task!r}: no worked solutions of this task exist "
-            "(model/tiny/solutions.py has a few tasks); choose another task, or use a file"
+            "(model/tiny/cold_start.py has a few tasks); choose another task, or use a file"
         )
     return ReadSource(
         examples=tuple(examples), unselected={"not taught": len(entries) - len(examples)}

@@ -1,2 +1,1 @@
-"""The support head, which computes log-probabilities only over sampling masks. It runs on CPUs and,
-with custom kernels, on GPUs."""
+"""The support head, which computes log-probabilities over sampling masks, and its GPU kernels."""

@@ -11,8 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.packing.batch import Loss, MicroBatch, TrainBatch
-from keel.rl.packing.items import PackItem, split_long
-from keel.rl.packing.prefix_sharing import PrefixGroup, assign, share_prefixes, unshared
+from keel.rl.packing.prefix_sharing import (
+    PackItem,
+    PrefixGroup,
+    assign,
+    share_prefixes,
+    split_long,
+    unshared,
+)
 from keel.rl.types import NO_ROUTE, SamplingMasks, ScoredGroup, Segment
 
 T = TypeVar("T", bound=np.generic)

@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from keel.configs.schema import SamplingConfig
 from keel.model.batch_invariant import BLOCK
 from keel.model.load import full_attention, tokenizer_with
-from keel.model.routing.routers import is_moe
+from keel.model.routing import is_moe
 from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, TurnRequest
 from keel.rollout.chat.thinking import marks_of
@@ -40,9 +40,8 @@ from keel.rollout.vllm_internals import (
     resume,
     scheduler_of,
 )
-from keel.weights.buckets import Bucket
+from keel.weights.buckets import Bucket, Manifest
 from keel.weights.channel import Rendezvous, call_workers
-from keel.weights.manifest import Manifest
 
 _DISCARD = 2
 """vLLM's sleep level that discards the weights. The trainer sends new weights afterwards."""

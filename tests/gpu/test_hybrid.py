@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from keel.model.attention import Segments, use_packed_attention
-from keel.model.layers import linear_attention
-from keel.model.layers.linear_attention import FAMILIES
+from keel.model import attention
+from keel.model.attention import FAMILIES, Segments, use_packed_attention
 from tests.gpu.marks import GPU
 from tests.gpu.test_mismatch import mismatch
 
@@ -37,9 +36,9 @@ def test_packed_equals_separate(family: str, kernels: str, monkeypatch: pytest.M
     tokens then change experts."""
     if kernels == "fla":
         pytest.importorskip("fla")
-        assert linear_attention._kernels() is not None
+        assert attention._fla_kernels() is not None
     else:
-        monkeypatch.setattr(linear_attention, "_kernels", lambda: None)
+        monkeypatch.setattr(attention, "_fla_kernels", lambda: None)
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "head_dim": 64}
     config = AutoConfig.for_model(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GemmaConfig
 
 from keel.configs.schema import ConfigError, LoraConfig
-from keel.model import hub, template_probe
+from keel.model import hub, load
 from keel.model.hub import MAX_HEADER, hub_answers, missing_weights
 from keel.model.load import facts_of, load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -175,7 +175,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 
 def test_endless_templates_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_probe, "CPU_S", 0)
+    monkeypatch.setattr(load, "_CPU_S", 0)
     for template in (LOOPS, "{{ 'a' * 10000000000 }}", "{{ 'a' * 5000000 }}"):
         (folder / "chat_template.jinja").write_text(template)
         assert "chat template" in refused(folder)

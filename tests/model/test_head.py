@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keel.model.head import support
-from keel.model.head.module import SupportHead, install_support_head, logit_shape
-from keel.model.head.support import HeadSpec, support_head
+from keel.model.head.support import (
+    HeadSpec,
+    SupportHead,
+    install_support_head,
+    logit_shape,
+    support_head,
+)
 from keel.model.logprobs import (
     head_inputs,
     kept_mass,

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.model.routing import replay as routing
-from keel.model.routing.replay import replay_routes
-from keel.model.routing.routers import ROUTERS, router_modules
+from keel.model import routing
+from keel.model.routing import ROUTERS, replay_routes, router_modules
 from tests.model.families import FAMILIES, VOCAB, build
 
 TOKENS = torch.arange(10).reshape(2, 5) * 7 % VOCAB
@@ -268,7 +267,7 @@ def test_recomputation_finds_its_replay_among_others(qwen, reentrant):
 
 
 def test_recomputing_a_dropped_replay_fails(qwen, reentrant, monkeypatch):
-    monkeypatch.setattr(routing, "REMEMBERED", 1)
+    monkeypatch.setattr(routing, "_REMEMBERED", 1)
     checkpointed(qwen, reentrant)
     losses = []
     for seed in (0, 1):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.buffer import split_updates
-from keel.rl.packing import MicroBatch, TrainBatch, balance, items, pack
+from keel.rl.packing import MicroBatch, TrainBatch, balance, pack, prefix_sharing
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
 from tests.rl.packed import fresh_table, gradient, micro_batches, oracle
 from tests.rl.rollouts import (
@@ -250,13 +250,13 @@ def test_full_and_oversized_bins() -> None:
 
 def test_large_items_need_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    fill = items._fill
+    fill = prefix_sharing._fill
 
     def counting(tokens: Any, sizes: Any, order: Any, count: int, capacity: int) -> Any:
         counts.append(count)
         return fill(tokens, sizes, order, count, capacity)
 
-    monkeypatch.setattr(items, "_fill", counting)
+    monkeypatch.setattr(prefix_sharing, "_fill", counting)
     tokens = [4200 + 37 * i % 3800 for i in range(400)]
     (bins,) = balance(tokens, ranks=1, capacity=8192)
     assert len(bins) == 400 and counts == [400]

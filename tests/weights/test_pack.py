@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.weights import pack
-from keel.weights.buckets import ALIGNMENT, FlatBucket, unpack_flat
-from keel.weights.manifest import Manifest
+from keel.weights.buckets import ALIGNMENT, FlatBucket, Manifest, unpack_flat
 from keel.weights.pack import BucketPacker
 from tests.buckets import pack_buckets, unpack_bucket
 from tests.model.test_load import MOE_LAYERS, built

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from keel.configs.schema import Config
 from keel.model.load import load_policy
 from keel.model.lora import add_adapters, save_adapter
-from keel.model.routing.routers import router_modules
+from keel.model.routing import router_modules
 from keel.model.torch_internals import limit_all_groups
 from keel.model.trainable import decoder_layers
 from keel.model.ulysses import Slice

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from keel.configs.schema import Config
 from keel.model.attention import Segments, attention_kept, use_packed_attention
 from keel.model.batch_invariant.layers import use_invariant_layers
-from keel.model.head.module import SupportHead, install_support_head
+from keel.model.head.support import SupportHead, install_support_head
 from keel.model.layers.flash4 import INSTALL, disagreement, head_shapes, missing
 from keel.model.layers.fused import use_fused_layers
 from keel.model.layers.residual import use_float32_residual
@@ -28,8 +28,7 @@ from keel.model.logprobs import (
     trainable_rows,
 )
 from keel.model.lora import adapters_off
-from keel.model.routing.replay import Replay, replay_routes
-from keel.model.routing.routers import router_modules
+from keel.model.routing import Replay, replay_routes, router_modules
 from keel.model.sparse.attention import (
     SparsePass,
     indexers,

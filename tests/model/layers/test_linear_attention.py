@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from keel.model.attention import Segments, use_packed_attention
-from keel.model.layers.linear_attention import FAMILIES
+from keel.model.attention import FAMILIES, Segments, use_packed_attention
 
 LENGTHS = (3, 70, 1, 9, 130, 8, 2)
 """The delta rule computes chunks of 64 tokens."""

@@ -23,9 +23,16 @@ from keel.configs.schema import (
 from keel.model.load import facts_of, load_model_config, load_tokenizer
 from keel.model.tiny import build, cold_start
 from keel.model.tiny.build import build_model, content_key, ensure_tiny_model
-from keel.model.tiny.cold_start import Curriculum, ExamplePair, MaskedIds, make_examples, train
+from keel.model.tiny.cold_start import (
+    TAUGHT,
+    Curriculum,
+    ExamplePair,
+    MaskedIds,
+    make_examples,
+    solution,
+    train,
+)
 from keel.model.tiny.demonstrations import conversation_ids
-from keel.model.tiny.solutions import TAUGHT, solution
 from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
 from keel.rollout.chat.chat import TemplateChat
 

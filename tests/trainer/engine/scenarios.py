@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 
 from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.model.routing.routers import router_modules
+from keel.model.routing import router_modules
 from keel.rl.metrics import values
 from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup

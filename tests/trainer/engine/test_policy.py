@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.configs.schema import Config, SamplingConfig
-from keel.model.head.module import SupportHead
+from keel.model.head.support import SupportHead
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.model.logprobs import kept_mass, policy_logprobs
 from keel.model.ulysses import Slice

@@ -24,7 +24,7 @@ from keel.configs.schema import (
 )
 from keel.model.hub import check_config
 from keel.model.load import check_causal, facts_of
-from keel.model.routing.routers import is_moe
+from keel.model.routing import is_moe
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_trainable

@@ -2,7 +2,8 @@
 
 DeepSeek-V3.2 (2025), section 3.1. Only the choice of experts is replayed. The experts' weights come
 from the router's current scores at the recorded indices, so gradients reach the router. A row of −1
-means that nothing was recorded, and the live router chooses the experts.
+means that nothing was recorded, and the live router chooses the experts. `ROUTERS` says how each
+kind of router weighs its experts; docs/adding-a-model-family.md shows how to add one.
 
 **Activation recomputation.** A checkpointed layer runs its router again during the backward pass.
 It must then use the same routes as in the forward pass. Autograd numbers its nodes in order of
@@ -10,17 +11,19 @@ creation. A replay context records the range of node numbers created inside it. 
 in a backward pass uses the number of the running node to find its context. The backward pass may
 therefore run inside the with-block or after it, in any order, with reentrant and non-reentrant
 checkpoints. A layer that ran without replay is also recomputed without replay. The routes from the
-last `REMEMBERED` closed contexts are kept. Recomputing layers from an older context is an error.
+last `_REMEMBERED` closed contexts are kept. Recomputing layers from an older context is an error.
 Nested reentrant checkpoints are not supported, because the nodes of the inner checkpoint are
 created too late.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,12 +33,164 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from keel.model.routing.routers import ROUTERS, router_modules
 from keel.model.torch_internals import next_node_number, running_node, to_device
 from keel.rl.metrics import Mean
 from keel.rl.types import NO_ROUTE
 
-REMEMBERED = 8
+_Output = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    """Functions for replaying a router class. Its instances must have `top_k` and `num_experts`."""
+
+    experts: Callable[[_Output], Tensor]
+    """Takes the router's output and returns the chosen experts [tokens, K]."""
+    replay: Callable[[Any, _Output, Tensor], _Output]
+    """Takes (router, output, experts [tokens, K] int64) and returns the output for these experts.
+    The weights come from the current scores and are differentiable."""
+    gate: str = ""
+    """The submodule that computes the logits, for routers whose output does not include them. Its
+    logits are prepended to the output. The submodule is not simply called again, because under
+    ZeRO-3 such a call is a collective, and ranks without routes to replay would not take part."""
+
+
+def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> _Router:
+
+    def replay(router: Any, output: _Output, experts: Tensor) -> _Output:
+        logits, weights, _live = output
+        return logits, weigh(router, logits, experts).to(weights.dtype), experts
+
+    return _Router(experts=lambda output: output[2], replay=replay)
+
+
+def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+    return weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
+
+
+def _softmax_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _softmax_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    """Compute the weights as in DeepSeek-V2. Group limits affect only which experts are chosen."""
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+    return weights * router.routed_scaling_factor
+
+
+def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    return logits.gather(1, experts).softmax(-1)
+
+
+def _sigmoid_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    """Compute the weights as in DeepSeek-V3. The correction bias affects only which experts are
+    chosen."""
+    weights = logits.sigmoid().gather(1, experts)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.routed_scaling_factor
+
+
+def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.float().sigmoid().gather(1, experts)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _autoep(router: Any, output: _Output, experts: Tensor) -> _Output:
+    """Return the output in DeepSpeed AutoEP's format: (weights, experts, tokens per expert)."""
+    logits, weights, _live, counts = output
+    logits = logits.float()
+    scores = logits.sigmoid() if router.score_func == "sigmoid" else logits.softmax(-1)
+    chosen = scores.gather(1, experts)
+    if router.route_norm:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    flat = experts.reshape(-1)
+    counts = torch.zeros_like(counts).scatter_add_(
+        0, flat, torch.ones_like(flat, dtype=counts.dtype)
+    )
+    return (chosen * router.route_scale).to(weights.dtype), experts, counts
+
+
+ROUTERS: Mapping[str, _Router] = {
+    "DeepseekV2TopkRouter": _triple(_softmax_scaled),
+    "DeepseekV32TopkRouter": _triple(_sigmoid_scaled),
+    "DeepseekV3TopkRouter": _triple(_sigmoid_scaled),
+    "FlexOlmoTopKRouter": _triple(_softmax),
+    "Glm4MoeLiteTopkRouter": _triple(_sigmoid_scaled),
+    "Glm4MoeTopkRouter": _triple(_sigmoid_scaled),
+    "GlmMoeDsaTopkRouter": _triple(_sigmoid_scaled),
+    "GptOssTopKRouter": _triple(_softmax_of_chosen),
+    "MiniMaxM2TopKRouter": _triple(_sigmoid_normalised),
+    "MixtralTopKRouter": _triple(_softmax_normalised),
+    "OlmoeTopKRouter": _triple(_softmax),
+    "Qwen2MoeTopKRouter": _triple(_softmax),
+    "Qwen3MoeTopKRouter": _triple(_softmax),
+    "Qwen3NextTopKRouter": _triple(_softmax),
+    "Qwen3_5MoeTopKRouter": _triple(_softmax_normalised),
+    "TokenChoiceTopKRouter": _Router(experts=lambda output: output[2], replay=_autoep, gate="gate"),
+}
+"""The replay functions of each router class, keyed by the class's name, so that no model code has
+to be imported."""
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LOOKS_ROUTED = re.compile(r"(Router|Experts|MoE|Moe|MoEBlock|MoeBlock)$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def is_moe(config: Any) -> bool:
+    """Return whether a transformers config describes a mixture of one or more experts."""
+    config = config.get_text_config()
+    return any((getattr(config, name, None) or 0) > 0 for name in _EXPERT_COUNTS)
+
+
+def router_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the routers in `module` in layer order. The list is empty for a dense model. Raises
+    ValueError if the routers or experts belong to a family that is not in `ROUTERS`."""
+    return list(_named_routers(module).values())
+
+
+def moe_layers(model_or_config: Any) -> tuple[int, ...]:
+    """Return the indices of the MoE layers in ascending order. Each family has its own rule for
+    which layers these are, so the model is built on the meta device to find them."""
+    model = model_or_config
+    if not isinstance(model, nn.Module):
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds to import
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_or_config)
+    layers = []
+    for name in _named_routers(model):
+        match = _LAYER.search(name)
+        if match is None:
+            raise ValueError(f"router {name} is not inside a numbered layer (layers.N.…)")
+        layers.append(int(match[1]))
+    return tuple(layers)
+
+
+def _named_routers(module: nn.Module) -> dict[str, nn.Module]:
+    named = [(name, type(child).__name__, child) for name, child in module.named_modules()]
+    routers = {name: child for name, kind, child in named if kind in ROUTERS}
+    unknown = sorted(
+        {
+            kind
+            for _, kind, _ in named
+            if kind not in ROUTERS
+            and _LOOKS_ROUTED.search(kind)
+            # Experts and blocks next to known routers belong to them.
+            and (not routers or kind.endswith("Router"))
+        }
+    )
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__}: routing of {', '.join(unknown)} is not supported. See "
+            "docs/models.md for supported families, and docs/adding-a-model-family.md"
+        )
+    return routers
+
+
+_REMEMBERED = 8
 """Number of closed contexts whose layers can still be recomputed."""
 _HOOKED = "keel_hooked"
 """Name of the attribute that marks routers to which the hooks have been added."""
@@ -68,7 +223,7 @@ def replay_routes(
 
     Raises:
         ValueError: the routes are invalid or the model family is not in
-            `keel.model.routing.routers.ROUTERS`. Routes are invalid if they have the wrong number
+            `keel.model.routing.ROUTERS`. Routes are invalid if they have the wrong number
             of layers or experts per token, or if they contain a value out of range, a row that is
             partly −1, a repeated expert, or a whole layer of zeros. The error names the token and
             layer. If the number of tokens is wrong, the forward pass raises the error.
@@ -198,7 +353,7 @@ class Replay:
             routes = self._routes_LNK
             if routes is None:
                 raise RuntimeError(
-                    f"recomputation of a forward pass more than {REMEMBERED} replays ago, whose "
+                    f"recomputation of a forward pass more than {_REMEMBERED} replays ago, whose "
                     "routes were dropped. Run its backward pass earlier, or inside replay_routes"
                 )
             self._on_device = to_device(routes, device)
@@ -247,8 +402,8 @@ def _replaying(router: nn.Module) -> Replay | None:
 def _remember(replay: Replay) -> None:
     if replay.close():
         _closed.append(replay)
-        if len(_closed) > REMEMBERED:
-            _closed[-1 - REMEMBERED] = _closed[-1 - REMEMBERED].forgotten()
+        if len(_closed) > _REMEMBERED:
+            _closed[-1 - _REMEMBERED] = _closed[-1 - _REMEMBERED].forgotten()
 
 
 def _check_routes(routes: Tensor | NDArray[Any], routers: list[nn.Module]) -> None:
