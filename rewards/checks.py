@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from keel.rewards.code.spec import read_task
-from keel.rewards.code.verifier import CodeSettings, check_outputs, check_reference
+from keel.rewards.code.verifier import CodeSettings, check_outputs, check_reference, read_task
 from keel.rewards.compose import check_parts
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
 from keel.rewards.judge.specs import KINDS as JUDGED_KINDS

@@ -41,7 +41,7 @@ class ThinkingMarks:
 
 THINK = ThinkingMarks("<think>", "</think>")
 """The thinking marks used by most model families. Trajectories always use this pair: rollouts
-convert a model's own marks to it (`keel.rollout.chat.thinking`), so rewards and saved files do not
+convert a model's own marks to it (`keel.rollout.chat.parsing`), so rewards and saved files do not
 need to handle any other."""
 
 

@@ -50,11 +50,10 @@ from keel.rl.sft import supervised_segment
 from keel.rl.turns import THINK, ToolSpec
 from keel.rl.types import Prompt, Segment
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.encoding import Encoder
-from keel.rollout.chat.render import name_of
+from keel.rollout.chat.parsing import marks_of
+from keel.rollout.chat.render import Encoder, name_of
 from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
-from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.placement.choose import Choice, choose, load_choice, slow_dtype, with_dtype

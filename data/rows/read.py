@@ -107,7 +107,7 @@ def object_of(
     `match: exact` distinguishes 0.10 from 0.1.
 
     If `replace_surrogates` is set, lone surrogates, which a policy may sample, become replacement
-    characters, as in tokenizers (`keel.rollout.chat.encoding`). Raises BadLine if the line is not
+    characters, as in tokenizers (`keel.rollout.chat.render`). Raises BadLine if the line is not
     an object.
     """
     try:

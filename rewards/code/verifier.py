@@ -19,19 +19,403 @@ assigns a test to a subtask. The points of the subtasks are in `"subtasks": {NAM
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard, cast
 
-from keel.rewards.code.compare import min_output, same_text, same_value
-from keel.rewards.code.spec import CodeTask, CodeTest, code_block, read_task
 from keel.rewards.sandbox.sandbox import Limits, Sandbox, SandboxOutcome, open_sandbox
 from keel.rewards.text import outside_think
+from keel.rl.strict_json import allow_long_integers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Language:
+    """The commands to compile and run programs in a language. They are run with `Sandbox.run`."""
+
+    source: str
+    """Name of the source file in `{box}`."""
+    run: tuple[str, ...]
+    compile: tuple[str, ...] = ()
+    """Command that compiles the source to the file `program`, which is then put in `{box}`."""
+    extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Other files that are put in `{box}`, with their contents."""
+    calls: tuple[str, ...] = ()
+    """Command that calls functions (`keel.rewards.code.call_driver`). Empty if this is not
+    supported."""
+
+
+_LAUNCH = b"""
+import builtins, sys
+if hasattr(sys, "set_int_max_str_digits"):
+    sys.set_int_max_str_digits(0)  # the time limit bounds what it reads and prints
+builtins.exit = builtins.quit = sys.exit
+source = compile(open(sys.argv.pop(), encoding="utf-8").read(), "solution.py", "exec")
+del builtins, sys  # a program must import them itself
+exec(globals().pop("source"))
+"""
+_DRIVER = Path(__file__).with_name("call_driver.py")
+
+_LANGUAGES: dict[str, _Language] = {
+    # Without `site`, which doubles the start-up time.
+    "python": _Language(
+        source="solution.py",
+        run=("{python}", "-S", "{box}/launch.py", "{box}/solution.py"),
+        extra={"launch.py": _LAUNCH, "driver.py": _DRIVER.read_bytes()},
+        calls=("{python}", "-S", "{box}/driver.py", "{box}/solution.py"),
+    ),
+    "c++": _Language(
+        source="solution.cpp",
+        compile=("g++", "-O2", "-std=c++17", "-o", "program", "{box}/solution.cpp"),
+        run=("{box}/program",),
+    ),
+    "c": _Language(
+        source="solution.c",
+        compile=("gcc", "-O2", "-std=c17", "-o", "program", "{box}/solution.c", "-lm"),
+        run=("{box}/program",),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CodeTest:
+    """A test of a program's output or, if `call` is set, of a function's return value."""
+
+    stdin: bytes = b""
+    stdout: str = ""
+    call: str = ""
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    returns: Any = None
+    sample: bool = False
+    """True if the task shows this test to the policy as an example."""
+    subtask: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CodeTask:
+    """A programming task, parsed from its reward spec."""
+
+    language: _Language
+    tests: tuple[_CodeTest, ...]
+    partial: bool
+    """If True, the score is the fraction of tests that pass. Otherwise, all tests must pass."""
+    subtasks: Mapping[str, float]
+    """The share of the score for each subtask, which is earned by passing all of its tests. The
+    shares sum to 1."""
+    reference: str | None
+    tolerance: float | None
+    limits: Mapping[str, Any]
+
+    def within(self, limits: Limits) -> Limits:
+        return replace(limits, **self.limits)
+
+
+def _code_block(text: str) -> str | None:
+    """Return the last fenced code block, or None if there is none or it is cut off."""
+    blocks = code_blocks(text)
+    return blocks[-1] if blocks else None
+
+
+def code_blocks(text: str) -> list[str]:
+    """Return all fenced code blocks, or an empty list if the last one is cut off."""
+    blocks: list[str] = []
+    fence: re.Match[str] | None = None
+    inside: list[str] = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        match = _FENCE.fullmatch(line)
+        if fence is None:
+            if match is not None:
+                fence, inside = match, []
+        elif match and match[2].startswith(fence[2]) and not match[3].strip():
+            blocks.append("\n".join(inside) + "\n")
+            fence = None
+        else:
+            # A block in a list item is indented like its fence.
+            inside.append(line.removeprefix(fence[1]))
+    return blocks if fence is None else []
+
+
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
+
+
+_KEYS = (
+    *("kind", "language", "tests", "subtasks", "reference", "partial", "time_limit_s"),
+    *("memory_mib", "tolerance", "environment", "columns"),
+)
+_OF_ANY = ("sample", "subtask")
+
+
+def read_task(spec: Mapping[str, Any]) -> _CodeTask:
+    """Parse a reward spec into a task. Raises ValueError with the name of the invalid key or
+    test."""
+    _check_keys(spec, _KEYS, "code reward")
+    name, tests = spec.get("language", "python"), spec.get("tests")
+    if not isinstance(name, str) or name not in _LANGUAGES:
+        raise ValueError(f"code reward: language {name!r}; use one of {', '.join(_LANGUAGES)}")
+    language = _LANGUAGES[name]
+    if not isinstance(tests, list) or not tests:
+        raise ValueError("code reward: tests must be a list of at least one test")
+    allow_long_integers()  # in tests and in return values
+    cases = tuple(
+        _read_test(test, f"code reward: tests[{index}]", language)
+        for index, test in enumerate(cast(list[Any], tests))
+    )
+    subtasks = _subtasks(spec, cases)
+    partial, reference = spec.get("partial", False), spec.get("reference")
+    if not isinstance(partial, bool):
+        raise ValueError(f"code reward: partial = {partial!r} must be true or false")
+    if reference is not None and not isinstance(reference, str):
+        raise ValueError("code reward: reference must be the source of a program")
+    if partial and subtasks:
+        raise ValueError("code reward: `partial` and `subtasks` exclude each other; remove one")
+    limits: dict[str, Any] = {}
+    for key, knob, kind in (("time_limit_s", "time_s", float), ("memory_mib", "memory_mib", int)):
+        if spec.get(key) is not None:
+            limits[knob] = _positive(spec[key], key, kind)
+    try:
+        Limits(**limits)
+    except ValueError as error:
+        raise ValueError(f"code reward: {error}") from error
+    tolerance = spec.get("tolerance")
+    if tolerance is not None and _positive(tolerance, "tolerance", float) >= 1:
+        raise ValueError(f"code reward: tolerance = {tolerance!r} must be below 1")
+    return _CodeTask(
+        language=language,
+        tests=cases,
+        partial=partial,
+        subtasks=subtasks,
+        reference=reference,
+        tolerance=tolerance,
+        limits=limits,
+    )
+
+
+def _read_test(test: Any, where: str, language: _Language) -> _CodeTest:
+    if not isinstance(test, dict):
+        raise ValueError(f"{where} must be an object")
+    fields = cast(dict[str, Any], test)
+    common = {key: fields[key] for key in _OF_ANY if key in fields}
+    if type(common.get("sample", False)) is not bool or type(common.get("subtask", "")) is not str:
+        raise ValueError(f"{where}: sample must be true or false, and subtask a name")
+    if "call" not in fields:
+        _check_keys(fields, ("stdin", "stdout", *_OF_ANY), where)
+        stdin, stdout = fields.get("stdin", ""), fields.get("stdout")
+        if not isinstance(stdin, str) or not isinstance(stdout, str):
+            raise ValueError(f"{where}: stdin and stdout must be texts, or set `call`")
+        return _CodeTest(stdin=stdin.encode(), stdout=stdout, **common)
+    _check_keys(fields, ("call", "args", "kwargs", "returns", *_OF_ANY), where)
+    call: Any = fields["call"]
+    args: Any = fields.get("args", [])
+    kwargs: Any = fields.get("kwargs", {})
+    if not isinstance(call, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", call):
+        raise ValueError(f"{where}: call = {call!r} must be a function, or a class and its method")
+    if not isinstance(args, list) or not isinstance(kwargs, dict) or "returns" not in fields:
+        raise ValueError(f"{where}: needs args (a list), kwargs (an object) and returns")
+    if not language.calls:
+        raise ValueError(f"{where}: only Python functions can be called; use stdin and stdout")
+    values: dict[str, Any] = {"args": args, "kwargs": kwargs, "returns": fields["returns"]}
+    return _CodeTest(call=call, **values, **common)
+
+
+def _subtasks(spec: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str, float]:
+    named = {test.subtask for test in tests} - {""}
+    entries: Any = spec.get("subtasks")
+    if entries is not None and (not isinstance(entries, dict) or not entries):
+        raise ValueError("code reward: subtasks must be an object from names to points")
+    points: dict[str, float] = {
+        str(name): _positive(value, f"subtasks[{name}]", float)
+        for name, value in cast(dict[Any, Any], entries or {}).items()
+    }
+    for name in (*sorted(named - points.keys()), *(points.keys() - named)):
+        problem = "is missing in `subtasks`" if name in named else "has no test"
+        raise ValueError(f"code reward: subtask {name!r} {problem}")
+    for index, test in enumerate(tests):
+        if points and not test.subtask and not test.sample:
+            raise ValueError(f"code reward: tests[{index}] needs a `subtask` or `sample: true`")
+    return {name: value / sum(points.values()) for name, value in points.items()}
+
+
+def _check_keys(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in fields:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
+            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _positive(value: Any, key: str, kind: type) -> Any:
+    fits = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not fits or not 0 < value < math.inf:
+        raise ValueError(f"code reward: {key} = {value!r} must be a positive {kind.__name__}")
+    return value
+
+
+_REL_TOLERANCE = 1e-9
+"""Default relative tolerance for comparing floating-point numbers."""
+_MAX_COMPARISONS = 500_000
+"""Maximum number of comparisons between unordered items. They take a few tenths of a second."""
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+
+
+def same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
+    """Return whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
+
+    A list equals a tuple with the same items. The order of sets and dicts does not matter. A number
+    never equals a boolean. Two integers must be exactly equal. Other numbers may differ by up to
+    `tolerance` or, unless the expected number is an integer, by up to `tolerance` times that
+    number. Values that would need more than `_MAX_COMPARISONS` comparisons count as different.
+    """
+    return _Comparison(tolerance).same(expected, value)
+
+
+class _Comparison:
+    def __init__(self, tolerance: float | None) -> None:
+        self._tolerance = tolerance
+        self._budget = _MAX_COMPARISONS
+
+    def same(self, expected: Any, value: Any) -> bool:
+        if _is_number(expected) and _is_number(value):
+            return _close(expected, value, self._tolerance)
+        kind, left = _items_of(expected)
+        other, right = _items_of(value)
+        if kind != other or kind == "?":  # malformed
+            return False
+        if kind == "":
+            return type(expected) is type(value) and expected == value
+        if len(left) != len(right):
+            return False
+        if kind != "~tuple":
+            return self._same_unordered(left, right)
+        return all(map(self.same, left, right))
+
+    def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
+        """Match the items after sorting both sides. Items that rounding has moved are matched one
+        by one."""
+        expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
+        pairs = zip(expected, value, strict=True)
+        differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
+        if differing and not any(isinstance(v, float) for v in _values_in([expected, value])):
+            return False
+        remaining = list(differing)
+        for i in differing:
+            for j in remaining:
+                self._budget -= 1 + sum(1 for _ in _values_in([expected[i], value[j]]))
+                if self._budget < 0:
+                    return False
+                if self.same(expected[i], value[j]):
+                    remaining.remove(j)
+                    break
+            else:
+                return False
+        return True
+
+
+def same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
+    """Return whether two outputs are equal, ignoring white space at the end of lines and of the
+    text. If `tolerance` is set, the outputs are compared word by word, and numbers may differ as in
+    `same_value`."""
+    if tolerance is None:
+        return _lines(expected) == _lines(output)
+    left, right = expected.split(), output.split()
+    return len(left) == len(right) and all(
+        a == b or _close_words(a, b, tolerance) for a, b in zip(left, right, strict=True)
+    )
+
+
+def _min_output(expected: str, tolerance: float | None = None) -> int:
+    """Return the size in bytes of the shortest output that `same_text` would accept."""
+    if tolerance is None:
+        return len("\n".join(_lines(expected)).encode(errors="replace"))
+    return max(0, 2 * len(expected.split()) - 1)  # a number may be written in fewer digits
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _close(expected: int | float, value: int | float, tolerance: float | None) -> bool:
+    if isinstance(expected, int) and isinstance(value, int):
+        return expected == value
+    try:
+        left, right = float(expected), float(value)
+    except OverflowError:  # an integer beyond floating point
+        return False
+    if math.isnan(left) or math.isnan(right):
+        return math.isnan(left) and math.isnan(right)
+    return _near(left, right, tolerance, whole=isinstance(expected, int))
+
+
+def _near(expected: float, value: float, tolerance: float | None, *, whole: bool) -> bool:
+    if expected == value:
+        return True
+    difference = abs(expected - value)
+    if not math.isfinite(difference):
+        return False
+    if tolerance is None:
+        most = _REL_TOLERANCE * abs(expected)
+        return difference <= (min(most, 1e-6) if whole else max(most, 1e-12))
+    return difference <= tolerance * (1.0 if whole else max(1.0, abs(expected)))
+
+
+def _close_words(expected: str, value: str, tolerance: float) -> bool:
+    whole = _WHOLE.fullmatch(expected) is not None
+    if whole and _WHOLE.fullmatch(value):
+        return int(expected) == int(value) if max(len(expected), len(value)) < 4000 else False
+    if not value.isascii() or "_" in value:  # numbers to Python only
+        return False
+    try:
+        left, right = float(expected), float(value)
+    except ValueError:
+        return False
+    return _near(left, right, tolerance, whole=whole)
+
+
+def _items_of(value: Any) -> tuple[str, list[Any]]:
+    """Return the kind of a collection and its items. The kind is "" if the value is not a
+    collection, and "?" if it is malformed."""
+    if isinstance(value, list):
+        return "~tuple", cast(list[Any], value)
+    if not isinstance(value, dict):
+        return "", []
+    items = cast(dict[str, Any], value)
+    if len(items) == 1:
+        ((key, content),) = items.items()
+        if key in ("~tuple", "~set", "~dict"):
+            return (key, cast(list[Any], content)) if isinstance(content, list) else ("?", [])
+    return "~dict", [[key, item] for key, item in items.items()]
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        yield value
+        pending += _items_of(value)[1]
+
+
+def _sort_key(item: Any) -> tuple[int, Any]:
+    """Return a sort key for an item. Numbers are sorted by value, so that 9.999999 is next to
+    10.0."""
+    if _is_number(item):
+        return 0, math.inf if math.isnan(item) else item
+    kind, inside = _items_of(item)
+    if kind in ("", "?"):
+        return 1, json.dumps(item)
+    keys = [_sort_key(part) for part in inside]
+    return 2, (kind, keys if kind == "~tuple" else sorted(keys))
+
 
 _SAMPLES, _SUBTASK = "samples", "subtask/"
 """Names of reward components: the one for all example tests, and the prefix of those for
@@ -86,7 +470,7 @@ def verify_code(
     settings = settings or CodeSettings()
     task = read_task(spec)
     sandbox = open_sandbox(settings.isolation)
-    code = code_block(outside_think(answer_text))
+    code = _code_block(outside_think(answer_text))
     if code is None:
         return _verdict(task, [], "no closed code block at the end of the answer")
     if len(code) > _MAX_CHARACTERS:
@@ -99,7 +483,7 @@ def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str)
     limit = settings.limits.output_kib
     task = read_task(spec)
     for index, test in enumerate(task.tests):
-        needed = min_output(test.stdout, task.tolerance) / 1024
+        needed = _min_output(test.stdout, task.tolerance) / 1024
         if needed > limit:
             raise ValueError(
                 f"{name}: tests[{index}] expects {needed:.0f} KiB of output, above the limit of "
@@ -119,11 +503,11 @@ def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: st
             )
 
 
-def _failed_subtasks(task: CodeTask, failures: Sequence[str]) -> set[str]:
+def _failed_subtasks(task: _CodeTask, failures: Sequence[str]) -> set[str]:
     return {test.subtask for test, why in zip(task.tests, failures, strict=False) if why}
 
 
-def _verdict(task: CodeTask, failures: list[str], skipped: str = "not run") -> CodeVerdict:
+def _verdict(task: _CodeTask, failures: list[str], skipped: str = "not run") -> CodeVerdict:
     """Compute the verdict. Tests without a result count as failures with the reason `skipped`."""
     failures += [skipped] * (len(task.tests) - len(failures))
     failed = _failed_subtasks(task, failures)
@@ -139,7 +523,9 @@ def _verdict(task: CodeTask, failures: list[str], skipped: str = "not run") -> C
 
 
 class _Attempt:
-    def __init__(self, task: CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings) -> None:
+    def __init__(
+        self, task: _CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings
+    ) -> None:
         self._task, self._sandbox = task, sandbox
         self._limits = task.within(settings.limits)
         self._deadline = time.monotonic() + settings.completion_s
@@ -176,7 +562,7 @@ class _Attempt:
                 failures.append(outcome.why() or self._wrong_output(test, outcome.stdout))
         return _verdict(task, failures)
 
-    def _wrong_output(self, test: CodeTest, stdout: bytes) -> str:
+    def _wrong_output(self, test: _CodeTest, stdout: bytes) -> str:
         try:
             same = same_text(test.stdout, stdout.decode(), self._task.tolerance)
         except UnicodeDecodeError:

@@ -22,9 +22,8 @@ import openai
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
 from keel.configs.sections.rewards import JudgeConfig
-from keel.rewards.judge.prompts import BadReply, Question
+from keel.rewards.judge.prompts import BadReply, Question, new_fence, size
 from keel.rewards.judge.results import Counts, FailureKind, JudgeStopped, ServedJudge, Unjudged
-from keel.rewards.judge.untrusted import new_fence, size
 from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0

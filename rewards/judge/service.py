@@ -13,10 +13,9 @@ from typing import Any
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.failure_budget import FailureRate
-from keel.rewards.judge.prompts import rubric_question
+from keel.rewards.judge.prompts import rubric_question, size, tail
 from keel.rewards.judge.results import Counts, Failed, Judged, ServedJudge, Unjudged
 from keel.rewards.judge.specs import judged_spec
-from keel.rewards.judge.untrusted import size, tail
 from keel.rewards.text import blank, final_text, outside_think, thinking_text
 from keel.rl.types import Prompt, Trajectory
 

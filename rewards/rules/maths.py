@@ -17,11 +17,10 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple, TypeGuard, cast
 
-from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.rules import formula, statements
 from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, LostTerm, Unreadable
 from keel.rewards.rules.statements import plain, squeezed
-from keel.rewards.text import BOXED, marked_answer
+from keel.rewards.text import BOXED, FUNCTION_WORDS, KEYWORDS, marked_answer
 
 _MAX_CHARACTERS = 2_048
 """Maximum length of an answer, unless the right answer is about as long."""

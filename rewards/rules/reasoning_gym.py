@@ -21,8 +21,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from keel.rewards.code.call_driver import from_jsonable
-from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
-from keel.rewards.text import WRAPPED, answer_in, normalise
+from keel.rewards.text import FUNCTION_WORDS, KEYWORDS, WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
 """Maximum length of an answer, unless the right answer is about as long."""

@@ -1,12 +1,22 @@
-"""Builds the bubblewrap arguments that all sandboxes share."""
+"""Builds the bubblewrap arguments and the seccomp filter that all sandboxes share.
+
+The filter refuses system calls that would bypass the namespaces and limits. Such calls concern
+memory that no process limit counts (`memfd_create`, System V shared memory), new namespaces,
+sockets, the memory of other processes, and key rings shared between users. Calls to kernel
+interfaces with a history of vulnerabilities are refused too.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+import signal
+import socket
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -172,3 +182,149 @@ def probe(*, network: str, processes: int, strict: bool) -> str:
     """Return Python code that tries to break out of the sandbox, and prints `isolated` if it fails.
     Set `strict` for sandboxes of programs, which have no /proc and no sockets."""
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"
+
+
+_Numbers = Mapping[str, tuple[int, ...]]
+
+
+def _table(text: str) -> _Numbers:
+    """Parse entries `name number number;` with the numbers of a call on x86_64 and aarch64. -1
+    means that the call does not exist there. The numbers are from the kernel's syscall_64.tbl and
+    asm-generic/unistd.h."""
+    rows = (row.split() for row in text.split(";"))
+    return {name: tuple(map(int, numbers)) for name, *numbers in rows}
+
+
+_DENIED = _table("""
+acct 163 89; add_key 248 217; bpf 321 280; chroot 161 51; delete_module 176 106;
+fanotify_init 300 262; finit_module 313 273; fsconfig 431 431; fsmount 432 432; fsopen 430 430;
+fspick 433 433; init_module 175 105; io_uring_enter 426 426; io_uring_register 427 427;
+io_uring_setup 425 425; kcmp 312 272; kexec_file_load 320 294; kexec_load 246 104;
+keyctl 250 219; lookup_dcookie 212 18; memfd_create 319 279; memfd_secret 447 447;
+migrate_pages 256 238; mount 165 40; mount_setattr 442 442; move_mount 429 429;
+move_pages 279 239; mq_open 240 180; msgctl 71 187; msgget 68 186; msgrcv 70 188; msgsnd 69 189;
+name_to_handle_at 303 264; open_by_handle_at 304 265; open_tree 428 428; perf_event_open 298 241;
+personality 135 92; pidfd_getfd 438 438; pivot_root 155 41; process_vm_readv 310 270;
+process_vm_writev 311 271; ptrace 101 117; quotactl 179 60; reboot 169 142; request_key 249 218;
+semctl 66 191; semget 64 190; semop 65 193; semtimedop 220 192; setns 308 268; shmat 30 196;
+shmctl 31 195; shmget 29 194; socket 41 198; swapoff 168 225; swapon 167 224; syslog 103 116;
+umount2 166 39; unshare 272 97; userfaultfd 323 282; vmsplice 278 75
+""")
+_UNKNOWN = 453
+"""The first call number after these tables (Linux 6.6). C libraries fall back to older calls."""
+_UNCOUNTED = _table("""
+ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setparam 142 118;
+sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
+setsockopt 54 208
+""")
+"""Calls that are refused if memory and CPU time are measured from outside. For example, a socket
+pair holds about 200 KiB that are not counted, and more with larger buffers or with sockets in
+transit."""
+_PRETENDED = _table("""
+futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
+""")
+"""Calls that report success without doing anything, because they would change the timestamps of
+devices."""
+_MMAP = (9, 222)
+_PRLIMIT64 = (302, 261)
+_RT_SIGACTION = (13, 134)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_MACHINES = {"x86_64": 0, "aarch64": 1}
+"""Maps `platform.machine()` to its column in the tables above."""
+LOCAL = (socket.AF_UNIX,)
+FORKING = ("mount", "unshare")
+"""Calls that a process needs to move its children into new namespaces."""
+NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+
+_AUDIT_ARCH = (0xC000003E, 0xC00000B7)
+_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
+_X32 = 0x40000000  # bit of a second call table on x86_64
+
+_LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
+_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_FOURTH_ARGUMENT = _FIRST_ARGUMENT + 3 * 8
+_SHARED, _ANONYMOUS = 0x01, 0x20  # mmap(2)
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+
+
+def seccomp_filter(
+    machine: str,
+    *,
+    sockets: Sequence[int] = (),
+    permitted: Sequence[str] = (),
+    counted: bool = False,
+) -> bytes:
+    """Return a classic BPF program for `bwrap --seccomp`.
+
+    `sockets` lists the allowed socket families. `permitted` lists calls to allow although they are
+    normally refused. If `counted` is set, the filter also refuses calls that hide memory or CPU
+    time from measurement outside the sandbox. Raises ValueError if the call numbers for `machine`
+    (`platform.machine()`) are unknown.
+    """
+    if machine not in _MACHINES:
+        raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")
+    column = _MACHINES[machine]
+    refused = _ERRNO | errno.EPERM
+    missing = _ERRNO | errno.ENOSYS
+    program = [
+        (_LOAD, 0, 0, _ARCH),
+        *_unless(_EQUAL, _AUDIT_ARCH[column], _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    if machine == "x86_64":
+        program += _when(_AT_LEAST, _X32, missing)
+    program += _when(_AT_LEAST, _UNKNOWN, missing)
+    for name, numbers in _DENIED.items():
+        if name not in permitted and (name != "socket" or not sockets):
+            program += _when(_EQUAL, numbers[column], refused)
+    # Its flags are behind a pointer that a filter cannot follow; C libraries fall back to clone.
+    program += _when(_EQUAL, _CLONE3[column], missing)
+    if sockets:
+        allowed = [
+            instruction for family in sockets for instruction in _when(_EQUAL, family, _ALLOW)
+        ]
+        # The family is an `int`: the kernel also reads only the lower half of the argument. The
+        # error says that the family is missing: ZeroMQ aborts at any other.
+        absent = _ERRNO | errno.EOPNOTSUPP
+        check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *allowed, (_RETURN, 0, 0, absent)]
+        program += [(_EQUAL, 0, len(check), _DENIED["socket"][column]), *check]
+    if counted:
+        program += _counted(column, refused)
+    program += [
+        (_EQUAL, 0, 3, _CLONE[column]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        *_when(_BITS, _NEW_NAMESPACES, refused),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+_Instruction = tuple[int, int, int, int]
+
+
+def _counted(column: int, refused: int) -> list[_Instruction]:
+    program: list[_Instruction] = []
+    for numbers in _UNCOUNTED.values():
+        program += _when(_EQUAL, numbers[column], refused)
+    for numbers in _PRETENDED.values():
+        if numbers[column] >= 0:
+            program += _when(_EQUAL, numbers[column], _ERRNO)
+    # The CPU time of children is lost if their parent ignores SIGCHLD.
+    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_when(_EQUAL, signal.SIGCHLD, refused)]
+    program += [(_EQUAL, 0, len(check) + 1, _RT_SIGACTION[column]), *check, (_RETURN, 0, 0, _ALLOW)]
+    # Shared anonymous memory counts for no process once it is unmapped.
+    both = _SHARED | _ANONYMOUS
+    check = [(_LOAD, 0, 0, _FOURTH_ARGUMENT), (_AND, 0, 0, both), *_when(_EQUAL, both, refused)]
+    program += [(_EQUAL, 0, len(check) + 1, _MMAP[column]), *check, (_RETURN, 0, 0, _ALLOW)]
+    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_unless(_EQUAL, 0, refused)]
+    program += [(_EQUAL, 0, len(check) + 1, _PRLIMIT64[column]), *check, (_RETURN, 0, 0, _ALLOW)]
+    return program
+
+
+def _when(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:
+    return (test, 0, 1, value), (_RETURN, 0, 0, action)
+
+
+def _unless(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:
+    return (test, 1, 0, value), (_RETURN, 0, 0, action)

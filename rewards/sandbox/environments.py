@@ -29,9 +29,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from keel.rewards.sandbox import bubblewrap
-from keel.rewards.sandbox.bubblewrap import TMP, IsolationError, make_folders, private_folder, tool
+from keel.rewards.sandbox.bubblewrap import (
+    FORKING,
+    LOCAL,
+    NETWORK,
+    TMP,
+    IsolationError,
+    make_folders,
+    private_folder,
+    seccomp_filter,
+    tool,
+)
 from keel.rewards.sandbox.processes import hold
-from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
 _ISOLATIONS = ("bubblewrap", "none-i-trust-the-environments")
 Network = Literal["none", "loopback", "host"]

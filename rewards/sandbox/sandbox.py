@@ -3,7 +3,7 @@
 `bubblewrap` runs each program in separate namespaces. The program has no network access and cannot
 see other processes. It sees a read-only system without our files, and a private folder that is
 deleted after the run. CPU time, wall time, memory, processes, files and output are limited.
-`keel.rewards.sandbox.seccomp` blocks system calls that would bypass the limits.
+`keel.rewards.sandbox.bubblewrap` blocks system calls that would bypass the limits.
 
 Sources, inputs and the seccomp filter are passed as memory files. Nothing is written outside the
 sandbox, so there is nothing to clean up. The sandbox ends when this process ends. If this process
@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from keel.rewards.sandbox import bubblewrap
-from keel.rewards.sandbox.bubblewrap import TMP, IsolationError
+from keel.rewards.sandbox.bubblewrap import TMP, IsolationError, seccomp_filter
 from keel.rewards.sandbox.processes import kill_descendants, reap, subreaper, usage
-from keel.rewards.sandbox.seccomp import seccomp_filter
 
 _FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
 """Matches the PID of the first process in bubblewrap's status, which programs cannot write."""

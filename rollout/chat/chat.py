@@ -9,10 +9,16 @@ from functools import cached_property
 from typing import Any
 
 from keel.rl.turns import THINK, USER_ROLES, Malformed, Message, Parsed, ToolCall, ToolSpec
-from keel.rollout.chat.encoding import Encoder, map_strings, unmark
-from keel.rollout.chat.parsing import ParsedTurn, Written, format_of
-from keel.rollout.chat.render import Renderer, call_message, check_shown, retained
-from keel.rollout.chat.thinking import marks_of
+from keel.rollout.chat.parsing import ParsedTurn, Written, format_of, marks_of
+from keel.rollout.chat.render import (
+    Encoder,
+    Renderer,
+    call_message,
+    check_shown,
+    map_strings,
+    retained,
+    unmark,
+)
 
 _MAX_SHOWN = 300
 """Maximum number of characters shown from a malformed call."""
@@ -165,7 +171,7 @@ class TemplateChat:
         speak: bool = True,
     ) -> str:
         """Render a conversation as text, with marks around text from outside the template (see
-        `encoding`)."""
+        `render`)."""
         if tools and not self.format.calls:
             raise ValueError(
                 f"{self.renderer.name} writes calls in an unknown format, so tools such as "

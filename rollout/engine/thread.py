@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from keel.configs.schema import CUT_S, RolloutConfig, SamplingConfig
 from keel.rl.futures import settle
 from keel.rl.turns import TurnRequest, TurnResult
-from keel.rollout.engine.jobs import Result
+from keel.rollout.engine.conversion import Result
 from keel.rollout.spec import EngineError, EngineProgress, LostTurn, RecordingError, SampleRequest
 from keel.weights.buckets import Bucket
 from keel.weights.channel import Begin, Finish, Mailbox, Rendezvous

@@ -1,14 +1,26 @@
 """A vLLM engine that records its samples, and whose weights can be replaced while it runs. Only one
-thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports vLLM."""
+thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports vLLM.
+
+Conversation turns are added faster than by `LLMEngine.add_request`, which validates each request,
+deep-copies its parameters and hashes every block of its prompt. This takes most of the CPU time of
+a turn. `_TemplatedRequests` adds only the first request of each kind with vLLM's own method, and
+copies it for later requests. It also reuses the block hashes of a conversation's last turn where
+the token ids are unchanged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedConfig
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.outputs import RequestOutput
@@ -21,16 +33,22 @@ from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing import is_moe
 from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, TurnRequest
-from keel.rollout.chat.thinking import marks_of
-from keel.rollout.engine.conversion import decode_all, render_prompt
-from keel.rollout.engine.jobs import Completion, GroupJob, Job, Result, TurnJob
+from keel.rollout.chat.parsing import marks_of
+from keel.rollout.engine.conversion import (
+    Completion,
+    GroupJob,
+    Job,
+    Result,
+    TurnJob,
+    decode_all,
+    render_prompt,
+)
 from keel.rollout.engine.patches import (
     bounded_kv_cache,
     install_invariant_kernels,
     residual_layers,
     short_warm_up,
 )
-from keel.rollout.engine.request_builder import TemplatedRequests
 from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
 from keel.rollout.spec import EngineError, EngineSpec, RecordingError, SampleRequest, captured_sizes
 from keel.rollout.vllm_internals import (
@@ -101,7 +119,7 @@ class VllmEngine:
             self._llm = LLMEngine.from_engine_args(engine_args(spec, self._recorder, text))
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
-        self._requests = TemplatedRequests(self._llm)
+        self._requests = _TemplatedRequests(self._llm)
         self._manifest = Manifest.of(spec.model_path, text)
         self._llm.collective_rpc("keel_prepare")
         if spec.config.time_share:
@@ -408,3 +426,110 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         # Part of the key of vLLM's cache of compiled layers.
         args["additional_config"] = {"keel_residual_dtype": spec.residual_dtype}
     return EngineArgs(**{**args, **recorder.engine_args()})
+
+
+_MAX_HASHED_TOKENS = 2**24
+"""Maximum number of tokens whose block hashes are stored, over all conversations. Each token takes
+about 9 bytes."""
+
+
+class _TemplatedRequests:
+    """Adds requests to an engine by copying the first request of each kind."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
+        self._templates: dict[Hashable, Any] = {}
+        """Maps each kind of request to vLLM's `EngineCoreRequest` for the first one."""
+        self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
+        """Conversation, prompt and vLLM's `Request` of each unfinished request."""
+        self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
+        self._known: list[bytes] = []
+        """Stored block hashes for the first blocks of the prompt that is being added."""
+        if (hasher := self._core.request_block_hasher) is not None:
+            self._core.request_block_hasher = partial(self._hash, hasher)
+
+    def add(
+        self,
+        name: str,
+        context: Sequence[int] | NDArray[np.int32],
+        *,
+        conversation: str,
+        kind: Hashable,
+        varying: Mapping[str, int],
+        params: Callable[[], SamplingParams],
+    ) -> None:
+        """Add a request for one completion, with `name` as vLLM's id for it. `name` must be unique,
+        and `conversation` may be empty. Two requests have the same `kind` if their `params` differ
+        only in `varying`. Raises ValueError if the request is invalid."""
+        ids = np.asarray(context, np.int32)
+        prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
+        if (template := self._templates.get(kind)) is None:
+            template = self._engine.input_processor.process_inputs(
+                name, {"prompt_token_ids": prompt}, params(), self._engine.get_supported_tasks()
+            )
+            self._templates[kind] = template
+        else:
+            # vLLM's only check of the ids themselves.
+            self._engine.renderer.validate_token_ids((int(ids.min()), int(ids.max())))
+        core_request = copy(template)
+        core_request.request_id = core_request.external_req_id = name
+        core_request.prompt_token_ids = prompt
+        core_request.arrival_time = time.time()
+        core_request.sampling_params = copy(template.sampling_params)
+        for key, value in varying.items():
+            setattr(core_request.sampling_params, key, value)
+        self._known = self._hashes.prefix(conversation, ids)
+        try:
+            prepared, wave = self._core.preprocess_add_request(core_request)
+        finally:  # they must not reach another request
+            self._known = []
+        self._engine.output_processor.add_request(core_request, None)
+        self._core.add_request(prepared, wave)
+        if conversation:
+            self._open[name] = conversation, ids, prepared
+
+    def ended(self, name: str) -> None:
+        """Store a request's block hashes once it has finished or been aborted, so that the
+        conversation's next turn can reuse them."""
+        if (entry := self._open.pop(name, None)) is not None:
+            conversation, prompt, request = entry
+            sampled = np.array(list(request.output_token_ids), np.int32)
+            self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
+
+    def _hash(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
+        """Return hashes for the blocks that have none yet. This method replaces vLLM's block
+        hasher."""
+        if self._known:
+            request.block_hashes += self._known
+        return hasher(request)
+
+
+class _PrefixHashes:
+    """Stores the block hashes of the most recent conversations."""
+
+    def __init__(self, block: int) -> None:
+        """Create an empty store for blocks of `block` tokens."""
+        self._block = block
+        self._entries: OrderedDict[str, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
+        self._tokens = 0
+
+    def prefix(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
+        """Return the hashes of the leading blocks of a conversation, as far as its token ids are
+        unchanged."""
+        if (entry := self._entries.get(conversation)) is None:
+            return []
+        before, hashes = entry
+        same = before[: len(ids)] == ids[: len(before)]
+        agree = len(same) if same.all() else int(np.argmin(same))
+        return hashes[: agree // self._block]
+
+    def keep(self, conversation: str, ids: NDArray[np.int32], hashes: list[bytes]) -> None:
+        """Store the hashes of a conversation, and drop the oldest conversations if too many are
+        stored."""
+        if (before := self._entries.pop(conversation, None)) is not None:
+            self._tokens -= len(before[0])
+        self._entries[conversation] = ids, hashes
+        self._tokens += len(ids)
+        while self._tokens > _MAX_HASHED_TOKENS and len(self._entries) > 1:
+            self._tokens -= len(self._entries.popitem(last=False)[1][0])

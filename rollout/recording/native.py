@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WIDEST_MASK = 1024
 """The top_k for evaluation requests that do not set one, because an engine that returns masks needs
-such a bound. Must equal `keel.rollout.vllm_fast.truncate_kernels.WIDEST_TOP_K`."""
+such a bound. Must equal `keel.rollout.vllm_fast.sample_kernels.WIDEST_TOP_K`."""
 
 
 class NativeRecorder(Recorder):

@@ -1,26 +1,43 @@
 """Installs everything that makes vLLM faster for an engine with the packed recorder.
 `AsyncFastScheduler` and `FastExtension` are passed to the engine as arguments
 (`keel.rollout.recording.packed`). After the engine is built, `FastExtension.keel_install_fast`
-replaces parts of each worker's model runner."""
+replaces parts of each worker's model runner.
 
+`_StepReuse` runs decoding steps that reuse what was prepared for the previous step. vLLM prepares
+every step from scratch: its rows, the state of each request and the attention metadata. For a batch
+with few sequences, this takes longer than the computation on the GPU. In a `DecodeBatch`, only the
+lengths change from one step to the next, and the GPU can update them. Reuse is possible if vLLM has
+run a step as a CUDA graph and the next step has the same rows. One kernel then advances the rows by
+one token, and the graph is replayed.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
+# Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from keel.rl.types import NO_ROUTE
-from keel.rollout.vllm_fast import sample_graphs, sampler, step_reuse
+from keel.rollout.vllm_fast import sampler
 from keel.weights.loader import WeightsExtension, moe_runners
 
 
-class SlotRoutes:
+class _SlotRoutes:
     """Stores routes on the GPU, indexed by KV cache slot.
 
     This class replaces `AuxOutputWorkerConnector` in vLLM's Model Runner V2, which copies each
@@ -89,10 +106,11 @@ class FastExtension(WeightsExtension):
         token."""
         runner = self.model_runner
         if sampler.install(runner):
-            sample_graphs.install(runner)
+            sampler.install_graphs(runner)
         if routes:
             self._store_routes()
-        step_reuse.install(runner)
+        if _covers(runner):
+            runner.execute_model = _StepReuse(runner).execute_model
 
     def _store_routes(self) -> None:
         runner = self.model_runner
@@ -107,7 +125,7 @@ class FastExtension(WeightsExtension):
         captured = connector._capturer.device_buffer
         connector.close()
         self._keel_block_size = groups[0].kv_cache_spec.block_size
-        runner.aux_output_connector = SlotRoutes(
+        runner.aux_output_connector = _SlotRoutes(
             captured,
             runner.block_tables.slot_mappings[0],
             [moe.layer_id for moe in moe_runners(runner.get_model())],
@@ -130,3 +148,214 @@ class FastExtension(WeightsExtension):
     def _keel_slots(self, blocks: Sequence[int]) -> NDArray[np.int64]:
         first = np.asarray(blocks, np.int64) * self._keel_block_size
         return (first[:, None] + np.arange(self._keel_block_size)).ravel()
+
+
+_BLOCK = 256
+
+
+class _KnownStep(NamedTuple):
+    """A step that ran as a CUDA graph and in which each row sampled one token. The next step may
+    reuse it."""
+
+    counts: dict[str, int]
+    ids: list[str]
+    """Request ids of the batch. A later step with the same list object has the same rows."""
+    requests: NDArray[np.int64]
+    """[rows] index of each row's request in vLLM's state."""
+    graph: Any
+    """vLLM's descriptor of the CUDA graph that ran the step."""
+    state: Any
+    """State that vLLM passes from the model's forward pass to sampling."""
+
+    def repeats_in(self, output: SchedulerOutput) -> bool:
+        """Return whether a step has the same rows as this one and does nothing else."""
+        return (
+            output.num_scheduled_tokens is self.counts
+            and output.scheduled_cached_reqs.req_ids is self.ids
+            and not output.scheduled_new_reqs
+            and not output.finished_req_ids
+            and not output.preempted_req_ids
+            and not output.free_encoder_mm_hashes
+            and not output.new_block_ids_to_zero
+            and not output.kv_cache_block_copies
+            and not output.has_structured_output_requests
+        )
+
+
+class _StepReuse:
+    """Wraps a model runner's `execute_model`. Steps that can reuse the previous one run without
+    vLLM's preparation."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._original = runner, runner.execute_model
+        self._known: _KnownStep | None = None
+        self.reused = 0
+        """Number of steps that reused the previous one."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *rest: Any, **named: Any) -> Any:
+        """Run the model for one step. Takes the arguments of vLLM's method and returns the same
+        results."""
+        known, self._known = self._known, None
+        plain = not named and all(each is None for each in rest)
+        if plain and known is not None and known.repeats_in(scheduler_output):
+            with torch.inference_mode():
+                self._known = self._again(known, scheduler_output)
+            self.reused += 1
+            return None
+        output = self._original(scheduler_output, *rest, **named)
+        if plain and output is None:
+            self._known = self._inspect(scheduler_output)
+        return output
+
+    def _inspect(self, output: SchedulerOutput) -> _KnownStep | None:
+        """Return a description of the step that vLLM has just run, or None if the next step cannot
+        reuse it."""
+        runner = self._runner
+        state, ids = runner.execute_model_state, output.scheduled_cached_reqs.req_ids
+        if state is None:
+            return None
+        batch = state.input_batch
+        if (
+            batch.has_prefill
+            or batch.num_draft_tokens
+            or batch.num_tokens != batch.num_reqs
+            or batch.req_ids != ids
+        ):
+            return None
+        graph = self._graph(batch.num_reqs)
+        if (
+            graph.cg_mode != CUDAGraphMode.FULL
+            or graph.num_tokens != batch.num_tokens_after_padding
+        ):
+            return None
+        return _KnownStep(
+            counts=output.num_scheduled_tokens,
+            ids=ids,
+            requests=batch.idx_mapping_np,
+            graph=graph,
+            state=state,
+        )
+
+    def _graph(self, rows: int) -> Any:
+        return self._runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
+
+    def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
+        """Run the model on the next token of every row, reusing the inputs and metadata of the
+        previous step."""
+        runner, cached = self._runner, output.scheduled_cached_reqs
+        batch = copy.copy(known.state.input_batch)
+        tables, buffers, states = runner.block_tables, runner.input_buffers, runner.req_states
+        grown = False
+        for request, blocks in zip(known.requests.tolist(), cached.new_block_ids, strict=True):
+            if blocks is not None:
+                tables.append_block_ids(request, blocks, overwrite=False)
+                grown = True
+        if grown:
+            tables.apply_staged_writes()
+            tables.gather_block_tables(
+                batch.idx_mapping, num_reqs_padded=batch.num_reqs_after_padding
+            )
+        if runner.aux_output_connector is not None:
+            runner.aux_output_connector.begin_step(output.aux_output_connector_metadata)
+        if runner.sampler is not None:
+            runner.sampler.apply_staged_writes()  # of processors that have some in every step
+        advance(
+            batch.idx_mapping,
+            computed=states.num_computed_tokens.gpu,
+            sampled=states.last_sampled_tokens,
+            table=tables.block_tables[0].gpu,
+            page=tables.block_sizes[0],
+            positions=buffers.positions,
+            lengths=buffers.seq_lens,
+            ids=buffers.input_ids,
+            slots=tables.slot_mappings[0],
+        )
+        # Keep vLLM's host-side copies up to date.
+        computed = np.array(cached.num_computed_tokens, np.int32)
+        states.num_computed_tokens_np[known.requests] = computed
+        batch.num_computed_tokens_np = computed
+        bound = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
+        bound[: batch.num_reqs] = torch.from_numpy(computed + 1)
+        batch.seq_lens_cpu_upper_bound = bound
+        rows, tokens = batch.num_reqs_after_padding, batch.num_tokens_after_padding
+        metadata = runner.model_state.prepare_attn(
+            batch,
+            known.graph.cg_mode,
+            tuple(table[:rows] for table in tables.input_block_tables),
+            tables.slot_mappings[:, :tokens],
+            runner.attn_groups,
+            runner.kv_cache_config,
+        )
+        finished = output.finished_req_ids
+        state = known.state._replace(finished_req_ids=finished, attn_metadata=metadata)
+        hidden_states = self._run(known.graph, state)
+        state = state._replace(input_batch=batch, hidden_states=hidden_states)
+        runner.execute_model_state = state
+        return known._replace(state=state)
+
+    def _run(self, graph: Any, state: Any) -> Tensor:
+        """Replay the model and return the last hidden states. `state` is used by tests without CUDA
+        graphs."""
+        return self._runner.cudagraph_manager.run_fullgraph(graph)
+
+
+def advance(
+    requests: Tensor,
+    *,
+    computed: Tensor,
+    sampled: Tensor,
+    table: Tensor,
+    page: int,
+    positions: Tensor,
+    lengths: Tensor,
+    ids: Tensor,
+    slots: Tensor,
+) -> None:
+    """Fill the first rows of `positions`, `lengths`, `ids` and `slots` for the next step.
+
+    In that step, the input of each request is the token that it sampled last. `requests` [rows]
+    int64 is the request of each row. The other tensors are indexed by request: `computed`
+    [requests] is the number of tokens with keys and values, `sampled` [requests, 1] is the last
+    token, and `table` [requests, blocks] lists the KV blocks of `page` tokens each. On the device
+    `meta`, the kernel is only compiled.
+    """
+    rows = len(requests)
+    _advance[(triton.cdiv(rows, _BLOCK),)](requests, computed, sampled, table, table.stride(0),
+        positions, lengths, ids, slots, rows, PAGE=page, BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "table_row"])
+def _advance(
+    requests_ptr, computed_ptr, sampled_ptr, table_ptr, table_row, positions_ptr, lengths_ptr,
+    ids_ptr, slots_ptr, rows, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < rows
+    request = tl.load(requests_ptr + row, mask=there, other=0)
+    position = tl.load(computed_ptr + request, mask=there, other=0)
+    token = tl.load(sampled_ptr + request, mask=there, other=0)
+    block = tl.load(table_ptr + request * table_row + position // PAGE, mask=there, other=0)
+    tl.store(positions_ptr + row, position.to(tl.int64), mask=there)
+    tl.store(lengths_ptr + row, position + 1, mask=there)
+    tl.store(ids_ptr + row, token.to(tl.int32), mask=there)
+    tl.store(slots_ptr + row, block.to(tl.int64) * PAGE + position % PAGE, mask=there)
+
+
+def _covers(runner: Any) -> bool:
+    """Return True for a text model with full attention that runs on one GPU with CUDA graphs. Keel
+    does not enable vLLM's other features."""
+    groups = runner.kv_cache_config.kv_cache_groups
+    return (
+        runner.vllm_config.parallel_config.world_size == 1
+        and runner.cudagraph_manager is not None
+        and type(runner.model_state) is DefaultModelState
+        and runner.model_state.rope_state is None
+        and runner.model_state.prompt_embeds_state is None
+        and len(groups) == 1
+        and type(groups[0].kv_cache_spec) is FullAttentionSpec
+        and runner.fast_prefill is None
+        and runner.encoder_cache is None
+        and not runner.uses_inputs_embeds
+        and runner.model_config.rswa_window is None
+    )

@@ -1,16 +1,36 @@
 """Replaces the last part of vLLM's sampler on Model Runner V2.
+
 `keel.rollout.vllm_fast.sample_kernels` draws the token and computes its log-probability and its
 mask. It also applies temperature and truncation if nothing else changes the logits. Batches that
-the kernels do not support use vLLM's sampler."""
+the kernels do not support use vLLM's sampler.
 
+On one GPU, `SampleGraphs` runs the end of a decoding step (output head, truncation and sampling) as
+one CUDA graph. A step with few sequences is limited by the CPU, which spends a fifth of the time on
+launching the kernels after the last layer. There is one graph for each of vLLM's batch sizes and
+each largest top-k, captured when it is first used. Each graph exists twice, because a step begins
+before the CPU has read the results of the previous one. A separate kernel first copies the sampling
+parameters of all rows into fixed buffers. All graphs share their working memory, so their results
+are copied out of it.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
+# Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
@@ -20,9 +40,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from keel.rollout.vllm_fast.sample_kernels import SampledRows, Truncation, draw
-from keel.rollout.vllm_fast.step_arrays import UNMASKED
-from keel.rollout.vllm_fast.truncate_kernels import WIDEST_TOP_K
+from keel.rollout.vllm_fast.sample_kernels import WIDEST_TOP_K, SampledRows, Truncation, draw
+from keel.rollout.vllm_fast.step_arrays import UNMASKED, StepMasks
 
 _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 """vLLM's logits processors. `KeptSampler.only_truncates` can check whether they are active."""
@@ -117,7 +136,7 @@ class KeptSampler(Sampler):
             record=self.masks(requests),
             truncation=truncation,
         )
-        return as_vllm(sampled_rows, sampled, rejected)
+        return _as_vllm(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
         """Return True if these requests use only temperature > 0, top-p and a sufficiently small
@@ -139,7 +158,7 @@ class KeptSampler(Sampler):
         )
 
 
-def as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
+def _as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
     """Convert sampled rows to vLLM's type. `sampled` and `rejected` are the numbers of tokens in
     each row."""
     logprobs: Any = StepLogprobs(rows.logp)
@@ -166,3 +185,247 @@ def install(runner: Any) -> bool:
     runner.sampler.one_and_none = counts.repeat(1, most)
     runner.sampler.unmasked = np.zeros(most, bool)
     return True
+
+
+_LOG = logging.getLogger(__name__)
+_COPIES = 2
+"""Maximum number of steps that can be in flight."""
+_BLOCK = 256
+
+
+class SamplingRows(NamedTuple):
+    """Sampling parameters for the rows of a step, in fixed GPU buffers. Each has shape [rows]."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seeds: Tensor
+    sampled: Tensor
+    """1 for a row that samples a token, 0 for padding."""
+
+    @staticmethod
+    def of(rows: int, device: torch.device) -> SamplingRows:
+        kinds = (torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)
+        return SamplingRows(*(torch.zeros(rows, dtype=kind, device=device) for kind in kinds))
+
+    def first(self, rows: int) -> SamplingRows:
+        return SamplingRows(*(each[:rows] for each in self))
+
+
+def gather(
+    into: SamplingRows,
+    requests: Tensor,
+    size: int,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+) -> None:
+    """Fill the first `size` rows with the parameters of `requests`, followed by padding.
+    `temperature`, `top_k`, `top_p` and `seeds` are indexed by request."""
+    grid, rows = (triton.cdiv(size, _BLOCK),), len(requests)
+    _gather[grid](requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=_BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows", "size"])
+def _gather(
+    requests_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seeds_ptr, to_temperature_ptr,
+    to_top_k_ptr, to_top_p_ptr, to_seeds_ptr, to_sampled_ptr, rows, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there, inside = row < rows, row < size
+    request = tl.load(requests_ptr + row, mask=there, other=0)
+    temperature = tl.load(temperature_ptr + request, mask=there, other=1.0)
+    tl.store(to_temperature_ptr + row, temperature, mask=inside)
+    tl.store(to_top_k_ptr + row, tl.load(top_k_ptr + request, mask=there, other=1), mask=inside)
+    tl.store(to_top_p_ptr + row, tl.load(top_p_ptr + request, mask=there, other=1.0), mask=inside)
+    tl.store(to_seeds_ptr + row, tl.load(seeds_ptr + request, mask=there, other=0), mask=inside)
+    tl.store(to_sampled_ptr + row, there.to(tl.int32), mask=inside)
+
+
+_Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]
+"""The `_COPIES` graphs for one batch size, and their results."""
+
+
+class SampleGraphs:
+    """Wraps a model runner's `sample` method and runs supported steps with CUDA graphs. Other steps
+    use the original method."""
+
+    def __init__(self, runner: Any) -> None:
+        """Prepare to wrap `runner`, a model runner on a single GPU that uses a `KeptSampler`."""
+        self._runner, self._original = runner, runner.sample
+        self._graphs: dict[tuple[int, int], _Graphs] = {}
+        """Maps the padded number of rows and the largest top-k to the graphs."""
+        self._at = 0
+        """Memory address of the hidden states that the graphs read."""
+        self._copy = 0
+        self._last: tuple[Tensor, _Graphs] | None = None
+        """Rows that are in the fixed buffers now, and their graphs."""
+        self._failed = False
+        self._rows = SamplingRows.of(runner.max_num_reqs, runner.device)
+        self._places = torch.arange(runner.max_num_reqs, device=runner.device)
+        self._most = runner.max_num_reqs
+        self._stream = torch.cuda.Stream()
+        self._pool: tuple[int, int] = (0, 0)
+        """Memory pool that all graphs share."""
+
+    def sample(
+        self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
+    ) -> tuple[SamplerOutput, Tensor, Tensor]:
+        """Sample the tokens of a step. Takes the same arguments as vLLM's method. Returns the
+        output, and the numbers of sampled and rejected tokens in each row."""
+        if grammar_output is None and (graphs := self._for(hidden_states, input_batch)):
+            self._copy = (self._copy + 1) % _COPIES
+            graph, result = graphs[self._copy]
+            graph.replay()
+            rows = input_batch.num_reqs
+            sampled, rejected = self._runner.sampler.one_and_none[:, :rows]
+            masks = self._runner.sampler.masks(input_batch.idx_mapping_np)
+            return (
+                _as_vllm(_first_rows(result, rows, masks=masks), sampled, rejected),
+                sampled,
+                rejected,
+            )
+        return self._original(hidden_states, input_batch, grammar_output)
+
+    def _for(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
+        """Fill the fixed buffers and return the graphs for a batch, or [] if the batch is not
+        supported."""
+        last, self._last = self._last, None
+        if last and last[0] is batch.idx_mapping and hidden_states.data_ptr() == self._at:
+            self._last = last  # the same requests, in a reused step
+            return last[1]
+        if not self._covers(hidden_states, batch):
+            return []
+        states, size = self._runner.sampler.sampling_states, batch.num_tokens_after_padding
+        width = int(states.top_k.np[batch.idx_mapping_np].max())
+        gather(  # before a graph is made, too: its first pass is over these rows
+            self._rows,
+            batch.idx_mapping,
+            self._most,
+            temperature=states.temperature.gpu,
+            top_k=states.top_k.gpu,
+            top_p=states.top_p.gpu,
+            seeds=states.seeds.gpu,
+        )
+        graphs = self._of(size, width)
+        self._last = batch.idx_mapping, graphs
+        return graphs
+
+    def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
+        """Return True for a decoding step that vLLM ran as a graph and that `KeptSampler` can
+        sample on its own."""
+        kept: KeptSampler = self._runner.sampler
+        fixed = self._fixed()
+        return (
+            fixed is not None
+            and hidden_states.data_ptr() == fixed.data_ptr()
+            and not batch.has_prefill
+            and batch.num_draft_tokens == 0
+            and batch.num_tokens == batch.num_reqs
+            and batch.num_tokens_after_padding <= self._most
+            and kept.get_logprobs_dims(batch.idx_mapping_np) == (0, 0)
+            and kept.only_truncates(batch.idx_mapping_np)
+        )
+
+    def _fixed(self) -> Tensor | None:
+        manager = self._runner.cudagraph_manager
+        return None if manager is None else manager.hidden_states
+
+    def _of(self, size: int, width: int) -> _Graphs:
+        """Return the graphs for a batch size, which are captured at first use. Returns [] if
+        capturing failed."""
+        fixed = self._fixed()
+        assert fixed is not None
+        if self._at != fixed.data_ptr():
+            self._at = fixed.data_ptr()
+            self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs is invalid
+        if (known := self._graphs.get((size, width))) is not None or self._failed:
+            return known or []
+        most = min(self._most, len(fixed))
+        try:
+            # The largest first: smaller ones then fit into its working memory.
+            for rows in dict.fromkeys([*([] if self._graphs else [most]), size]):
+                self._graphs[rows, width] = self._capture(rows, width)
+        except Exception:  # vLLM's own way gives the same result
+            self._failed = True
+            self._graphs.clear()
+            _LOG.warning(
+                "sampling could not be captured as a CUDA graph, so small steps are slower",
+                exc_info=True,
+            )
+            return []
+        return self._graphs[size, width]
+
+    def _draw(self, size: int, width: int) -> SampledRows:
+        """Sample the first rows with the parameters in the fixed buffers. The graphs capture this
+        call."""
+        runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
+        assert fixed is not None
+        return draw(
+            runner.model.compute_logits(fixed[:size]),
+            self._places[:size],
+            runner.input_buffers.positions[:size],
+            sampled=rows.sampled,
+            temperature=rows.temperature,
+            seeds=rows.seeds,
+            width=width,
+            record=runner.sampler.return_sampling_mask,
+            truncation=Truncation(rows.top_k, rows.top_p),
+        )
+
+    def _capture(self, size: int, width: int) -> _Graphs:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), _no_collection():
+            trial = self._draw(size, width)  # compiles kernels outside of the graph
+            made = [(torch.cuda.CUDAGraph(), _empty_like(trial)) for _ in range(_COPIES)]
+            for graph, result in made:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    _copy(self._draw(size, width), result)
+                finally:
+                    graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return made
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Disable garbage collection inside this context, because freeing a tensor would abort a
+    capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _first_rows(sampled: SampledRows, rows: int, *, masks: bool) -> SampledRows:
+    all_masks = sampled.masks if masks else None
+    first = all_masks and StepMasks(
+        all_masks.counts[:rows], all_masks.flat, all_masks.ids[:rows], None
+    )
+    return SampledRows(sampled.tokens[:rows], sampled.logp[:rows], first)
+
+
+def _copy(source: SampledRows, target: SampledRows) -> None:
+    for to, tensor in zip(tree_leaves(target), tree_leaves(source), strict=True):
+        if to is not None:  # no masks
+            to.copy_(tensor)
+
+
+def _empty_like(sampled: SampledRows) -> SampledRows:
+    return tree_map_only(Tensor, torch.empty_like, sampled)
+
+
+def install_graphs(runner: Any) -> None:
+    """Wrap a model runner's `sample` method so that it uses CUDA graphs. Does nothing unless the
+    runner uses one GPU, has a `KeptSampler`, and has few enough steps in flight."""
+    alone = runner.vllm_config.parallel_config.world_size == 1
+    few = runner.vllm_config.max_concurrent_batches <= _COPIES
+    if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:
+        runner.sample = SampleGraphs(runner).sample

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from keel.agents.environments.search.documents import Library, squeeze, terms
 from keel.agents.environments.search.environment import Search, quote_fault
 from keel.agents.environments.search.index import SearchIndex
-from keel.rewards.language.share import detected
+from keel.rewards.language import detected
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import Draft, Evidence
 

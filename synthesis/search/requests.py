@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.agents.environments.search.environment import Search
-from keel.rewards.judge.prompts import BadReply, Question
+from keel.rewards.judge.prompts import BadReply, Question, new_fence
 from keel.rewards.judge.specs import Rubric
-from keel.rewards.judge.untrusted import new_fence
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected

@@ -17,7 +17,7 @@ from keel.agents.environments.search.documents import Library
 from keel.agents.environments.search.environment import Search
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import SearchTasksConfig
-from keel.rewards.judge.untrusted import as_json, fenced, inert, new_fence
+from keel.rewards.judge.prompts import as_json, fenced, inert, new_fence
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected

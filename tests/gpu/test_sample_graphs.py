@@ -20,7 +20,7 @@ GRAPH = pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA g
 
 
 def test_rows_are_gathered_and_the_rest_padded() -> None:
-    from keel.rollout.vllm_fast.sample_graphs import SamplingRows, gather
+    from keel.rollout.vllm_fast.sampler import SamplingRows, gather
 
     into = SamplingRows.of(7, DEVICE)
     for each in into:
@@ -110,23 +110,20 @@ def check(bench: Bench, graphs: Any, requests: list[int], size: int, *, at: int)
 
 def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int]]]:
     """Return `SampleGraphs` with plain calls as graphs, and the list of captures."""
-    from keel.rollout.vllm_fast import sample_graphs
+    from keel.rollout.vllm_fast import sampler
 
     patch.setattr(torch.cuda, "Stream", lambda: None)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    graphs: Any = sample_graphs.SampleGraphs(bench.runner)
+    graphs: Any = sampler.SampleGraphs(bench.runner)
     made: list[tuple[int, int]] = []
 
     def capture(size: int, width: int) -> list[Any]:
         assert int(graphs._rows.top_k.max()) <= width, "rows of an earlier step"
         made.append((size, width))
-        room = [
-            sample_graphs._empty_like(graphs._draw(size, width))
-            for _ in range(sample_graphs._COPIES)
-        ]
+        room = [sampler._empty_like(graphs._draw(size, width)) for _ in range(sampler._COPIES)]
 
         def replayed(drawn: Any) -> Any:
-            again = lambda: sample_graphs._copy(graphs._draw(size, width), drawn)  # noqa: E731
+            again = lambda: sampler._copy(graphs._draw(size, width), drawn)  # noqa: E731
             return SimpleNamespace(replay=again), drawn
 
         return [replayed(drawn) for drawn in room]
@@ -149,7 +146,7 @@ def test_graphs_draw_like_eager_sampling(record: bool, monkeypatch: pytest.Monke
 @GRAPH
 @pytest.mark.parametrize("record", [True, False])
 def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
-    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
+    from keel.rollout.vllm_fast.sampler import SampleGraphs
 
     bench = Bench(record=record)
     graphs = SampleGraphs(bench.runner)
@@ -162,7 +159,7 @@ def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
 
 @GRAPH
 def test_two_steps_may_be_in_flight() -> None:
-    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
+    from keel.rollout.vllm_fast.sampler import SampleGraphs
 
     bench = Bench()
     graphs = SampleGraphs(bench.runner)

@@ -42,7 +42,7 @@ class Fields:
         return [it.tolist() for it in (self.positions, self.lengths, self.ids, self.slots)]
 
     def advance(self, requests: torch.Tensor) -> None:
-        from keel.rollout.vllm_fast.step_reuse import advance
+        from keel.rollout.vllm_fast.install import advance
 
         advance(requests, page=PAGE, **vars(self))
 

@@ -84,7 +84,7 @@ class Watch:
     fast_steps: int = 0
     """Number of steps by `keel.rollout.vllm_fast.scheduler` since the engine started."""
     reused_steps: int = 0
-    """Number of steps by `keel.rollout.vllm_fast.step_reuse` since the engine started."""
+    """Number of steps by `keel.rollout.vllm_fast.install` since the engine started."""
 
 
 # These run inside the engine process.

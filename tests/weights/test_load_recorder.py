@@ -292,10 +292,10 @@ CPU = torch.device("cpu")
 
 
 def test_unfiled_slots_have_no_route() -> None:
-    from keel.rollout.vllm_fast.install import SlotRoutes  # noqa: PLC0415
+    from keel.rollout.vllm_fast.install import _SlotRoutes  # noqa: PLC0415
 
     captured = torch.zeros((4, 3, 2), dtype=torch.int32)
-    routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
+    routes = _SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)
     routes.store(2)  # both tokens use expert 0 only, also under capture
     rows = routes.rows(np.array([5, 6, 7]))
     assert (rows[:2] == 0).all() and (rows[2] == NO_ROUTE).all()

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rewards.code import compare
+from keel.rewards.code import verifier
 from keel.rewards.code.call_driver import _find, from_jsonable, to_jsonable
-from keel.rewards.code.compare import same_text, same_value
-from keel.rewards.code.spec import code_block, read_task
+from keel.rewards.code.verifier import _code_block, read_task, same_text, same_value
 from keel.rewards.sandbox.sandbox import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN
 
@@ -31,7 +30,7 @@ BLOCKS = {
 
 def test_the_last_code_block_is_the_program() -> None:
     for text, code in BLOCKS.items():
-        assert code_block(text) == code
+        assert _code_block(text) == code
 
 
 @pytest.mark.parametrize(
@@ -149,15 +148,15 @@ def test_sets_are_equal_in_some_order(
 
 def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
-    close = compare._close
+    close = verifier._close
 
     def counted(*numbers: Any) -> bool:
         nonlocal compared
         compared += 1
         return close(*numbers)
 
-    monkeypatch.setattr(compare, "_close", counted)
-    monkeypatch.setattr(compare, "_MAX_COMPARISONS", 5_000)
+    monkeypatch.setattr(verifier, "_close", counted)
+    monkeypatch.setattr(verifier, "_MAX_COMPARISONS", 5_000)
     expected = [[1.0, number] for number in range(2_000)]
     reversed_ = [[1.0 - number * 1e-14, number] for number in range(2_000)]
     for value in (reversed_, [[LOW, 0.5]] * 2_000):

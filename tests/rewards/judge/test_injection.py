@@ -9,9 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keel.configs.schema import JudgeConfig
-from keel.rewards.judge.prompts import meta_question
+from keel.rewards.judge.prompts import as_json, fenced, meta_question, new_fence
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.untrusted import as_json, fenced, new_fence
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import (
     ORDER,

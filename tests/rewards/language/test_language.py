@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language.share import language, language_share, words_of
+from keel.rewards.language import language, language_share, words_of
 
 SAMPLES: dict[str, list[str]] = json.loads(Path(__file__).with_name("samples.json").read_text())
 """Maps each language to three sentences of an answer and a prompt."""

@@ -14,8 +14,7 @@ from keel.agents.endpoint.requests import read_request
 from keel.rl.turns import Message
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.encoding import Encoder
-from keel.rollout.chat.render import _deepseek_code, call_message, retained
+from keel.rollout.chat.render import Encoder, _deepseek_code, call_message, retained
 from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.engine.conversion import render_prompt

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import answer_in, final_text, raw_text, thinking_text
 from keel.rl.turns import THINK, Malformed, Parsed, ThinkingMarks, ToolCall, ToolSpec
+from keel.rollout.chat.parsing import marks_of, split_thinking
 from keel.rollout.chat.render import call_message
-from keel.rollout.chat.thinking import marks_of, split_thinking
 from keel.rollout.engine.conversion import decode_all, render_prompt, split_message
 from tests.rl.rollouts import prompt
 from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of

@@ -20,8 +20,14 @@ from keel.configs.schema import (
 from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import Group, SamplingMasks
-from keel.rollout.engine.conversion import decode_all, split_message
-from keel.rollout.engine.jobs import NOT_FINITE, Completion, GroupJob, TurnJob
+from keel.rollout.engine.conversion import (
+    NOT_FINITE,
+    Completion,
+    GroupJob,
+    TurnJob,
+    decode_all,
+    split_message,
+)
 from keel.rollout.recording.base import Recording, RecordingOptions
 from keel.rollout.spec import EngineSpec, LostTurn, environment
 from tests.rl.rollouts import prompt

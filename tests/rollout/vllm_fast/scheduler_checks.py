@@ -64,7 +64,7 @@ class Runner:
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
         self.reused = 0
-        """Number of steps that `keel.rollout.vllm_fast.step_reuse` would reuse."""
+        """Number of steps that `keel.rollout.vllm_fast.install` would reuse."""
         self._last: tuple[Any, dict[str, int]] | None = None
 
     def _check_reuse(self, step: Any, computed: dict[str, int]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, cast
 import regex  # knows Unicode's scripts, unlike `re`
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language.function_words import COMMANDS, FUNCTION_WORDS
+from keel.rewards.text import COMMANDS, FUNCTION_WORDS
 
 _SCRIPT_NAMES = """
 latin greek cyrillic armenian hebrew arabic ethiopic devanagari bengali gurmukhi gujarati oriya

@@ -1,1 +1,0 @@
-"""Rewards completions for answering in the language of their prompts."""
