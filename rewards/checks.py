@@ -19,9 +19,7 @@ from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 _REFERENCES = 16
-"""Maximum number of reference solutions that are run for each source."""
 _REFERENCES_S = 20.0
-"""Time limit per source in seconds. After this time, no more reference solutions are started."""
 FAILED = "failed on a sample completion"
 """The message about a failed function starts with this text."""
 _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")

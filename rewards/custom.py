@@ -240,7 +240,6 @@ _ROUNDING = 1e-6
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
-    """Convert a prompt to JSON data for a worker that calls a user's function."""
     return {
         "prompt_id": prompt.prompt_id,
         "domain": prompt.domain,

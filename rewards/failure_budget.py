@@ -17,7 +17,6 @@ WINDOW = 200
 _MIN_WINDOW = 20
 """The failure rate is computed as if there were at least this many completions."""
 _MAX_REPORTS = 5
-"""Maximum number of different errors that are reported for each function or kind of verifier."""
 
 _PACKAGE = str(Path(__file__).absolute().parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -32,7 +31,6 @@ class FailureRate:
     """Tracks the failure rate over the last `WINDOW` completions. It is not thread-safe."""
 
     def __init__(self, max_fraction: float) -> None:
-        """Set the tolerated fraction of failures. 0 tolerates none, and 1 tolerates all."""
         self._max_fraction = max_fraction
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
@@ -107,7 +105,6 @@ def error_location(error: BaseException) -> str:
 
 
 def dump_location(dump: str) -> str:
-    """Return the innermost frame of user code in a `faulthandler` dump, or "" if there is none."""
     return _innermost([(f, int(line), name) for f, line, name in _DUMP_FRAME.findall(dump)])
 
 

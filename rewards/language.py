@@ -45,11 +45,9 @@ _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
 _MIN_PROMPT_LETTERS, _MIN_SENTENCE_LETTERS = 8.0, 20.0
-"""Minimum number of letters that a prompt and a sentence need for language detection."""
 _CODE_WEIGHT = 0.25
 """Weight of letters in code comments and strings, which are often in English."""
 _MAX_DETECTED = 400
-"""Maximum number of characters of a sentence that are passed to the language detector."""
 _MIN_LIKELIHOOD = 0.1
 """A sentence counts as foreign if the total probability of the prompt's language and its relatives
 is below this."""
@@ -175,12 +173,9 @@ _LATIN = regex.compile(r"\p{Script=Latin}")
 _GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
 
 _ASIDE_RUN = 3
-"""Minimum number of consecutive identifiers that are checked for being running text."""
 _MIN_WORDS, _MIN_FUNCTION_WORDS = 3, 2
 _FUNCTION_WORDS_SHARE = 0.15
-"""Minimum fraction of function words in running text."""
 _MIN_LETTERS = 6
-"""Minimum number of letters in running text that is not in Latin script."""
 
 
 def words_of(text: str) -> str:

@@ -37,8 +37,6 @@ Floats = NDArray[np.float64]
 _KEPT_LEAD = 0.5
 """The fraction of its lead over wrong completions that a right completion always keeps."""
 _LENGTH, _LENGTH_COST = "length", "length_cost"
-"""Names of reward components: the adjustment of the reward, and the cost from which it is
-computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

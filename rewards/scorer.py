@@ -49,7 +49,6 @@ class _Draft:
     """The score and the reason for each judged criterion, and the error of each failed
     component."""
     dropped: str = ""
-    """The reason the trajectory is dropped from its group, or "" if it is kept."""
 
 
 _Drafts = Sequence[_Draft]
@@ -96,7 +95,6 @@ class Scorer:
         self._pool = WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """Use `say` for all further error reports."""
         self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
@@ -116,7 +114,6 @@ class Scorer:
         return when_all(futures, lambda: self._scored(group, sources, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
-        """Score all groups and return them in the same order."""
         futures = [self.submit(group, purpose) for group in groups]
         return [future.result() for future in futures]
 
@@ -128,7 +125,6 @@ class Scorer:
         return self._reported_counts.since(previous)
 
     def close(self) -> None:
-        """Stop the worker processes."""
         self._pool.close()
 
     def __enter__(self) -> Scorer:

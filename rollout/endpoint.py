@@ -40,7 +40,6 @@ T = TypeVar("T")
 _CONNECT_S = 10.0
 _CLOSE_S = 30.0
 _MAX_SHOWN = 300
-"""Maximum number of characters shown from an error message or a malformed call."""
 LATER = "later: "
 """Prefix of the reason for a dropped completion, if the same request may succeed later."""
 _FORBIDDEN = 403
@@ -72,7 +71,6 @@ class _Reply:
     """Name and arguments of each tool call, exactly as the endpoint returned them."""
     tokens: int
     cut: bool
-    """True if the reply reached its token limit."""
     seconds: float
 
 
@@ -149,7 +147,6 @@ class EndpointCompletions:
         return self.schedule(group())
 
     def schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on this object's event loop and return a future for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def complete(
@@ -229,8 +226,6 @@ class EndpointCompletions:
 
 
 def _read_reply(body: Any, *, seconds: float) -> _Reply | str:
-    """Parse the body of a response. Returns an error message if the body is not a valid chat
-    completion."""
     try:
         choice, usage = body["choices"][0], body.get("usage")
         message = choice["message"]

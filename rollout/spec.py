@@ -72,7 +72,6 @@ class EngineSpec:
 
     @property
     def wide_residual(self) -> bool:
-        """True if the residual stream has a wider dtype than the computation."""
         return self.residual_dtype == "float32" != self.dtype
 
     def gpu_share(self, gpu_gib: float) -> float:
@@ -94,8 +93,6 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A request to sample a group of completions of a prompt."""
-
     prompt: Prompt
     size: int
     draw: int = 0
@@ -106,11 +103,8 @@ SampleRequest = GroupRequest | TurnRequest
 
 
 class EngineProgress(NamedTuple):
-    """Counters of a running engine."""
-
     steps: int = 0
     longest_s: float = 0.0
-    """Duration of the longest step in seconds."""
     requests: int = 0
     """Number of groups and turns that are in flight."""
 

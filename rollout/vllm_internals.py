@@ -16,7 +16,6 @@ _MAX_DRAIN_STEPS = 64
 """Maximum number of steps until a paused vLLM has nothing in flight. It schedules one or two steps
 ahead."""
 _PAUSE = 0
-"""vLLM's sleep level that stops scheduling and nothing else."""
 
 
 def require_version() -> None:

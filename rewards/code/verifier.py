@@ -41,12 +41,10 @@ class _Language:
     """The commands to compile and run programs in a language. They are run with `Sandbox.run`."""
 
     source: str
-    """Name of the source file in `{box}`."""
     run: tuple[str, ...]
     compile: tuple[str, ...] = ()
     """Command that compiles the source to the file `program`, which is then put in `{box}`."""
     extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Other files that are put in `{box}`, with their contents."""
     calls: tuple[str, ...] = ()
     """Command that calls functions (`keel.rewards.code.call_driver`). Empty if this is not
     supported."""
@@ -119,7 +117,6 @@ class _CodeTask:
 
 
 def _code_block(text: str) -> str | None:
-    """Return the last fenced code block, or None if there is none or it is cut off."""
     blocks = code_blocks(text)
     return blocks[-1] if blocks else None
 
@@ -259,9 +256,7 @@ def _positive(value: Any, key: str, kind: type) -> Any:
 
 
 _REL_TOLERANCE = 1e-9
-"""Default relative tolerance for comparing floating-point numbers."""
 _MAX_COMPARISONS = 500_000
-"""Maximum number of comparisons between unordered items. They take a few tenths of a second."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -331,7 +326,6 @@ def same_text(expected: str, output: str, tolerance: float | None = None) -> boo
 
 
 def _min_output(expected: str, tolerance: float | None = None) -> int:
-    """Return the size in bytes of the shortest output that `same_text` would accept."""
     if tolerance is None:
         return len("\n".join(_lines(expected)).encode(errors="replace"))
     return max(0, 2 * len(expected.split()) - 1)  # a number may be written in fewer digits
@@ -421,7 +415,6 @@ _SAMPLES, _SUBTASK = "samples", "subtask/"
 """Names of reward components: the one for all example tests, and the prefix of those for
 subtasks."""
 _MAX_CHARACTERS = 1 << 18
-"""Maximum length of a program in characters. Longer programs count as wrong."""
 _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(
     time_s=20.0, memory_mib=2048, processes=16, files_mib=256, output_kib=64 << 10
@@ -438,11 +431,9 @@ class CodeSettings:
     """Time limit for all tests of a completion. Tests that do not finish in time count as
     failed."""
     limits: Limits = field(default_factory=Limits)
-    """Resource limits for one run of a program. A prompt may set its own."""
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any]) -> CodeSettings:
-        """Create the settings from the fields of `keel.configs.schema.CodeConfig`."""
         limits = dict(knobs)
         names = ("isolation", "completion_s")
         settings = {name: limits.pop(name) for name in names if name in limits}
@@ -508,7 +499,6 @@ def _failed_subtasks(task: _CodeTask, failures: Sequence[str]) -> set[str]:
 
 
 def _verdict(task: _CodeTask, failures: list[str], skipped: str = "not run") -> CodeVerdict:
-    """Compute the verdict. Tests without a result count as failures with the reason `skipped`."""
     failures += [skipped] * (len(task.tests) - len(failures))
     failed = _failed_subtasks(task, failures)
     if task.subtasks:

@@ -28,9 +28,7 @@ from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_PAUSE_S = 30.0
-"""Maximum pause between two attempts, even if the endpoint asks for a longer one."""
 _MAX_DOUBLINGS = 10
-"""Maximum number of times that the pause between attempts is doubled, to prevent an overflow."""
 _RETRIED = frozenset({408, 409, 425})
 """HTTP statuses that are retried, in addition to 429 and 5xx."""
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
@@ -39,11 +37,9 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 _MAX_TOKENS = 1 << 32
-"""Token counts above this are assumed to be wrong and are ignored."""
 _MAX_REPLY_BYTES = 16 << 20
 _CACHE_FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
-"""Time to wait while another process is writing to the cache."""
 _MAX_REPLIES = 250_000
 """Maximum number of replies kept in memory. Typical replies take about 256 MiB in total."""
 
@@ -111,7 +107,6 @@ class _Backend:
     url: str = ""
     client: AsyncOpenAI | None = None
     calls: int = 0
-    """Number of calls in flight, including those that pause before a retry."""
     locating: asyncio.Task[None] | None = None
     """The task that looks up the server's URL. The server gets no calls until it ends."""
 
@@ -149,7 +144,6 @@ class JudgeEndpoint:
             self._backends = [_Backend(key, url=settings.base_url)]
             self._connect(self._backends[0])
         self._changed = asyncio.Condition()
-        """Notified when a slot becomes free or a server is available again."""
         self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
         if settings.chats:

@@ -32,7 +32,6 @@ from keel.rl.types import Prompt
 
 _KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")
 _MAX_ROWS = 50
-"""Maximum number of rows in the printed table. The results file contains all rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,11 +68,8 @@ class Question(Generic[T]):
     """A question for the judge. It is answered in a single call."""
 
     instructions: str
-    """The trusted text: the instructions, the task and the criteria."""
     material: Mapping[str, str]
-    """The untrusted texts to judge, keyed by name."""
     schema: Mapping[str, Any]
-    """The JSON schema for the reply."""
     read: Callable[[str], T]
     """Parses the text of the reply. Raises BadReply if it does not match the schema."""
 
@@ -300,7 +297,6 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def new_fence() -> str:
-    """Return a random word that the policy cannot know."""
     return secrets.token_hex(16)
 
 

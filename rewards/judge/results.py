@@ -76,20 +76,16 @@ class Counts:
     """Number of answers that scored 0 without a judgement, because they were blank, too long or
     malformed."""
     calls: int = 0
-    """Number of requests sent, including retries."""
     cache_hits: int = 0
     """Number of questions answered from the cache or by an identical request that was in
     progress."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
     retried: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
-    """Number of retries, by kind of failure."""
     restarts: int = 0
     """Number of times that one of the run's own servers was restarted."""
     call_s: Mean = Mean(0.0, 0)  # noqa: RUF009
-    """Total and mean duration of all requests, including failed ones."""
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
-    """Total and mean time that calls waited for one of a server's `max_concurrent` slots."""
 
     def since(self, previous: Counts) -> dict[str, Metric]:
         """Return metrics for the time since the counts in `previous` were recorded."""

@@ -89,12 +89,10 @@ class JudgeService:
             ) from error
 
     def counts(self) -> Counts:
-        """Return a copy of the judge's counters."""
         counts = self._counts
         return replace(counts, failed=Counter(counts.failed), retried=Counter(counts.retried))
 
     def close(self) -> None:
-        """Cancel all unfinished judgements and stop the thread."""
         if self._closed:
             return
         self._closed = True

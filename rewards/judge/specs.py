@@ -75,15 +75,12 @@ class Spec(BaseModel):
         raise NotImplementedError
 
     async def sample(self, ask: _Ask, task: _Task, answer: Any, thinking: str, number: int) -> Any:
-        """Judge a parsed answer once. Raises Unjudged if the judge gives no usable reply."""
         raise NotImplementedError
 
     def judged(self, answer: Any, samples: Sequence[Any]) -> Judged:
-        """Compute the reward from several samples."""
         raise NotImplementedError
 
     def missed(self, reason: str) -> Judged:
-        """Return the result for an answer that scores 0 without being judged."""
         raise NotImplementedError
 
 
@@ -105,7 +102,6 @@ class Criterion(BaseModel):
 _SUM_TOLERANCE = 1e-3
 """How far the sum of the weights may differ from 1. This allows three weights of 0.333."""
 _Verdicts = Mapping[str, tuple[float, str]]
-"""Maps each criterion to a score and a reason."""
 
 
 class Rubric(Spec):
@@ -185,7 +181,6 @@ _HELPS = Criterion(
     "does not matter.",
 )
 REFUSAL = {"kind": "refusal", "refuse": True}
-"""The reward spec of the reward component `refusal`. It works for any prompt."""
 
 
 class _Refusal(Spec):
@@ -296,7 +291,6 @@ class ProofSpec(Spec):
         return ProofSample(verification, check, self_check)
 
     def judged(self, answer: Proof, samples: Sequence[ProofSample]) -> Judged:
-        """Compute the reward. Each reward component is averaged over the samples."""
         proofs = [sample.proof for sample in samples]
         right = sum(proofs) / len(proofs)
         honest = 1 - abs(answer.score - right)
@@ -361,7 +355,6 @@ class VerificationSpec(Spec):
         return await ask(meta_question(problem, self.proof, answer.text))
 
     def judged(self, answer: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
-        """Compute the reward R. The meta-check is averaged over the samples."""
         checks = [sample.score for sample in samples]
         near, meta = 1 - abs(answer.score - self.score), sum(checks) / len(checks)
         verdicts = (
@@ -388,7 +381,6 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Spec]] = {
 
 
 def is_judged(spec: Mapping[str, Any]) -> bool:
-    """Return whether the reward spec of a prompt needs a judge."""
     return spec.get("kind") in KINDS
 
 

@@ -22,9 +22,7 @@ _DIGITS = 100
 _context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _context.dps = _DIGITS
 _MOST_DIGITS = 1_500
-"""Precision in digits for sums whose terms differ greatly in size."""
 _LARGEST = 10**15
-"""Maximum exponent, and maximum argument of a function."""
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
     r"|(?P<word>[a-z]{4,})|(?P<name>[A-Z]{2,}(?![a-z_'])|[A-Za-z])|(?P<other>\S))"
@@ -80,7 +78,6 @@ class Formula:
             return None
 
     def constant(self) -> Value | None:
-        """Return the value of the formula, or None if it contains symbols."""
         try:
             return None if self.names else self.at(0)
         except LostTerm:
@@ -88,7 +85,6 @@ class Formula:
 
 
 def number(value: Any) -> Value:
-    """Convert a fraction to an mpmath number."""
     return _context.mpf(value.numerator) / value.denominator
 
 

@@ -23,7 +23,6 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, FUNCTION_WORDS, KEYWORDS, marked_answer
 
 _MAX_CHARACTERS = 2_048
-"""Maximum length of an answer, unless the right answer is about as long."""
 _MOST_ITEMS = 64
 _PLACES = 6
 """Number of decimal places that are compared. Numbers below 1e-5 are compared to as many digits."""
@@ -121,7 +120,6 @@ class Number(NamedTuple):
 
     @property
     def share(self) -> Fraction:
-        """The value of the number. A percentage is divided by 100."""
         return self.value / 100 if self.percent else self.value
 
 

@@ -24,7 +24,6 @@ from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.text import FUNCTION_WORDS, KEYWORDS, WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
-"""Maximum length of an answer, unless the right answer is about as long."""
 _MOST_PARTIAL = 0.9
 """Maximum partial credit for an answer.
 
@@ -91,7 +90,6 @@ _AROUND = re.compile(
     re.DOTALL,
 )
 _MAX_NESTING = 8
-"""Maximum number of layers of quotes, Markdown and phrases that are stripped from an answer."""
 
 _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "

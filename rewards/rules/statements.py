@@ -160,7 +160,6 @@ _RULES = [(re.compile(pattern), replacement) for pattern, replacement in _REPLAC
 
 
 def squeezed(text: str) -> str:
-    """Remove white space and redundant braces from a normalized answer."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
     words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)

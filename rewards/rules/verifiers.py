@@ -27,7 +27,6 @@ from keel.rewards.text import (
 from keel.rl.turns import THINK
 
 _MAX_CHARACTERS = 32_768
-"""Maximum length of a text, unless the right answer is about as long."""
 
 # "The correct answer is (B)", "**Answer:** B. Paris": up to the end of the sentence, but not to a
 # decimal point. "B is the answer because Rome is older" states nothing after "is".
@@ -143,8 +142,6 @@ def _choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _texts(choices: Any) -> dict[str, str]:
-    """Return the choices as a mapping from letters to texts. Raises ValueError if they are
-    malformed."""
     if choices is None:
         return {}
     if isinstance(choices, list):

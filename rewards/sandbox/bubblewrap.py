@@ -231,7 +231,6 @@ _RT_SIGACTION = (13, 134)
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _MACHINES = {"x86_64": 0, "aarch64": 1}
-"""Maps `platform.machine()` to its column in the tables above."""
 LOCAL = (socket.AF_UNIX,)
 FORKING = ("mount", "unshare")
 """Calls that a process needs to move its children into new namespaces."""

@@ -132,11 +132,9 @@ class EnvironmentSandbox:
 
     @property
     def probe(self) -> str:
-        """Python code that tries to break out of the sandbox, and prints `isolated` if it fails."""
         return bubblewrap.probe(network=self.network, processes=self.processes, strict=False)
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
-        """Limit the memory of a sandbox (`keel.rewards.sandbox.processes.hold`)."""
         return hold(pid, self.memory_mib, inside=inside)
 
     def _seccomp(self, *permitted: str) -> bytes:

@@ -89,7 +89,6 @@ def kill_descendants(root: int, within_s: float) -> None:
 
 
 def _descendants(root: int) -> dict[int, bool]:
-    """Return whether each process below `root` is alive. Zombies do not count as alive."""
     return {
         # The main thread may exit before the others.
         pid: fields[0] not in (b"Z", b"X") or len(tasks) > 1

@@ -42,11 +42,9 @@ _MAX_FILES = 16_384
 """Maximum number of files in the private folder. Even an empty file takes a KiB of kernel
 memory."""
 _MAX_OUTPUT = 64 << 20
-"""Maximum number of bytes that a run may print in total."""
 _MAX_LIMIT = 1 << 24
 """Upper bound for each limit, which prevents overflows in the kernel. For memory, it is 16 TiB."""
 GRACE_S = 60.0
-"""Time limit in seconds for a killed run to exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +57,7 @@ class Limits:
     """Limit on the address space of each process, and on the resident memory of all processes
     together."""
     processes: int = 8
-    """Maximum number of processes and threads at a time."""
     files_mib: int = 64
-    """Maximum size of the private folder."""
     output_kib: int = 1024
     """Limit on standard output and standard error together. If lines are counted, it applies to
     each line."""
@@ -81,8 +77,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOutcome:
-    """The result of a run."""
-
     status: Status
     """`exited`, or the name of the limit that the run exceeded."""
     exit_code: int
@@ -138,7 +132,6 @@ class _Watch:
         self._ignore_output = False
 
     def outcome(self) -> SandboxOutcome:
-        """Wait for the end of the run. Raises RuntimeError if the run cannot be killed."""
         try:
             with selectors.DefaultSelector() as selector:
                 self._listen(selector)
@@ -393,8 +386,6 @@ class Sandbox:
         limits: Limits,
         share: Callable[[bytes], str],
     ) -> list[str]:
-        """Build the bubblewrap command. `share` passes data to bubblewrap and returns the file
-        descriptor."""
         python = self._python
         words = [bubblewrap.tool("bwrap"), *bubblewrap.namespaces(self._root)]
         words += bubblewrap.system(bubblewrap.PROGRAMS)

@@ -21,7 +21,6 @@ from keel.rollout.chat.render import (
 )
 
 _MAX_SHOWN = 300
-"""Maximum number of characters shown from a malformed call."""
 _KNOWN = "Qwen3, Hermes, DeepSeek-V3.1, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
 _PROBE = ToolSpec(
     name="probe",
@@ -57,7 +56,6 @@ class TemplateChat:
         self.format = format_of(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
         self.marks = marks_of(tokenizer, marks) or THINK
-        """Strings that open and close the policy's thinking."""
         controls = self.encoder.controls
         others = (self.encoder.text_of.get(index) for index in ends)
         known = {*self.format.ends, tokenizer.eos_token, *others}
@@ -69,19 +67,16 @@ class TemplateChat:
         self._prefixes: dict[bool, str] = {}
 
     def inside_thinking(self) -> TemplateChat:
-        """Return a copy of this format in which the policy calls tools while it thinks."""
         result = copy.copy(self)
         result.tools_in_thinking = True
         return result
 
     @property
     def label(self) -> str:
-        """Name of the renderer and of the chat format, for messages to the user."""
         return f"{self.renderer.name} (format {self.format.name})"
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a turn."""
         return tuple(sorted(self._end_ids))
 
     def opening(
@@ -214,7 +209,6 @@ class TemplateChat:
         return self.encoder.encode(turn + end)
 
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
-        """Return the control token text that ends a turn when `messages` follow."""
         return self._continuation(messages, thinking=thinking)[1]
 
     def _prefix(self, thinking: bool) -> str:

@@ -118,13 +118,10 @@ _KINDS: dict[type, set[str]] = {
     list: {"array"},
     dict: {"object"},
 }
-"""Maps each Python type to its JSON schema types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A valid tool call that does not have an id yet."""
-
     name: str
     arguments: Mapping[str, Any]
 
@@ -139,14 +136,11 @@ class Broken:
 
 _Item = Written | Broken
 _Calls = tuple[str, Sequence[_Item]]
-"""The text outside the calls, followed by the list of calls in order."""
 _FindCalls = Callable[[str, Sequence[ToolSpec]], _Calls]
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """The content, reasoning and tool calls of a turn."""
-
     content: str
     reasoning: str
     items: Sequence[_Item] = ()

@@ -31,7 +31,6 @@ template text to form a control token. Both are removed from text that happens t
 
 
 def unmark(text: str) -> str:
-    """Remove the marks from a text."""
     return text.replace(_INSIDE, "").replace(_EDGE, "")
 
 
@@ -199,7 +198,6 @@ def retained(messages: Sequence[Message]) -> list[Message]:
 
 
 def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a call to an entry of an assistant message's `tool_calls`."""
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": call_id, "type": "function", "function": function}
 

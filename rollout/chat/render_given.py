@@ -28,7 +28,6 @@ class Context:
 
     ids: list[int] = field(default_factory=list[int])
     trained: list[bool] = field(default_factory=list[bool])
-    """True for ids that the policy writes."""
 
     def add(self, ids: Sequence[int], *, trained: bool) -> None:
         self.ids.extend(ids)

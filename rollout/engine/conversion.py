@@ -128,8 +128,6 @@ NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The N tokens sampled for one request."""
-
     ids: Sequence[int]
     text: str
     """Decoded text without special tokens. Empty for a turn, which is decoded by the chat format
@@ -146,7 +144,6 @@ class _Job:
     """One or more requests that together produce one result."""
 
     label: str
-    """Name of the job, for log messages."""
     context: Sequence[int] | NDArray[np.int32]
     sampling: SamplingConfig
     recording: RecordingOptions

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from keel.rollout.engine.vllm_engine import VllmEngine
 
 _STOP_S = 60.0
-"""Time limit for the thread to stop, in seconds. Stopping takes at most one engine step."""
 
 _When = Literal["now", "idle", "complete weights"]
 """When a command may run: immediately, while no completion is being sampled, or while no update is
@@ -125,7 +124,6 @@ class EngineThread:
         return future
 
     def gpus(self) -> list[str]:
-        """Return the ids of the engine's GPUs, as defined by `keel.weights.channel.gpu_id`."""
         return self._await(self._enqueue(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
@@ -179,7 +177,6 @@ class EngineThread:
         self._update_step(lambda engine: engine.load_bucket(bucket), "a bucket of weights")
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Check that the new weights are complete, and switch sampling to them."""
         self._update_step(lambda engine: engine.finish_update(version, checksum), "the new weights")
 
     def _update_step(self, act: Callable[[VllmEngine], None], what: str) -> None:
@@ -209,7 +206,6 @@ class EngineThread:
         return EngineProgress(self._steps, self._longest_s, len(self._in_flight))
 
     def close(self) -> None:
-        """Stop the thread. Unfinished groups fail."""
         self._commands.put(None)
         self._thread.join(timeout=_STOP_S)
         if self._thread.is_alive():

@@ -93,7 +93,6 @@ class VllmEngine:
         self._marks = marks_of(self._tokenizer, spec.thinking_marks) or THINK
         self._jobs: dict[int, Job] = {}
         self._owners: dict[str, int] = {}
-        """Maps the name of each unfinished request to its job."""
         self._asleep = False
 
         config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
@@ -133,12 +132,10 @@ class VllmEngine:
 
     @property
     def busy(self) -> bool:
-        """True if the next step would sample any tokens."""
         return bool(self._jobs) and not self.updating
 
     @property
     def recordings(self) -> int:
-        """Number of requests for which the recorder holds data."""
         return self._recorder.pending()
 
     @property
@@ -260,7 +257,6 @@ class VllmEngine:
         return self._drop(number, empty, _NO_TOKEN)
 
     def drop_unfinished(self, number: int) -> list[tuple[int, Result]]:
-        """Drop a job's unfinished completions and return its result."""
         return self._drop(number, list(self._jobs[number].requests), _NOT_CUT)
 
     def _drop(self, number: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
@@ -307,12 +303,9 @@ class VllmEngine:
         return completed
 
     def gpus(self) -> list[str]:
-        """Return the GPU id of each worker, as defined by `keel.weights.channel.gpu_id`."""
         return self._llm.collective_rpc("keel_gpu")
 
     def join(self, rendezvous: Rendezvous, name: str) -> None:
-        """Open a channel for weights, which connects to the trainer rank that joins under
-        `name`."""
         timeout_s = self.spec.config.update_timeout_s
         call_workers(self._llm, "keel_join", rendezvous, name, timeout_s)
 
@@ -369,7 +362,6 @@ class VllmEngine:
 
 
 def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
-    """Return the arguments for the vLLM engine. `text` is the config of the language model."""
     config = spec.config
     args: dict[str, Any] = {
         "model": spec.model_path,
@@ -434,8 +426,6 @@ about 9 bytes."""
 
 
 class _TemplatedRequests:
-    """Adds requests to an engine by copying the first request of each kind."""
-
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
@@ -509,7 +499,6 @@ class _PrefixHashes:
     """Stores the block hashes of the most recent conversations."""
 
     def __init__(self, block: int) -> None:
-        """Create an empty store for blocks of `block` tokens."""
         self._block = block
         self._entries: OrderedDict[str, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
         self._tokens = 0
@@ -525,8 +514,6 @@ class _PrefixHashes:
         return hashes[: agree // self._block]
 
     def keep(self, conversation: str, ids: NDArray[np.int32], hashes: list[bytes]) -> None:
-        """Store the hashes of a conversation, and drop the oldest conversations if too many are
-        stored."""
         if (before := self._entries.pop(conversation, None)) is not None:
             self._tokens -= len(before[0])
         self._entries[conversation] = ids, hashes

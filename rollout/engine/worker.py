@@ -60,7 +60,6 @@ class RolloutWorker:
         )
 
     async def ready(self) -> EngineStarted:
-        """Return the engine's report about its startup, once the constructor has finished."""
         return self._started
 
     async def sample(self, request: SampleRequest, sampling: SamplingConfig, record: bool) -> Any:
@@ -84,11 +83,9 @@ class RolloutWorker:
         return await asyncio.to_thread(self._engine.gpus)
 
     async def join(self, rendezvous: Rendezvous, name: str, shares: bool) -> None:
-        """Connect to a trainer rank that sends weights (see `EngineThread.join`)."""
         await asyncio.to_thread(self._engine.join, rendezvous, name, shares=shares)
 
     async def receive(self) -> None:
-        """Load the weights that the trainer rank sends."""
         await asyncio.to_thread(self._engine.receive)
 
     async def progress(self) -> EngineProgress:

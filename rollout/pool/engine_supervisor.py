@@ -84,25 +84,20 @@ class EngineSlot:
     version: int = 0
     """Weight version that the engine samples from or is loading."""
     restarts: list[float] = field(default_factory=list[float])
-    """Times of the engine's restarts, on the monotonic clock."""
     start_failure: str = ""
     """Error message of the last failed start, with numbers removed."""
     sequences: int = 0
-    """Number of completions in flight."""
     load: int = 0
     """Upper bound on the number of tokens that the engine still has to sample."""
     progress: _Progress = field(default_factory=_Progress)
 
     def wait_for(self, stage: Stage, pending: Future[Any], seconds: float) -> None:
-        """Enter a stage that ends when `pending` resolves, after at most `seconds`."""
         self.stage, self.pending = stage, pending
         self.deadline = time.monotonic() + seconds
 
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """New weights that every engine has to load."""
-
     version: int
     transfer: Transfer
     done: Future[None] = field(default_factory=Future[None])
@@ -128,7 +123,6 @@ class EngineSupervisor:
         self.target: WeightUpdate | None = None
         self.resting: Future[None] | None = None
         self.start_seconds: dict[str, float] = {}
-        """Duration of each startup phase in seconds, for the slowest engine."""
         self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
         self._started: Stage = "asleep" if config.time_share else "ready"

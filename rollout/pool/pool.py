@@ -40,20 +40,15 @@ from keel.rollout.spec import EngineError, GroupRequest, SampleRequest
 from keel.weights.sync import Transfer
 
 _STOP_S = 10.0
-"""Time limit for the pool's thread to stop, in seconds. The thread never blocks on an engine."""
 _FREED_S = 3.0
 """Time in seconds until the GPU memory of a killed engine is free."""
 _MAX_HOMES = 100_000
-"""Maximum number of conversations whose engine the pool remembers."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Request:
-    """A request to sample a group or a turn."""
-
     number: int
     label: str
-    """Name of the prompt or conversation, for log messages."""
     purpose: Purpose
     sequences: int
     tokens: int
@@ -61,14 +56,10 @@ class _Request:
     sample: SampleRequest
     sampling: SamplingConfig
     prompt_id: str = ""
-    """Id of the prompt, if this request samples a group."""
     conversation: str = ""
-    """Id of the conversation, if this request samples a turn."""
     result: Future[Any] = field(default_factory=Future[Any])
     slot: EngineSlot | None = None
-    """Slot of the engine that works on the request. None while it is queued."""
     answer: Future[Any] = field(default_factory=Future[Any])
-    """The engine's answer."""
     deadline: float = 0.0
     """Time at which the engine is considered unresponsive. Ignored while the slot is not ready."""
 
@@ -104,7 +95,6 @@ class RolloutPool:
         self._submitted: list[_Request] = []
         self._cancelled: list[_Request] = []
         self._open: dict[int, _Request] = {}
-        """Requests that have no result yet, by request number."""
         self._draws: Counter[str] = Counter()
         """Number of groups requested for each prompt with the current weights."""
         self._update: WeightUpdate | None = None
@@ -127,7 +117,6 @@ class RolloutPool:
         self._stalls = StallDetector()
         self._watched: set[Future[Any]] = set()
         self._queue: list[_Request] = []
-        """Waiting requests, sorted by rank."""
         self._in_flight: dict[int, _Request] = {}
         """Requests by number, ordered by deadline."""
         self._homes: OrderedDict[str, int] = OrderedDict()
@@ -135,12 +124,10 @@ class RolloutPool:
 
     @property
     def restarts(self) -> int:
-        """Number of engine restarts so far."""
         return sum(len(slot.restarts) for slot in self._supervisor.slots)
 
     @property
     def start_seconds(self) -> Mapping[str, float]:
-        """Duration of each startup phase in seconds, for the slowest engine."""
         return self._supervisor.start_seconds
 
     @property
@@ -263,7 +250,6 @@ class RolloutPool:
         return then(update.done, lambda _: self.sleep())
 
     def shutdown(self) -> None:
-        """Stop all engines. Unfinished requests fail."""
         self._end(EngineError("the rollout pool has been shut down"))
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
@@ -337,7 +323,6 @@ class RolloutPool:
         insort(self._queue, request, key=lambda request: request.rank)
 
     def _send(self) -> None:
-        """Send queued requests to engines until all engines are full."""
         slots, capacity, index = self._supervisor.slots, self._config.max_num_seqs, 0
         while index < len(self._queue):
             available = [s for s in slots if s.stage == "ready" and s.sequences < capacity]
@@ -432,7 +417,6 @@ class RolloutPool:
         return events
 
     def _complete(self, request: _Request) -> None:
-        """Pass the engine's answer to the caller, or replace the engine if it died."""
         # An answer that is not done belongs to the next engine of a request sent again.
         if request.slot is None or not request.answer.done():
             return

@@ -74,7 +74,6 @@ class RayEngine:
         return self._call("progress")
 
     def stats(self) -> Future[dict[str, float]]:
-        """Return the engine's statistics, as described in `EngineThread.stats`."""
         return self._call("stats")
 
     def sleep(self) -> Future[None]:

@@ -168,7 +168,6 @@ class _KnownStep(NamedTuple):
     """State that vLLM passes from the model's forward pass to sampling."""
 
     def repeats_in(self, output: SchedulerOutput) -> bool:
-        """Return whether a step has the same rows as this one and does nothing else."""
         return (
             output.num_scheduled_tokens is self.counts
             and output.scheduled_cached_reqs.req_ids is self.ids
@@ -183,18 +182,12 @@ class _KnownStep(NamedTuple):
 
 
 class _StepReuse:
-    """Wraps a model runner's `execute_model`. Steps that can reuse the previous one run without
-    vLLM's preparation."""
-
     def __init__(self, runner: Any) -> None:
         self._runner, self._original = runner, runner.execute_model
         self._known: _KnownStep | None = None
         self.reused = 0
-        """Number of steps that reused the previous one."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *rest: Any, **named: Any) -> Any:
-        """Run the model for one step. Takes the arguments of vLLM's method and returns the same
-        results."""
         known, self._known = self._known, None
         plain = not named and all(each is None for each in rest)
         if plain and known is not None and known.repeats_in(scheduler_output):
@@ -208,8 +201,6 @@ class _StepReuse:
         return output
 
     def _inspect(self, output: SchedulerOutput) -> _KnownStep | None:
-        """Return a description of the step that vLLM has just run, or None if the next step cannot
-        reuse it."""
         runner = self._runner
         state, ids = runner.execute_model_state, output.scheduled_cached_reqs.req_ids
         if state is None:
@@ -240,8 +231,6 @@ class _StepReuse:
         return self._runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
 
     def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
-        """Run the model on the next token of every row, reusing the inputs and metadata of the
-        previous step."""
         runner, cached = self._runner, output.scheduled_cached_reqs
         batch = copy.copy(known.state.input_batch)
         tables, buffers, states = runner.block_tables, runner.input_buffers, runner.req_states

@@ -34,7 +34,6 @@ WIDEST_TOP_K = 1024
 _BLOCK = 4096
 """Number of entries of a row that are read at once."""
 _LARGEST_GROUP = 256
-"""Maximum number of entries in a group."""
 _FEWEST_SORTED, _LEAST_ROOM = 64, 1024
 """Minimum number of ids sorted at once, and minimum number of ids stored per row."""
 
@@ -60,7 +59,6 @@ def _order(logits_ptr, ids, inside, temperature):
 
 @triton.jit
 def _logits(order):
-    """Convert integers returned by `_order` back to logits."""
     bits = tl.where(order >= 0, order, order ^ _ALL_BUT_SIGN)
     return bits.to(tl.float32, bitcast=True)
 

@@ -44,7 +44,6 @@ from keel.rollout.vllm_fast.sample_kernels import WIDEST_TOP_K, SampledRows, Tru
 from keel.rollout.vllm_fast.step_arrays import UNMASKED, StepMasks
 
 _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
-"""vLLM's logits processors. `KeptSampler.only_truncates` can check whether they are active."""
 
 
 class StepLogprobs(NamedTuple):
@@ -85,7 +84,6 @@ class KeptSampler(Sampler):
             super().apply_staged_writes()
 
     def masks(self, requests: NDArray[np.integer]) -> bool:
-        """Return True if the sampling mask is recorded for any of these requests."""
         return self.return_sampling_mask and not self.unmasked[requests].all()
 
     @property
@@ -159,8 +157,6 @@ class KeptSampler(Sampler):
 
 
 def _as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
-    """Convert sampled rows to vLLM's type. `sampled` and `rejected` are the numbers of tokens in
-    each row."""
     logprobs: Any = StepLogprobs(rows.logp)
     masks: Any = rows.masks
     return SamplerOutput(
@@ -253,7 +249,6 @@ class SampleGraphs:
     use the original method."""
 
     def __init__(self, runner: Any) -> None:
-        """Prepare to wrap `runner`, a model runner on a single GPU that uses a `KeptSampler`."""
         self._runner, self._original = runner, runner.sample
         self._graphs: dict[tuple[int, int], _Graphs] = {}
         """Maps the padded number of rows and the largest top-k to the graphs."""
@@ -273,8 +268,6 @@ class SampleGraphs:
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """Sample the tokens of a step. Takes the same arguments as vLLM's method. Returns the
-        output, and the numbers of sampled and rejected tokens in each row."""
         if grammar_output is None and (graphs := self._for(hidden_states, input_batch)):
             self._copy = (self._copy + 1) % _COPIES
             graph, result = graphs[self._copy]
@@ -314,8 +307,6 @@ class SampleGraphs:
         return graphs
 
     def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
-        """Return True for a decoding step that vLLM ran as a graph and that `KeptSampler` can
-        sample on its own."""
         kept: KeptSampler = self._runner.sampler
         fixed = self._fixed()
         return (
@@ -360,8 +351,6 @@ class SampleGraphs:
         return self._graphs[size, width]
 
     def _draw(self, size: int, width: int) -> SampledRows:
-        """Sample the first rows with the parameters in the fixed buffers. The graphs capture this
-        call."""
         runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
         assert fixed is not None
         return draw(

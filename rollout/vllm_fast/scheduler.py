@@ -49,8 +49,6 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class _ScheduledStep:
-    """A scheduled step whose sampled tokens have not been received yet."""
-
     output: SchedulerOutput
     other: SchedulerOutput | None
     """The part of the step that vLLM scheduled for requests outside the batch."""
@@ -117,7 +115,6 @@ class DecodeBatch:
 
     @property
     def scheduled(self) -> int:
-        """Number of steps scheduled so far, including those in flight."""
         return self.received + len(self.in_flight)
 
     def settle(self) -> None:
@@ -149,7 +146,6 @@ class DecodeBatch:
         self.last[place] = _NEVER
 
     def leave(self, place: int) -> None:
-        """Remove the request in a batch slot. Call `settle` afterwards."""
         request = self.requests[place]
         assert request is not None
         del self.place_of[request.request_id]
@@ -171,7 +167,6 @@ class DecodeBatch:
         )
 
     def merge(self, cached: CachedRequestData, other: SchedulerOutput) -> SchedulerOutput:
-        """Merge a step of the batch with the step that vLLM scheduled for other requests."""
         more = other.scheduled_cached_reqs
         return replace(
             other,
@@ -190,11 +185,9 @@ class DecodeBatch:
 
     @property
     def full(self) -> bool:
-        """True if the batch has no room to store another step."""
         return self.scheduled + 1 >= min(self.end, _MAX_STEPS) or self._num_ids > _MAX_IDS
 
     def retain(self, known: Container[str]) -> None:
-        """Remove all requests that are not in `known`, because vLLM has finished them."""
         gone = [place for name, place in self.place_of.items() if name not in known]
         for place in gone:
             self.leave(place)
@@ -286,11 +279,9 @@ class DecodeBatch:
         return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
-        """Return the tokens received so far for the request in a batch slot."""
         return self._tokens[self.first[place] : self._known(place), place].tolist()
 
     def record(self, place: int, recording: PackedRecording) -> None:
-        """Append the log-probabilities and sampling masks of a request to its recording."""
         steps = slice(int(self.first[place]), self._known(place))
         if steps.start >= steps.stop:
             return
@@ -643,7 +634,6 @@ class _FastPath(Scheduler):
         batch.write_back(place, tokens, self.current_step if self._ahead else None)
 
     def _complete(self, output: EngineCoreOutput) -> None:
-        """Prepend flushed tokens to the new ones, and store the recording."""
         if (recording := self.recordings.get(output.request_id)) is not None:
             recording.take(output)
         if before := self._undelivered.pop(output.request_id, None):

@@ -97,7 +97,6 @@ class PackedRecording:
     sizes: list[NDArray[np.int64]] = field(default_factory=list)
 
     def take(self, output: EngineCoreOutput) -> None:
-        """Move the recorded data of an output's tokens into this recording."""
         if output.new_logprobs is not None:
             self.logp.append(output.new_logprobs.logprobs[:, 0].copy())
             output.new_logprobs = None
