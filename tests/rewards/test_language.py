@@ -14,7 +14,8 @@ import pytest
 from keel.rewards.custom import TextTrajectory
 from keel.rewards.language import language, language_share, words_of
 
-SAMPLES: dict[str, list[str]] = json.loads(Path(__file__).with_name("samples.json").read_text())
+FOLDER = Path(__file__).with_name("language")
+SAMPLES: dict[str, list[str]] = json.loads((FOLDER / "samples.json").read_text())
 """Maps each language to three sentences of an answer and a prompt."""
 ASIDE = "\n```python\nfor item in range(10):\n    print(item)\n```\n$$\\sum_{i} x_i$$\n\n"
 
@@ -116,7 +117,7 @@ BY_WORD: dict[str, Callable[[str], str]] = {
     "digits": "{}1".format,
     "capitals": str.upper,
 }
-CODE: list[str] = json.loads(Path(__file__).with_name("code.json").read_text())
+CODE: list[str] = json.loads((FOLDER / "code.json").read_text())
 """Honest code and formulas."""
 PAIRS = [
     (name, [*SAMPLES, *SAMPLES][index + step])
