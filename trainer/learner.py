@@ -325,8 +325,7 @@ class Learner:
         with self._order:
             refs = [
                 ray_timeouts.call(
-                    getattr(rank, method),
-                    shipped[index // self._config.trainer.sequence_parallel],
+                    getattr(rank, method), shipped[index // self._config.trainer.sequence_parallel]
                 )
                 for index, rank in enumerate(self._ranks)
             ]

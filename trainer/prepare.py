@@ -340,11 +340,7 @@ def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
 
 
 def plan_model(
-    config: Config,
-    open_knobs: frozenset[str],
-    hardware: _DetectHardware,
-    *,
-    chats: bool = True,
+    config: Config, open_knobs: frozenset[str], hardware: _DetectHardware, *, chats: bool = True
 ) -> PlannedModel:
     """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` if the
     tokenizer needs a chat template. Raises ConfigError if the model cannot be used."""

@@ -96,10 +96,7 @@ def initialize(
 
 
 def deepspeed_config(
-    trainer: TrainerConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    model: PreTrainedModel,
+    trainer: TrainerConfig, dtype: torch.dtype, device: torch.device, model: PreTrainedModel
 ) -> dict[str, Any]:
     """Return the configuration for DeepSpeed. Gradients are accumulated and reduced in float32.
     DeepSpeed is set to accumulate over one micro-batch, and the engine itself marks the end of a

@@ -161,10 +161,7 @@ def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool
             "each trajectory from its first token on. Leave it out"
         )
     check_parallel(
-        trainer,
-        architecture=facts.architecture,
-        experts=facts.experts,
-        heads=facts.attention_heads,
+        trainer, architecture=facts.architecture, experts=facts.experts, heads=facts.attention_heads
     )
 
 

@@ -265,12 +265,7 @@ def body_parameters(facts: ModelFacts) -> int:
 
 
 def compute_seconds(
-    config: Config,
-    facts: ModelFacts,
-    tokens: int,
-    micro_batches: int,
-    spec: GpuSpec,
-    rates: Rates,
+    config: Config, facts: ModelFacts, tokens: int, micro_batches: int, spec: GpuSpec, rates: Rates
 ) -> float:
     """Estimate how long a rank computes for its share of a step with `tokens` tokens. This includes
     recomputation, the reference model, the head and the optimizer."""

@@ -24,13 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.model import ray_timeouts
 from keel.trainer.placement.hardware import RANK
-from keel.trainer.placement.processes import (
-    POLL_S,
-    RAY_PROCESSES,
-    RAYLET,
-    HangDetector,
-    NodeHealth,
-)
+from keel.trainer.placement.processes import POLL_S, RAY_PROCESSES, RAYLET, HangDetector, NodeHealth
 from keel.trainer.placement.ray_internals import exit_now, own_processes
 from keel.trainer.run.restarts import WorkerLost
 
@@ -134,10 +128,7 @@ def start_watchdog(
     if local := own_processes():
         processes = {name: local[kind][0] for kind, name in RAY_PROCESSES.items() if kind in local}
         detector = HangDetector(
-            local["raylet"][0],
-            processes,
-            start=ray_timeouts.start(),
-            hang_timeout_s=hang_timeout_s,
+            local["raylet"][0], processes, start=ray_timeouts.start(), hang_timeout_s=hang_timeout_s
         )
         watchdog = Watchdog(detector.poll, say, *processes.values())
     else:

@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.configs.schema import Config
-from keel.trainer.run.manifest import (
-    MANIFEST,
-    Entry,
-    find_damage,
-    sync_folder,
-    write_manifest,
-)
+from keel.trainer.run.manifest import MANIFEST, Entry, find_damage, sync_folder, write_manifest
 from keel.trainer.run.restarts import CollectiveTimeout
 
 STATE = "state.json"

@@ -33,13 +33,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import metric_lines, missing_steps, sync_record
-from keel.trainer.run.manifest import (
-    Entry,
-    base_of,
-    check_exported,
-    join_problems,
-    write_manifest,
-)
+from keel.trainer.run.manifest import Entry, base_of, check_exported, join_problems, write_manifest
 
 MARK = ".lock"
 """Name of the lock file. It contains a random token, which trainer ranks read to verify that they
