@@ -56,15 +56,14 @@ from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
-from keel.trainer.placement.choose import Choice, choose, load_choice, slow_dtype, with_dtype
+from keel.trainer.placement.choose import Choice, choose, load_choice, with_dtype
 from keel.trainer.placement.families import (
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
     check_indexer_length,
     check_residual,
-    ignored_knobs,
-    lint_recipe,
+    stale_mask_warning,
 )
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.placement.memory import GIB
@@ -314,7 +313,9 @@ def prepare_sft(
     if only_text:
         longest = max(report.longest for report in lessons.report.values())
         check_indexer_length(config, top_k=facts.index_top_k, longest=longest)
-    warnings = [*model.warnings, *ignored_knobs(whole, open_knobs, overrides)]
+    warnings = [*model.warnings]
+    if config.sft.epochs and any(each.startswith("run.steps=") for each in overrides):
+        warnings.append("run.steps is ignored because sft.epochs is set; sft.epochs=0 uses it")
     return SftTask(
         **vars(replace(model, config=config, warnings=warnings)),
         lessons=lessons,
@@ -350,15 +351,15 @@ def plan_model(
         cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
         check_exported(Path(path), cure)
     tokenizer, facts = _model_facts(config, gpu=machine.gpu, chats=chats)
-    saved = load_choice(config, machine.signature)
+    saved, changed = load_choice(config, machine.signature)
     try:
-        choice = choose(config, open_knobs, facts, machine, saved.values)
+        choice = choose(config, open_knobs, facts, machine, saved)
     except ConfigError:
         machine = with_missing_nodes(machine, config)
         if not machine.missing:
             raise
-        saved = load_choice(config, machine.signature)
-        choice = choose(config, open_knobs, facts, machine, saved.values)
+        saved, changed = load_choice(config, machine.signature)
+        choice = choose(config, open_knobs, facts, machine, saved)
     lacking = "" if path == TINY_MODEL else missing_weights(path)
     if lacking and machine.found:
         raise ConfigError(f"model.path = {path!r}: {lacking}")
@@ -369,12 +370,10 @@ def plan_model(
         f"{config.run.elastic_wait_s:g} s (run.elastic_wait_s)"
     )
     warnings = [
-        slow_dtype(config, gpu=machine.gpu),
-        machine.taken_warning,
         _UNKNOWN_GIB if machine.gpu and not machine.gpu_gib else "",
         fewer if machine.missing else "",
-        saved.changed,
-        *lint_recipe(config, facts),
+        changed,
+        stale_mask_warning(config),
         *_thinking_warnings(config, tokenizer),
         lacking and f"model.path = {path!r}: {lacking}; `keel train` needs them",
         *(

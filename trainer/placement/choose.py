@@ -145,29 +145,19 @@ def _against(best: Layout, other: Layout | None) -> str:
     return f"is less than {100 * (TIE - 1):.0f} % faster" if slower < -0.5 else "is no faster"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedChoice:
-    """The values chosen when the run began. There are none if they no longer apply."""
-
-    values: Values = field(default_factory=dict[str, Any])
-    changed: str = ""
-    """A description of how the hardware has changed, or an empty string."""
-
-
-def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
+def load_choice(config: Config, signature: Mapping[str, Any]) -> tuple[Values, str]:
     """Load the values saved by the run that is about to be resumed, unless the hardware has
-    changed."""
+    changed. Returns the values and a description of the change."""
     folder = Path(config.run.dir).expanduser()
     saved = _read_cache(folder)
     resumes = config.run.resume != "never" and checkpoint.latest(folder / "checkpoints")
     if saved is None or not resumes:
-        return SavedChoice()
+        return {}, ""
     before = saved["hardware"]
     changes = [f"{k} {before.get(k)} → {v}" for k, v in signature.items() if before.get(k) != v]
     if not changes:
-        return SavedChoice(values=saved["values"])
-    text = f"the hardware has changed ({', '.join(changes)}): the layout is chosen again"
-    return SavedChoice(changed=text)
+        return saved["values"], ""
+    return {}, f"the hardware has changed ({', '.join(changes)}): the layout is chosen again"
 
 
 def save_choice(folder: Path, values: Values, signature: Mapping[str, Any]) -> None:
@@ -216,14 +206,3 @@ def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Confi
     else:
         dtype = config.model.dtype if gpu or has_bfloat16() else "float32"
     return replace(config, model=replace(config.model, dtype=dtype))
-
-
-def slow_dtype(config: Config, *, gpu: bool) -> str:
-    """Return a warning if the CPU has to emulate bfloat16, or an empty string."""
-    if gpu or config.engine_dtype != "bfloat16" or has_bfloat16():
-        return ""
-    knob = "rollout.dtype" if config.rollout.dtype else DTYPE
-    return (
-        f"{knob} = bfloat16: this CPU has no bfloat16 instructions and emulates them several times "
-        f"slower; use {knob}=float32"
-    )

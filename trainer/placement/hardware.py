@@ -203,13 +203,6 @@ class Hardware:
         return replace(spec, node_gpus=max(1, gpus))
 
     @property
-    def taken_warning(self) -> str:
-        return (
-            f"other processes hold {gib(self.taken_gib * GIB)} of a GPU's "
-            f"{gib(self.gpu_gib * GIB)} (see nvidia-smi). The plan leaves that out"
-        ) * bool(self.taken_gib)
-
-    @property
     def idle(self) -> list[Node]:
         return [node.empty() for node in self.nodes]
 

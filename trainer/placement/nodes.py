@@ -111,32 +111,26 @@ def start_ray() -> None:
     if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     before = psutil.Process().children(recursive=True)
-
-    def start() -> None:
-        # Ray's processes survive a signal to the whole job, and exit with the thread that started
-        # them.
-        with signals_blocked(), on_loopback(), without_unused_processes():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                runtime_env=QUOTED_PYTHON,
-                logging_level=logging.WARNING,
-                log_to_driver=False,
-            )
-
-    try:
+    for retry in (True, False):
         try:
-            start()
+            # Ray's processes survive a signal to the whole job, and exit with the thread that
+            # started them.
+            with signals_blocked(), on_loopback(), without_unused_processes():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    runtime_env=QUOTED_PYTHON,
+                    logging_level=logging.WARNING,
+                    log_to_driver=False,
+                )
+            return
         except Exception as error:  # Ray raises plain exceptions here
-            if _START_TIMEOUT not in str(error):
-                raise
+            if not retry or _START_TIMEOUT not in str(error):
+                raise RuntimeError(
+                    f"Ray did not start on this machine: {error}. See session_latest/logs under "
+                    "RAY_TMPDIR (default: /tmp/ray); free memory and cores, then start again"
+                ) from error
             kill([p for p in psutil.Process().children(recursive=True) if p not in before])
-            start()
-    except Exception as error:
-        raise RuntimeError(
-            f"Ray did not start on this machine: {error}. See session_latest/logs under RAY_TMPDIR "
-            "(default: /tmp/ray); free memory and cores, then start again"
-        ) from error
 
 
 def _join(address: str) -> None:
@@ -245,39 +239,31 @@ def detect_hardware(config: Config) -> Hardware:
     detected = run.device == "auto" and (bool(visible_gpus()) or run.describes_gpus)
     if not (detected or run.device == "gpu"):
         return Hardware(gpu=False)
-    whole, address = gpu_gib(), os.environ.get("RAY_ADDRESS")
+    whole, address, gpus = gpu_gib(), os.environ.get("RAY_ADDRESS"), visible_gpus()
+    nodes: list[Node] = []
+    if address:
+        start_ray()
+        try:
+            nodes = cluster_nodes()
+        finally:
+            stop_ray()
+    elif gpus:
+        cores, memory, host = available_cores(), memory_gib(), socket.gethostname()
+        here = Node(name=host, gpus=gpus, cpus=cores, free_gpus=gpus, free_cpus=cores)
+        nodes = [replace(here, memory_gib=memory)]
+    nodes = allowed(nodes, run)
     size = min(run.gpu_gib or whole, whole or run.gpu_gib)
-    nodes = tuple(allowed(_detect_nodes(), run))
     if address and len(nodes) > 1:  # other nodes may have other GPUs
         size = run.gpu_gib or whole
     taken = _taken_gib(least=bool(address))
     return Hardware(
         gpu=True,
-        nodes=nodes,
+        nodes=tuple(nodes),
         gpu_gib=size,
         gpu_name=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "",
         taken_gib=max(0.0, taken - max(0.0, whole - size)),  # others may use the rest
         note=f"the cluster at {address}" if address else "this machine",
     )
-
-
-def _detect_nodes() -> list[Node]:
-    if os.environ.get("RAY_ADDRESS"):
-        start_ray()
-        try:
-            return cluster_nodes()
-        finally:
-            stop_ray()
-    gpus, cores = visible_gpus(), available_cores()
-    node = Node(
-        name=socket.gethostname(),
-        gpus=gpus,
-        cpus=cores,
-        free_gpus=gpus,
-        free_cpus=cores,
-        memory_gib=memory_gib(),
-    )
-    return [node] if gpus else []
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:

@@ -25,8 +25,6 @@ from keel.configs.schema import (
 from keel.model.hub import check_config
 from keel.model.load import check_causal, facts_of
 from keel.model.routing import is_moe
-from keel.model.tiny.build import model_config
-from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_trainable
 from keel.trainer.placement.families import (
     _CPU_HEADS,
@@ -38,12 +36,11 @@ from keel.trainer.placement.families import (
     check_parallel,
     check_residual,
     check_trainer,
-    ignored_knobs,
-    lint_recipe,
     no_sharing,
+    stale_mask_warning,
 )
 from keel.trainer.placement.hardware import GpuSpec
-from tests.trainer.placement.shapes import DENSE, SOURCE
+from tests.trainer.placement.shapes import SOURCE
 
 
 def vllm_source(*path: str) -> ast.Module:
@@ -179,34 +176,17 @@ RECIPES = sorted(
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> object:
-    return build_tokenizer()
-
-
 @pytest.mark.parametrize("name", RECIPES)
-def test_shipped_recipes_have_no_warnings(name: str, tokenizer: object) -> None:
-    config = load_config(name)
-    # Models of earlier stages have the shape of the tiny model.
-    stages = ("sft-specialists", "pretrain-dense", "pretrain-warm-up")
-    tiny = config.model.path in ("tiny", *(f"{load_config(s).run.dir}/model" for s in stages))
-    facts = facts_of(model_config(config.model.tiny, tokenizer)) if tiny else DENSE
-    assert lint_recipe(config, facts) == []
-    assert [*ignored_knobs(config, frozenset())] == []
+def test_shipped_recipes_have_no_stale_masks(name: str) -> None:
+    assert stale_mask_warning(load_config(name)) == ""
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("trainer.lr=1e-3", "trainer.lr"),
-        ("run.hang_timeout_s=5", "run.hang_timeout_s"),
-        ("data.sources.0.kl_coef=3", "kl_coef"),
-        ("data.sources[spelling].rewards={correct: -1}", "spelling"),
-    ],
-)
-def test_unusual_value_warns(override: str, named: str) -> None:
-    (line,) = lint_recipe(load_config("quickstart", ["trainer.lr=1e-6", override]), DENSE)
-    assert named in line
+def test_old_completions_with_masks_alone_warn() -> None:
+    stale = ["algorithm.max_lag=15", "rollout.sampling.top_p=0.9"]
+    assert stale_mask_warning(load_config("quickstart", stale)) == ""
+    assert "kept_mass" in stale_mask_warning(
+        load_config("quickstart", ["algorithm.max_lag=16", *stale[1:]])
+    )
 
 
 def test_hybrid_models_share_no_prompts() -> None:

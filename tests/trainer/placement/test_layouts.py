@@ -25,7 +25,6 @@ from keel.configs.schema import (
 from keel.trainer.placement.choose import (
     CACHED,
     Choice,
-    SavedChoice,
     choose,
     load_choice,
     relevant_knobs,
@@ -226,19 +225,19 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_choice_is_reused_on_the_same_hardware(config: Config, tmp_path: Path) -> None:
-    assert load_choice(config, FOUR) == SavedChoice(values=VALUES)
+    assert load_choice(config, FOUR) == (VALUES, "")
     update_choice(tmp_path, {"trainer.micro_batch_tokens": 9216, "trainer.compile": True})
     assert load_choice(config, FOUR).values == {**VALUES, "trainer.micro_batch_tokens": 9216}
     started_over = replace(config, run=replace(config.run, resume="never"))
-    assert load_choice(started_over, FOUR) == SavedChoice()
+    assert load_choice(started_over, FOUR) == ({}, "")
 
 
 def test_choice_needs_its_file_and_a_checkpoint(config: Config, tmp_path: Path) -> None:
     (tmp_path / "chosen.json").write_text('{"values": 3')
-    assert load_choice(config, FOUR) == SavedChoice()
+    assert load_choice(config, FOUR) == ({}, "")
     save_choice(tmp_path, VALUES, FOUR)
     (tmp_path / "checkpoints" / "step_000002" / STATE).unlink()
-    assert load_choice(config, FOUR) == SavedChoice()
+    assert load_choice(config, FOUR) == ({}, "")
 
 
 BOTH = idle_nodes(2, 4)
