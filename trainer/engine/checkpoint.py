@@ -198,7 +198,14 @@ class Checkpoints:
                 written.setdefault(piece.parameter, []).append((piece.start, rank, piece))
         for pieces in written.values():
             pieces.sort()
-        _check_same_model(written, _sizes(shares))
+        sizes = _sizes(shares)
+        for name in sorted(written.keys() | sizes.keys()):
+            before, now = sum(p.count for *_, p in written.get(name, ())), sizes.get(name, 0)
+            if before != now:
+                raise ValueError(
+                    f"{name} has {before:,} elements here, but {now:,} in this model: the "
+                    "checkpoint is of another model, or other parameters were trained"
+                )
         steps = [{int(n): step for n, step in rank["steps"].items()} for rank in index["ranks"]]
         files: dict[int, Any] = {}
         masters = self._masters()
@@ -212,7 +219,12 @@ class Checkpoints:
                 tensors = {_MASTER: master.flat}
                 taken = [steps[s.rank][s.tensor] for s in sources if s.tensor in steps[s.rank]]
                 if taken:
-                    tensors |= self._new_moments(master.tensor, max(taken))
+                    fused = any(group.get("fused") for group in self._adam.param_groups)
+                    device = master.tensor.device if fused else "cpu"
+                    step = torch.tensor(max(taken), device=device)
+                    moments = {name: torch.zeros_like(master.tensor) for name in _MOMENTS}
+                    self._adam.state[master.tensor] = {"step": step, **moments}
+                    tensors |= {name: moment.view(-1) for name, moment in moments.items()}
                 for rank, tensor, offset, into, count in sources:
                     if rank not in files:
                         files[rank] = safe_open(folder / f"rank_{rank}.safetensors", framework="pt")
@@ -224,13 +236,6 @@ class Checkpoints:
 
     def _masters(self) -> list[Master]:
         return master_weights(self._model, self._engine, stage=self._stage)
-
-    def _new_moments(self, master: Tensor, step: float) -> dict[str, Tensor]:
-        fused = any(group.get("fused") for group in self._adam.param_groups)
-        device = master.device if fused else "cpu"
-        moments = {moment: torch.zeros_like(master) for moment in _MOMENTS}
-        self._adam.state[master] = {"step": torch.tensor(step, device=device), **moments}
-        return {moment: tensor.view(-1) for moment, tensor in moments.items()}
 
 
 def _choose_writers(shares: Sequence[_Share]) -> list[set[int]]:
@@ -258,18 +263,6 @@ def _check_complete(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> 
         reached[name] += count
     if short := [name for name, size in sizes.items() if reached[name] != size]:
         raise RuntimeError(f"the trainer's ranks do not hold {short[0]} exactly once")
-
-
-def _check_same_model(
-    written: Mapping[str, Sequence[tuple[int, int, _StatePiece]]], sizes: Mapping[str, int]
-) -> None:
-    for name in sorted(written.keys() | sizes.keys()):
-        before, now = sum(p.count for *_, p in written.get(name, ())), sizes.get(name, 0)
-        if before != now:
-            raise ValueError(
-                f"{name} has {before:,} elements here, but {now:,} in this model: the checkpoint "
-                "is of another model, or other parameters were trained"
-            )
 
 
 class _Source(NamedTuple):

@@ -1,5 +1,6 @@
-"""Checks that a recipe is supported for its model's architecture. Each check raises ConfigError if it
-fails.
+"""Checks that a recipe is supported for its model's architecture.
+
+Each check raises ConfigError if it fails.
 """
 
 from __future__ import annotations

@@ -182,11 +182,9 @@ def test_shipped_recipes_have_no_stale_masks(name: str) -> None:
 
 
 def test_old_completions_with_masks_alone_warn() -> None:
-    stale = ["algorithm.max_lag=15", "rollout.sampling.top_p=0.9"]
-    assert stale_mask_warning(load_config("quickstart", stale)) == ""
-    assert "kept_mass" in stale_mask_warning(
-        load_config("quickstart", ["algorithm.max_lag=16", *stale[1:]])
-    )
+    fresh, stale = (load_config("quickstart", [f"algorithm.max_lag={n}"]) for n in (15, 16))
+    assert stale_mask_warning(fresh) == ""
+    assert "kept_mass_coef" in stale_mask_warning(stale)
 
 
 def test_hybrid_models_share_no_prompts() -> None:
