@@ -138,26 +138,15 @@ class Task(PlannedModel):
         return self.dataset.train.state()
 
     def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
-        config, facts, time = self.config, self.facts, None
-        if (
-            trains and not self.gpu and not config.with_agents
-        ):  # agents take unknown numbers of turns
+        config, facts, plan = self.config, self.facts, self.plan
+        # Agents take unknown numbers of turns.
+        if trains and not self.gpu and not config.with_agents:
             prompts = [p for each in self.dataset.train.sources.values() for p in each[:50]]
             mean = fmean(prompt_tokens(p, self.tokenizer, facts) for p in prompts)
-            time = cpu_time(config, facts, prompt_tokens=round(mean))
-        lines = source_lines(config, self.dataset)
-        lines += [f"{name}: {note}" for name, note in self.notes.items()]
-        hardware = self.hardware
-        text = describe(
-            config,
-            facts,
-            self.plan,
-            lines,
-            hardware=hardware,
-            seats=seats,
-            time=time,
-            trains=trains,
-        )
+            plan = replace(plan, time=cpu_time(config, facts, prompt_tokens=round(mean)))
+        data = source_lines(config, self.dataset)
+        data += [f"{name}: {note}" for name, note in self.notes.items()]
+        text = describe(config, facts, plan, self.hardware, data, seats=seats, trains=trains)
         return "\n".join([text, *self._ending()])
 
 
@@ -531,7 +520,6 @@ def text_encoder(tokenizer: Any) -> Encoded:
     escapes control tokens. Raises ValueError if the tokenizer does not support this."""
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
     before = [index for index in tokenizer("")["input_ids"] if index != end]
-
     return Encoded(lambda text: encoder.encode(encoder.shield(text)), tuple(before), (end,))
 
 

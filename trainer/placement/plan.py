@@ -44,7 +44,7 @@ class Plan:
     """Number of full-length trajectories that fit in an engine's KV cache, or None if unknown."""
     offload: OffloadPlan
     time: StepTime | None
-    """Estimated time per step, or None on a CPU."""
+    """Estimated time per step, or None if it is unknown."""
 
 
 _HINT = (
@@ -78,14 +78,7 @@ def plan_placed(
         taken_gib=hardware.taken_gib,
         spec=hardware.spec,
     )
-    _check_host_memory(config, facts, plan.offload, placement)
-    return plan
-
-
-def _check_host_memory(
-    config: Config, facts: ModelFacts, offload: OffloadPlan, placement: Placement
-) -> None:
-    each, reading = host_bytes(config, facts, offload), reading_ranks(config.trainer)
+    each, reading = host_bytes(config, facts, plan.offload), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, reading)
@@ -98,6 +91,7 @@ def _check_host_memory(
                 f"under ZeRO 3 one), and all keep {gib(ranks * each)} "
                 "(trainer.offload_optimizer, trainer.offload_while_sampling)"
             )
+    return plan
 
 
 def make_plan(
@@ -127,7 +121,7 @@ def make_plan(
             cache = min(budget - rest, engine.parts["KV cache"])
             engine = Memory(parts={**engine.parts, "KV cache": cache})
         check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
-    time, time_shares = None, shared and config.rollout.time_share
+    time = None
     offload = offload_plan(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
     if gpu and samples:
         time = step_time(
@@ -136,35 +130,27 @@ def make_plan(
             micro_batches=packed(config)[0] * config.algorithm.updates_per_batch,
             shared=shared,
             sequences=cached,
-            woken=engine.total if time_shares else 0.0,
+            woken=engine.total if shared and config.rollout.time_share else 0.0,
             moved=offload.moved,
             spec=spec,
         )
-    return Plan(
-        engine=engine,
-        trainer=rank,
-        peak=peak_bytes(config, rank, offload) if gpu else rank.total,
-        cached=cached,
-        offload=offload,
-        time=time,
-    )
+    peak = peak_bytes(config, rank, offload) if gpu else rank.total
+    return Plan(engine=engine, trainer=rank, peak=peak, cached=cached, offload=offload, time=time)
 
 
 def describe(
     config: Config,
     facts: ModelFacts,
     plan: Plan,
+    hardware: Hardware,
     data: Sequence[str],
     *,
-    hardware: Hardware,
     seats: Sequence[str] = (),
-    time: StepTime | None = None,
     trains: bool = True,
 ) -> str:
     """Return the plan as text for `keel check`. `data` has one line per source, and `seats` has one
-    per node. `time` is the estimate for a CPU. If `trains` is False, rows about steps are omitted.
-    """
-    gpu, judge, time = hardware.gpu, config.rewards.judge, plan.time or time
+    per node. If `trains` is False, rows about steps are omitted."""
+    gpu, judge = hardware.gpu, config.rewards.judge
     a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling
     lines: list[str] = []
 
@@ -229,7 +215,7 @@ def describe(
             f"{gib(plan.offload.sampling)} of it then wait in host memory"
         )
     row("memory", *memory)
-    row("time", *(time.lines() if time else ()))
+    row("time", *(plan.time.lines() if plan.time else ()))
     row("run folder", config.run.dir)
     return "\n".join(lines)
 
