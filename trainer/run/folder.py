@@ -32,8 +32,8 @@ from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
-from keel.trainer.run.journal import metric_lines, missing_steps, sync_record
-from keel.trainer.run.manifest import Entry, base_of, check_exported, join_problems, write_manifest
+from keel.trainer.run.journal import metric_lines, sync_record
+from keel.trainer.run.manifest import Entry, base_of, join_problems, write_manifest
 
 MARK = ".lock"
 """Name of the lock file. It contains a random token, which trainer ranks read to verify that they
@@ -83,9 +83,7 @@ class RunFolder:
                     os.write(self._lock.fileno(), f"{secrets.token_hex(8)}\n".encode())
                     os.fsync(self._lock.fileno())
                 self.check()
-                self._set_damaged_aside()
-                if self.latest is None and self._metrics.exists():
-                    self.set_aside = self._set_run_aside()
+                self._set_aside()
                 partial = self.path / "config.tmp"
                 partial.write_text(dump_config(self._config))
                 partial.replace(self.path / "config.yaml")
@@ -127,13 +125,14 @@ class RunFolder:
                 f"holds {newest.name}, and run.resume is never. Choose another folder, or set "
                 "run.resume=auto"
             )
-        saved, state, latest = self.path / "config.yaml", self.state(), self.latest
-        if latest is None or state is None:
-            damaged = [f"\n  {path.name}: {join_problems(p)}" for path, p in self._damaged.items()]
+        latest, damaged = self._verified()
+        if latest is None:
+            lines = [f"\n  {path.name}: {join_problems(p)}" for path, p in damaged.items()]
             raise self._error(
-                f"every checkpoint is damaged:{''.join(damaged)}\nRestore one from a copy, choose "
+                f"every checkpoint is damaged:{''.join(lines)}\nRestore one from a copy, choose "
                 f"another folder, or move {self._checkpoints} away to start over"
             )
+        saved, state = self.path / "config.yaml", checkpoint.read_state(latest)
         try:
             metric_lines(self._metrics)
         except ValueError as error:
@@ -157,19 +156,18 @@ class RunFolder:
             changed = f"{model} has another tokenizer or chat template than when"
             self._warnings.append(f"{changed} {latest.name} was written")
 
-    def _set_run_aside(self) -> Path:
-        aside = _unused(self.path / "before", 1)
-        aside.mkdir()
-        for name in _WRITTEN:
-            if (self.path / name).exists():
-                (self.path / name).rename(aside / name)
-        return aside
-
-    def _set_damaged_aside(self) -> None:
+    def _set_aside(self) -> None:
+        """Rename damaged checkpoints, or all files of a run without a checkpoint."""
         newest = checkpoint.latest(self._checkpoints)
         self._last_step = checkpoint.step_of(newest) if newest else 0
-        latest = self.latest
-        for path, problems in self._damaged.items():
+        latest, damaged = self._verified()
+        if latest is None and self._metrics.exists():
+            self.set_aside = _unused(self.path / "before", 1)
+            self.set_aside.mkdir()
+            for name in _WRITTEN:
+                if (self.path / name).exists():
+                    (self.path / name).rename(self.set_aside / name)
+        for path, problems in damaged.items():
             aside = _unused(path.with_name(f"damaged_{path.name}"))
             path.rename(aside)
             self._warnings.append(
@@ -179,25 +177,23 @@ class RunFolder:
 
     @property
     def latest(self) -> Path | None:
+        return self._verified()[0]
+
+    def _verified(self) -> tuple[Path | None, dict[Path, list[str]]]:
+        """Return the newest intact checkpoint, and the problems of each damaged one that is newer,
+        newest first."""
+        damaged: dict[Path, list[str]] = {}
         for path in reversed(checkpoint.finished(self._checkpoints)):
-            if path not in self._problems:
+            problems = self._problems.get(path)
+            if problems is None:
                 problems = checkpoint.problems(path)
                 if not path.exists():  # pruned meanwhile by a run in progress
                     continue
                 self._problems[path] = problems
-            if not self._problems[path]:
-                return path
-        return None
-
-    @property
-    def _damaged(self) -> dict[Path, list[str]]:
-        """The damaged checkpoints newer than `latest` and their problems, newest first."""
-        latest = self.latest
-        return {
-            path: self._problems[path]
-            for path in reversed(checkpoint.finished(self._checkpoints))
-            if path != latest and self._problems.get(path)
-        }
+            if not problems:
+                return path, damaged
+            damaged[path] = problems
+        return None, damaged
 
     def select_checkpoint(self, knob: str, value: str) -> Path | None:
         """Return the checkpoint that the user asked for. `value` is `last`, a step number, or
@@ -221,28 +217,18 @@ class RunFolder:
 
     def warnings(self) -> list[str]:
         """Return warnings about checkpoints and metrics. Call `check` or enter the folder first."""
-        latest = self.latest
-        damaged = [f"{path} is damaged ({join_problems(p)})" for path, p in self._damaged.items()]
-        lines = [*self._warnings, *damaged]
-        if latest is None:
-            return lines
-        if damaged:
+        latest, damaged = self._verified()
+        lines = [f"{path} is damaged ({join_problems(p)})" for path, p in damaged.items()]
+        if damaged and latest:
             lines.append(f"the run resumes from {latest.name}, the newest intact checkpoint")
-        if steps := missing_steps(self._metrics, checkpoint.step_of(latest)):
-            lines.append(f"{self._metrics} lacks {steps}, so its curves have a gap")
-        return lines
+        return [*self._warnings, *lines]
 
     def status(self) -> str:
         """Describe how far the run in this folder has got, or return "" for a new run."""
-        if (state := self.state()) is None:
-            return ""
-        steps = self._config.run.steps
-        if state.step >= steps:
+        state, steps = self.state(), self._config.run.steps
+        if state and state.step >= steps:
             return f"holds a run whose {state.step} steps are done; raise run.steps to continue"
-        return f"holds a run that resumes from step {state.step} of {steps}"
-
-    def check_model(self) -> None:
-        check_exported(self.model, "move that folder away and start the run again to rewrite it")
+        return f"holds a run that resumes from step {state.step} of {steps}" if state else ""
 
     def begin(self, step: int) -> None:
         if self.model.exists():
@@ -295,10 +281,10 @@ class RunFolder:
         write: Callable[[Path], Mapping[str, Entry]],
         say: Callable[[str], object] = print,
     ) -> Path:
-        keep, before = self._config.run.keep_checkpoints, checkpoint.latest(self._checkpoints)
+        keep = self._config.run.keep_checkpoints
 
         def synced(partial: Path) -> Mapping[str, Entry]:
-            sync_record(self.path, checkpoint.step_of(before) if before else 0)
+            sync_record(self.path)
             return write(partial)
 
         saved = checkpoint.save(self._checkpoints, state, synced, keep=keep, say=say)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -75,13 +74,11 @@ class Journal:
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
         truncate(self._metrics, resumed_at)
-        for written in (self._trajectories, folder / BATCHES):
-            for path in _files_after(written, resumed_at):
+        for path in (*self._trajectories.glob("step_*"), *(folder / BATCHES).glob("step_*")):
+            if int(path.name.partition(".")[0].removeprefix("step_")) > resumed_at:
                 path.unlink()
         if resumed_at:
-            steps = missing_steps(self._metrics, resumed_at)
-            gap = f"; {self._metrics.name} lacks {steps}" if steps else ""
-            self.note("resume", f"resumed after step {resumed_at}{gap}")
+            self.note("resume", f"resumed after step {resumed_at}")
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (0.3 s, unused by check)
 
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
@@ -156,13 +153,9 @@ class Journal:
         if self._save_all:
             chosen = [(group, i) for group in groups for i in range(len(group.rewards_G))]
         if chosen:
-            lines = [
-                json.dumps({"step": step, **scored_record(group, i, tokenizer=self._tokenizer)})
-                + "\n"
-                for group, i in chosen
-            ]
+            records = [scored_record(group, i, tokenizer=self._tokenizer) for group, i in chosen]
             partial = path.with_suffix(".tmp")  # renamed, since `keel sft` may be reading
-            partial.write_text("".join(lines))
+            partial.write_text("".join(json.dumps({"step": step, **r}) + "\n" for r in records))
             partial.replace(path.with_suffix(".jsonl"))
 
     def close(self) -> None:
@@ -192,34 +185,12 @@ def truncate(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-def sync_record(folder: Path, after: int) -> None:
-    """Flush the metrics, the events and the files of all steps after `after` to disk."""
-    folders = [folder / "trajectories", folder / BATCHES]
-    files = [path for kind in folders for path in _files_after(kind, after)]
-    for path in (folder / "metrics.jsonl", folder / EVENTS, *files):
+def sync_record(folder: Path) -> None:
+    """Flush the metrics and events to disk."""
+    for path in (folder / "metrics.jsonl", folder / EVENTS):
         with suppress(FileNotFoundError):
             sync(path)
-    for path in (folder, *folders):
-        with suppress(FileNotFoundError):
-            sync_folder(path)
-
-
-def _files_after(folder: Path, step: int) -> list[Path]:
-    later: list[Path] = []
-    # Builds few paths: a run of 20,000 steps has 60,000 files here, listed at each checkpoint.
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        kind, _, number = name.partition(".")[0].partition("_")
-        if kind == "step" and number.isdecimal() and int(number) > step:
-            later.append(folder / name)
-    return [path for path in later if path.is_file()]
-
-
-def missing_steps(path: Path, until: int) -> str:
-    """Describe which of the steps from 1 to `until` are missing from `metrics.jsonl`, such as "3 of
-    the steps 4 to 9". Returns "" if none are missing."""
-    recorded = {step for step, _ in metric_lines(path)}
-    missing = [step for step in range(1, until + 1) if step not in recorded]
-    return f"{len(missing)} of the steps {missing[0]} to {missing[-1]}" if missing else ""
+    sync_folder(folder)
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:

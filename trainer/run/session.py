@@ -20,6 +20,7 @@ from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import Journal, StepCosts, note
+from keel.trainer.run.manifest import check_exported
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import OutOfMemory, Restarts, WorkerLost
 from keel.trainer.run.signals import preempted, print_line, stop_requested
@@ -68,7 +69,8 @@ def run_with_restarts(
         start = state.step if state else 0
         folder.check_heldout(start)
         if start >= steps and folder.model.exists():
-            folder.check_model()
+            remedy = "move that folder away and start the run again to rewrite it"
+            check_exported(folder.model, remedy)
             knob = "sft.epochs" if _counts_epochs(command, config) else "run.steps"
             print(f"{folder.path}: all {start} steps are done. Raise {knob} to continue")
             return

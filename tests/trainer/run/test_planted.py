@@ -27,6 +27,7 @@ from keel.trainer.placement.choose import load_choice, save_choice, update_choic
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
+from keel.trainer.run.manifest import check_exported
 from keel.trainer.run.trackers import _read_state
 from keel.trainer.run.trajectory_files import read_batch, save_batch
 from tests.commands.report.runs import episode, write_evaluation, write_run
@@ -110,7 +111,7 @@ def test_driver_files_run_no_code(tmp_path: Path) -> None:
         lambda: RunFolder(config).check(),
         lambda: RunFolder(config).warnings(),
         lambda: RunFolder(config).select_checkpoint("eval.checkpoint", "1"),
-        lambda: RunFolder(config).check_model(),
+        lambda: check_exported(RunFolder(config).model, ""),
         lambda: load_config(run / "config.yaml"),
         lambda: load_choice(config, {}),
         lambda: update_choice(run, {}),
