@@ -54,7 +54,7 @@ this many seconds have passed."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepDeadline:
+class _StepDeadline:
     """The deadline for one wait, and the knob to name in the error when the deadline passes."""
 
     what: str
@@ -64,7 +64,7 @@ class StepDeadline:
     """The remaining time if several waits share one deadline."""
 
 
-class StepDeadlines:
+class _StepDeadlines:
     """Computes the deadline for each kind of call."""
 
     def __init__(self, timeout_s: float, sending_s: float) -> None:
@@ -76,10 +76,10 @@ class StepDeadlines:
         self._longest_s: dict[str, float] = {}
         self._slowest_pace_s: dict[str, float] = {}
 
-    def of(self, what: str, times: int = 1) -> StepDeadline:
-        return StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
+    def of(self, what: str, times: int = 1) -> _StepDeadline:
+        return _StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
-    def likely(self, what: str, work: int, times: int = 1) -> StepDeadline:
+    def likely(self, what: str, work: int, times: int = 1) -> _StepDeadline:
         """Return a deadline based on how long earlier calls took, but never more than the
         configured one. `work` is the number of micro-batches in the call."""
         longest = self.of(what, times)
@@ -90,7 +90,7 @@ class StepDeadlines:
         if seconds >= longest.seconds:
             return longest
         knob = f"by earlier calls, about {expected_s:.0f} s were expected; at most {self._knobs}"
-        return StepDeadline(what, seconds, knob)
+        return _StepDeadline(what, seconds, knob)
 
     def took(self, what: str, work: int, seconds: float) -> None:
         self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
@@ -98,7 +98,7 @@ class StepDeadlines:
         self._slowest_pace_s[what] = max(self._slowest_pace_s.get(what, 0.0), pace_s)
 
 
-def micro_batch_count(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
+def _micro_batch_count(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
     batches: Sequence[Any] = list(share.values()) if isinstance(share, Mapping) else share
     return sum(len(batch.micro_batches) + len(batch.scored_first) for batch in batches)
 
@@ -148,7 +148,7 @@ class Learner:
         self._locations: list[RankLocation] = []
         self._version = 0
         sending_s = config.sending_timeout_s if self.direct else 0.0
-        self._deadlines = StepDeadlines(trainer.timeout_s, sending_s)
+        self._deadlines = _StepDeadlines(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
         """Per-token numbers from the last step, keyed by segment, for the segments that will be
         saved."""
@@ -160,7 +160,9 @@ class Learner:
     def prepared(self) -> None:
         """Wait until every rank has imported and checked its libraries. This needs no GPU."""
         seconds = self._config.run.startup_timeout_s
-        deadline = StepDeadline("loading the trainer's libraries", seconds, "run.startup_timeout_s")
+        deadline = _StepDeadline(
+            "loading the trainer's libraries", seconds, "run.startup_timeout_s"
+        )
         self._wait(self._prepared, deadline)
 
     def start(self, timeout_s: float | None = None) -> list[str]:
@@ -168,7 +170,7 @@ class Learner:
         Returns rank 0's notes about features that the installed libraries lack."""
         seconds = timeout_s or self._config.run.startup_timeout_s
         shared = ray_timeouts.Deadline(seconds)
-        deadline = StepDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
+        deadline = _StepDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
         self._locations = self._call_all("location", deadline=deadline)
         mark = Path(self._config.run.dir).expanduser().absolute() / MARK
         texts = self._call_all("read_text", str(mark), deadline=deadline) if mark.exists() else []
@@ -311,7 +313,7 @@ class Learner:
         for sender in self._senders:  # these threads wait on Ray, which ends next
             sender.join(GRACE_S)
 
-    def _call_all(self, method: str, *arguments: object, deadline: StepDeadline) -> list[Any]:
+    def _call_all(self, method: str, *arguments: object, deadline: _StepDeadline) -> list[Any]:
         with self._order:
             refs = [ray_timeouts.call(getattr(rank, method), *arguments) for rank in self._ranks]
         return self._wait(refs, deadline)
@@ -319,7 +321,7 @@ class Learner:
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1
     ) -> list[Any]:
-        began, work = time.monotonic(), micro_batch_count(shares[0])
+        began, work = time.monotonic(), _micro_batch_count(shares[0])
         # One object per group of ranks: each rank fetches its own share only.
         shipped = [ray_timeouts.put(share) for share in shares]
         with self._order:
@@ -337,7 +339,7 @@ class Learner:
     def _wait(
         self,
         refs: Sequence[ray.ObjectRef[Any]],
-        deadline: StepDeadline,
+        deadline: _StepDeadline,
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
         """Wait for one call on each rank and return the results in rank order. If one rank fails,

@@ -24,7 +24,7 @@ from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream, SamplingProgress, never, wait_for
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
-IDLE = ("rollout", "reward")
+_IDLE = ("rollout", "reward")
 """The timings during which the trainer is idle because it waits for completions or rewards."""
 
 
@@ -191,7 +191,7 @@ class Clock:
     counted only once. Evaluation and saving are not timed, so `time/step` and
     `throughput/tokens_per_second` do not include them."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE, 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_IDLE, 0.0))
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -206,6 +206,6 @@ class Clock:
         return {
             **times,
             "time/step": Sum(total),
-            "time/idle_fraction": Mean(sum(self.seconds.get(name, 0.0) for name in IDLE), total),
+            "time/idle_fraction": Mean(sum(self.seconds.get(name, 0.0) for name in _IDLE), total),
             "throughput/tokens_per_second": Mean(tokens, total),
         }

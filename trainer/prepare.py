@@ -276,7 +276,7 @@ def prepare_sft(
     try:
         chat = TemplateChat(tokenizer, marks=config.model.thinking_marks) if chats else None
         texts = any(source.is_text for source in config.sft.sources)
-        encoded = text_encoder(tokenizer) if texts else None
+        encoded = _text_encoder(tokenizer) if texts else None
     except ValueError as error:
         name = config.model.tokenizer or config.model.path
         raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
@@ -284,7 +284,7 @@ def prepare_sft(
     lessons = load_lessons(
         config.sft,
         seed=config.run.seed,
-        render=chat_renderer(chat),
+        render=_chat_renderer(chat),
         solve=_solve,
         tokenizer=model.tokenizer_digest,
         encoded=encoded,
@@ -369,7 +369,7 @@ def plan_model(
             f"model.path = {path!r}: {line}"
             for line in ignored_code(local_folder(path), transformers)
         ),
-        *crowding_warnings(config, choice.plan, 0 if machine.gpu else memory_gib()),
+        *_crowding_warnings(config, choice.plan, 0 if machine.gpu else memory_gib()),
     ]
     return PlannedModel(
         config=config,
@@ -515,7 +515,7 @@ def _total_steps(config: Config, batches: Batches) -> int:
     return steps
 
 
-def text_encoder(tokenizer: Any) -> Encoded:
+def _text_encoder(tokenizer: Any) -> Encoded:
     """Return an encoder for texts that adds the tokenizer's prefix and end-of-text token and
     escapes control tokens. Raises ValueError if the tokenizer does not support this."""
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
@@ -523,7 +523,7 @@ def text_encoder(tokenizer: Any) -> Encoded:
     return Encoded(lambda text: encoder.encode(encoder.shield(text)), tuple(before), (end,))
 
 
-def chat_renderer(chat: TemplateChat | None) -> Render:
+def _chat_renderer(chat: TemplateChat | None) -> Render:
     """Return a function that renders conversations to token ids with the same code as rollouts."""
     checked: set[tuple[bool, bool]] = set()
 
@@ -581,7 +581,7 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
             )
 
 
-def crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
+def _crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
     """Yield a warning if engines and ranks need more memory than the machine has. `machine_gib` is
     0 if its memory is unknown."""
     engines, ranks = config.rollout.engines, config.trainer.ranks

@@ -22,7 +22,7 @@ from keel.rl.futures import failed
 from keel.rl.packing import TrainBatch, pack
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
-from keel.trainer.learner import Learner, StepDeadline, StepDeadlines
+from keel.trainer.learner import Learner, _StepDeadline, _StepDeadlines
 from keel.trainer.nonfinite import (
     NanTracer,
     SkipCounter,
@@ -57,13 +57,13 @@ class Ranks:
         learner._config, learner.direct, learner._ranks = config, direct, self._actors
         learner._order, learner._locations = threading.Lock(), []
         sending_s = config.sending_timeout_s if direct else 0.0
-        learner._deadlines = StepDeadlines(config.trainer.timeout_s, sending_s)
+        learner._deadlines = _StepDeadlines(config.trainer.timeout_s, sending_s)
         learner._senders = []
         return learner
 
     def ask(self, learner: Learner, seconds: float) -> list[Any]:
         return learner._call_all(
-            "step", deadline=StepDeadline("a step", seconds, "trainer.timeout_s")
+            "step", deadline=_StepDeadline("a step", seconds, "trainer.timeout_s")
         )
 
     def _wait(
@@ -138,13 +138,13 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = [trajectory(segment(s, 5), sibling=s) for s in (0, 1)]
     waited, wait = list[float](), learner._wait
 
-    def noted(refs: Sequence[Any], limit: StepDeadline) -> list[Any]:
+    def noted(refs: Sequence[Any], limit: _StepDeadline) -> list[Any]:
         waited.append(limit.seconds)
         return wait(refs, limit)
 
     monkeypatch.setattr(learner, "_wait", noted)
     for steps in (1, 4):
-        learner._deadlines = StepDeadlines(600.0, 0.0)
+        learner._deadlines = _StepDeadlines(600.0, 0.0)
         (batch,) = pack([scored(pair, [0.0, 1.0])], ranks=1, micro_batch_tokens=64)
         assert learner.train([[batch] * steps]).version == 3
     assert waited == [600, 2400]

@@ -25,7 +25,7 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean
 from keel.rollout.engine.conversion import render_prompt
 from keel.rollout.spec import EngineSpec
-from keel.trainer.engine.weights import write_tokenizer
+from keel.trainer.engine.weights import _write_tokenizer
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -146,9 +146,9 @@ def test_chat_template_reaches_engines_and_export(base_recipe: Path, tmp_path: P
     ids = render_prompt(task.tokenizer, prompt).token_ids
     assert task.tokenizer.decode(ids) == "<user>1 + 1 =\n<assistant>"
     assert EngineSpec.of(config, "model").chat_template == TEMPLATE
-    write_tokenizer(tmp_path / "out", str(tmp_path), config.model.chat_template)
+    _write_tokenizer(tmp_path / "out", str(tmp_path), config.model.chat_template)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
-    write_tokenizer(tmp_path / "as it is", str(tmp_path))
+    _write_tokenizer(tmp_path / "as it is", str(tmp_path))
     assert AutoTokenizer.from_pretrained(tmp_path / "as it is").chat_template is None
     (tmp_path / "chat.jinja").unlink()  # the run saved its text
     written = tmp_path / "config.yaml"

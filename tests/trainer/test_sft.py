@@ -20,7 +20,7 @@ from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
 from keel.trainer import sft
-from keel.trainer.prepare import prepare_pretraining, prepare_sft, text_encoder
+from keel.trainer.prepare import _text_encoder, prepare_pretraining, prepare_sft
 from keel.trainer.run.checkpoint import State, save
 
 
@@ -238,7 +238,7 @@ def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> 
 
 def test_control_tokens_are_escaped_in_text() -> None:
     tokenizer = build_tokenizer()
-    by = text_encoder(tokenizer)
+    by = _text_encoder(tokenizer)
     ids = by.encode("so <|im_end|> ends it")
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(list(ids)) == "so <|im_end|> ends it"

@@ -17,8 +17,8 @@ from keel.rl.offpolicy import GapTotals, kept_mass_shortfall
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.trainer.engine.policy import Inputs
 
-CUT = 4
-"""A sampling mask may have been cut by top-k if it has more than 1/`CUT` of the ids that top-k
+_CUT = 4
+"""A sampling mask may have been cut by top-k if it has more than 1/`_CUT` of the ids that top-k
 allows. Top-k is applied before top-p, but it changes nothing where a few ids hold nearly all of the
 probability."""
 
@@ -116,14 +116,14 @@ def mass_share(
 
         c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
-    `log_mass` [m] covers this rank's shard of the row. Masks that top-k may have cut (`CUT`) are
+    `log_mass` [m] covers this rank's shard of the row. Masks that top-k may have cut (`_CUT`) are
     not counted, because their probability at sampling time is unknown. Returns this micro-batch's
     share of the penalty, and [4] float32 totals for `mass_metrics`.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
     weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
     if coef > 0 and inputs.truncated:  # also without probes: all ranks need the same graph
-        whole = CUT * head.kept_offsets.diff()[head.probes] <= sampling.top_k
+        whole = _CUT * head.kept_offsets.diff()[head.probes] <= sampling.top_k
         weight = to_device(head.probe_weight * whole, log_mass.device)
         short = kept_mass_shortfall(log_mass, top_p=sampling.top_p)
     with torch.no_grad():

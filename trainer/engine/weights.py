@@ -170,7 +170,7 @@ def export_model(
     first = dist.get_rank() == 0
     if first:
         named = weights.named(getattr(torch, config.dtype))
-        end = write_tokenizer(folder, config.tokenizer or path, config.chat_template)
+        end = _write_tokenizer(folder, config.tokenizer or path, config.chat_template)
         write_model(folder, model, named, dtype=config.dtype, end=end)
     else:
         weights.gather_along()
@@ -178,7 +178,7 @@ def export_model(
     return seal(folder, sizes(folder)) if first else {}
 
 
-def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> int | None:
+def _write_tokenizer(folder: Path, source: str, chat_template: str = "") -> int | None:
     tokenizer = tokenizer_with(chat_template, source)
     tokenizer.save_pretrained(folder)
     return tokenizer.eos_token_id

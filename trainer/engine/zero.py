@@ -35,7 +35,7 @@ from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16
 """The initial loss scale in float16 is 2 to this power. It is halved after each overflow."""
-SCALE_WINDOW = 100
+_SCALE_WINDOW = 100
 """In float16, the loss scale doubles after this many optimizer steps without overflow."""
 _NEVER = 2**31
 """A number of optimizer steps that is never reached."""
@@ -118,7 +118,7 @@ def deepspeed_config(
         # Stage 1: each gradient is added to its float32 sum and freed at once.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     elif dtype == torch.float16:
-        # DeepSpeed never grows the scale; `grow_loss_scale` does after `SCALE_WINDOW` steps, as a
+        # DeepSpeed never grows the scale; `grow_loss_scale` does after `_SCALE_WINDOW` steps, as a
         # run has hundreds of steps, not the hundred thousand of DeepSpeed's default.
         config["fp16"] = {
             "enabled": True,
@@ -201,7 +201,7 @@ def apply_gradients(
         norm = engine.get_global_grad_norm()
         assert norm is not None
         if math.isfinite(norm):
-            grow_loss_scale(engine, SCALE_WINDOW)
+            grow_loss_scale(engine, _SCALE_WINDOW)
         else:
             forget_sums(engine)
         return float(norm)

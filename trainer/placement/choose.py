@@ -23,8 +23,8 @@ from keel.trainer.placement.plan import Plan, plan_on
 from keel.trainer.run import checkpoint
 
 CACHE_FILE = "chosen.json"
-CACHED = "as chosen when the run began"
-CPUINFO = Path("/proc/cpuinfo")
+_CACHED = "as chosen when the run began"
+_CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16 = {"avx512_bf16", "amx_bf16"}
 """CPU flags that indicate hardware support for bfloat16 matrix multiplication."""
 
@@ -60,7 +60,7 @@ def choose(
     `previous` contains the values chosen when the run began. They are kept if a layout that uses
     them still fits. Raises ConfigError if no layout fits.
     """
-    open_knobs &= relevant_knobs(config, hardware)
+    open_knobs &= _relevant_knobs(config, hardware)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
         return Choice(config=config, plan=plan_on(config, facts, hardware))
     search, layout = LayoutSearch(config, open_knobs, facts, hardware), None
@@ -80,11 +80,11 @@ def choose(
         config=layout.config,
         plan=layout.plan,
         values={knob: knobs[knob] for knob in knobs if knob in open_knobs},
-        reasons={**_reasons(search, layout), **dict.fromkeys(kept, CACHED)},
+        reasons={**_reasons(search, layout), **dict.fromkeys(kept, _CACHED)},
     )
 
 
-def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
+def _relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
     """Return the knobs that need to be chosen. Without rollouts, these are only trainer knobs. The
     numbers of ranks and engines are chosen only if the number of GPUs is known."""
     counts = frozenset({"rollout.engines", "trainer.ranks"} if hardware.assumed else ())
@@ -184,9 +184,9 @@ def _read_cache(folder: Path) -> dict[str, dict[str, Any]] | None:
 
 
 @cache
-def has_bfloat16() -> bool:
+def _has_bfloat16() -> bool:
     try:
-        lines = CPUINFO.read_text().splitlines()
+        lines = _CPUINFO.read_text().splitlines()
     except OSError:
         return False
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
@@ -204,5 +204,5 @@ def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Confi
     if saved.is_file() and checkpoint.latest(folder / "checkpoints"):
         dtype = load_config(saved).model.dtype
     else:
-        dtype = config.model.dtype if gpu or has_bfloat16() else "float32"
+        dtype = config.model.dtype if gpu or _has_bfloat16() else "float32"
     return replace(config, model=replace(config.model, dtype=dtype))

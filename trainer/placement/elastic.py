@@ -36,19 +36,19 @@ from keel.trainer.run.journal import note
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory
 
-POLL_S = 2.0
+_POLL_S = 2.0
 _SILENT_NODES_S = 90.0
 """Maximum wait for nodes that do not answer. By then, Ray has declared dead nodes lost."""
 _THREADS = 32
 _MAX_LAYOUTS = 64
 """Maximum number of smaller configs to try, starting with the largest. Each can take seconds."""
-RANKS, ENGINES = "trainer.ranks", "rollout.engines"
+_RANKS, _ENGINES = "trainer.ranks", "rollout.engines"
 _REMEDY = (
-    f"Lower {RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
+    f"Lower {_RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
     "ranks that fit"
 )
 
-REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
+_REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
 """The `trainer` knobs that are changed to save memory."""
 _MAX_REDUCTIONS = 3  # if more are needed, the memory model is wrong by more than a few per cent
 
@@ -105,13 +105,13 @@ class ElasticLayouts:
 
     @property
     def _min_ranks(self) -> int:
-        return self.whole.trainer.min_ranks or int(RANKS in self.chosen)
+        return self.whole.trainer.min_ranks or int(_RANKS in self.chosen)
 
     def _with_reductions(self) -> Config:
         if not self.lowering.times:
             return self.whole
         now, trainer = self.lowering.config.trainer, self.whole.trainer
-        reduced = {name: getattr(now, name) for name in REDUCED_KNOBS}
+        reduced = {name: getattr(now, name) for name in _REDUCED_KNOBS}
         tokens = min(now.micro_batch_tokens, trainer.micro_batch_tokens)
         trainer = replace(trainer, **{**reduced, "micro_batch_tokens": tokens})
         return replace(self.whole, trainer=trainer)
@@ -128,7 +128,7 @@ class ElasticLayouts:
                     f"node {', '.join(silent)} does not answer. The run starts once it does, or "
                     "once Ray has given it up, after about 65 s",
                 )
-            self.pause(POLL_S)
+            self.pause(_POLL_S)
 
     def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
         if self.hardware.gpu:
@@ -150,7 +150,7 @@ class ElasticLayouts:
         timeout_s, reason = run.startup_timeout_s, _REMEDY
         future = f"After {timeout_s:g} s (run.startup_timeout_s) the run ends. {_REMEDY}"
         if min_ranks:
-            timeout_s, reason = max(timeout_s, run.elastic_wait_s + 2 * POLL_S), ""
+            timeout_s, reason = max(timeout_s, run.elastic_wait_s + 2 * _POLL_S), ""
             future = (
                 f"After {run.elastic_wait_s:g} s (run.elastic_wait_s) the run continues with the "
                 f"ranks that fit, at least {min_ranks} of {whole.trainer.ranks}"
@@ -159,7 +159,7 @@ class ElasticLayouts:
         began, tried = self.clock(), None
         with waiting("waiting for room on the cluster"):
             while (waited_s := self.clock() - began) < timeout_s:
-                self.pause(min(POLL_S, timeout_s - waited_s))
+                self.pause(min(_POLL_S, timeout_s - waited_s))
                 nodes = self.nodes()
                 if not (shortage := self._shortage(whole, nodes)):
                     return whole
@@ -199,10 +199,10 @@ class ElasticLayouts:
         hardware = replace(self.hardware, nodes=tuple(n for n in free if n.gpus))
         open_knobs = frozenset(self.chosen)
         if self.lowering.times:
-            open_knobs -= {f"trainer.{name}" for name in REDUCED_KNOBS}
-        sized = open_knobs - {RANKS, ENGINES}
-        candidates = ((each, sized) for each in smaller_configs(whole, self._min_ranks, gpus=gpus))
-        if {RANKS, ENGINES} <= open_knobs and free:
+            open_knobs -= {f"trainer.{name}" for name in _REDUCED_KNOBS}
+        sized = open_knobs - {_RANKS, _ENGINES}
+        candidates = ((each, sized) for each in _smaller_configs(whole, self._min_ranks, gpus=gpus))
+        if {_RANKS, _ENGINES} <= open_knobs and free:
             candidates = chain([(whole, open_knobs)], candidates)
         reason = f"No layout of at least {self._min_ranks} ranks (trainer.min_ranks) fits there"
         for config, knobs in islice(candidates, _MAX_LAYOUTS):
@@ -254,7 +254,7 @@ def _silent_nodes() -> list[str]:
         return [node["NodeManagerHostname"] for node, answer in answers if not answer]
 
 
-def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
+def _smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
     """Yield configs with fewer ranks or engines, starting with those that keep the largest share of
     both. Ranks that share experts or contexts are kept together. `gpus` is the total number of GPUs
     for ranks and engines, or None on CPUs."""
@@ -276,7 +276,7 @@ def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iter
         sizes.append((share, ranks, engines))
     for _, ranks, engines in sorted(sizes, reverse=True):
         with suppress(ConfigError):
-            yield with_values(config, {RANKS: ranks, ENGINES: engines})
+            yield with_values(config, {_RANKS: ranks, _ENGINES: engines})
 
 
 class _RetryableLearner(Protocol):
@@ -304,7 +304,7 @@ class OomRecovery:
             raise error
         before, now = self.config.trainer, reduced.trainer
         self.config, self.times = reduced, self.times + 1
-        values = {name: getattr(now, name) for name in REDUCED_KNOBS}
+        values = {name: getattr(now, name) for name in _REDUCED_KNOBS}
         update_choice(self.folder, {f"trainer.{name}": value for name, value in values.items()})
         changes = ", ".join(
             f"trainer.{name} is now {yaml_value(value)}, not {yaml_value(getattr(before, name))}"

@@ -10,7 +10,7 @@ from keel.configs.sections.model import TINY_MODEL
 from keel.model.load import ModelFacts
 from keel.trainer.placement.hardware import GpuSpec
 
-EXPERT_PARALLEL = (
+_EXPERT_PARALLEL = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "MixtralForCausalLM",
@@ -31,14 +31,14 @@ _SERVED_LATENTS = (512, 576)
 """Latent cache widths that vLLM's sparse attention kernels support on GPUs."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention kernel supports on CPUs."""
-NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
+_NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types that vLLM refuses to run in float16 because their activations overflow."""
-FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose residual layers are pre-norm in both vLLM and transformers."""
 
 
 def check_engine_dtype(config: Config, model_type: str) -> None:
-    if config.engine_dtype == "float16" and model_type in NOT_IN_FLOAT16:
+    if config.engine_dtype == "float16" and model_type in _NOT_IN_FLOAT16:
         knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
         raise ConfigError(
             f"{knob} = 'float16': vLLM refuses models of type {model_type} in float16, which they "
@@ -47,10 +47,10 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
 
 
 def check_residual(config: Config, model_type: str) -> None:
-    if config.model.residual_dtype == "float32" and model_type not in FLOAT32_RESIDUAL:
+    if config.model.residual_dtype == "float32" and model_type not in _FLOAT32_RESIDUAL:
         raise ConfigError(
             f"model.residual_dtype = 'float32': models of type {model_type} are not supported, "
-            f"only {', '.join(FLOAT32_RESIDUAL)}. Leave it out"
+            f"only {', '.join(_FLOAT32_RESIDUAL)}. Leave it out"
         )
 
 
@@ -156,19 +156,19 @@ def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool
             f"trainer.share_prompts = true: the linear attention of {facts.architecture} reads "
             "each trajectory from its first token on. Leave it out"
         )
-    check_parallel(
+    _check_parallel(
         trainer, architecture=facts.architecture, experts=facts.experts, heads=facts.attention_heads
     )
 
 
-def check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, heads: int) -> None:
+def _check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, heads: int) -> None:
     size, knob = trainer.expert_parallel, f"trainer.expert_parallel = {trainer.expert_parallel}"
     if size > 1 and not experts:
         raise ConfigError(f"{knob}: {architecture} is dense and has no experts. Set it to 1")
-    if size > 1 and architecture not in EXPERT_PARALLEL:
+    if size > 1 and architecture not in _EXPERT_PARALLEL:
         raise ConfigError(
             f"{knob}: DeepSpeed AutoEP does not support {architecture}, only "
-            f"{', '.join(EXPERT_PARALLEL)}. Set it to 1"
+            f"{', '.join(_EXPERT_PARALLEL)}. Set it to 1"
         )
     if experts % size:
         raise ConfigError(f"{knob}: must divide the {experts} experts of a layer of {architecture}")

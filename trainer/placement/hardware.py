@@ -84,7 +84,7 @@ _SPECS: tuple[tuple[str, float, float, float], ...] = (
 link GB/s. The first row that matches is used."""
 
 
-def spec_of(name: str) -> GpuSpec:
+def _spec_of(name: str) -> GpuSpec:
     """Return the spec of the GPU with this name. A GPU that is not listed gets an H200's rates."""
     default = GpuSpec()
     if not name:
@@ -198,7 +198,7 @@ class Hardware:
 
     @property
     def spec(self) -> GpuSpec:
-        spec = spec_of(self.gpu_name)
+        spec = _spec_of(self.gpu_name)
         gpus = max((node.gpus for node in self.nodes), default=spec.node_gpus)
         return replace(spec, node_gpus=max(1, gpus))
 

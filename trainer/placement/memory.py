@@ -445,7 +445,7 @@ def _update_bytes(config: Config, memory: Memory) -> float:
     return held + update_copy_bytes(config, memory.parts, gpu=True)
 
 
-def held_bytes(memory: Memory) -> float:
+def _held_bytes(memory: Memory) -> float:
     return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 
@@ -460,7 +460,7 @@ def offload_plan(
     free = (gpu_gib - taken_gib) * GIB
     share = config.rollout.gpu_memory_utilization + _FRAGMENTED
     room = free - (share * gpu_gib + _fixed_gib(config)) * GIB
-    excess = max(0.0, held_bytes(memory) - max(0.0, room))
+    excess = max(0.0, _held_bytes(memory) - max(0.0, room))
     reference = min(excess, parts["reference"])
     excess -= reference
     if stage_in_use(config, gpu=True) in (1, 2):  # flat tensors: moments and master weights
@@ -490,7 +490,7 @@ def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None)
     if config.trainer.offload_while_sampling and plan is None:
         return _fixed_gib(config) + _RESIDUE_GIB
     # PyTorch's cached memory stays, too: 23.4 GiB where weights, optimizer and reference are 19.1.
-    held = held_bytes(memory) - (plan.sampling if plan else 0.0)
+    held = _held_bytes(memory) - (plan.sampling if plan else 0.0)
     return _fixed_gib(config) + (held + memory.parts["unused"]) / GIB
 
 

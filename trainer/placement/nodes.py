@@ -70,7 +70,7 @@ from keel.trainer.placement.ray_internals import (
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import signals_blocked, signals_deferred
 
-CONNECT_S, JOIN_S, STOP_S = 10.0, 180.0, 20.0
+_CONNECT_S, _JOIN_S, _STOP_S = 10.0, 180.0, 20.0
 """Timeouts for connecting to a cluster's address, joining the cluster and leaving it. Ray itself
 would wait forever."""
 _START_TIMEOUT = "timed out during startup"  # of Ray's processes, after 30 s; worth a second try
@@ -145,9 +145,9 @@ def _join(address: str) -> None:
 
     try:
         if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes
-            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         with signals_blocked():
-            bounded(join, JOIN_S, "take this process into the cluster")
+            bounded(join, _JOIN_S, "take this process into the cluster")
     except (OSError, ValueError, RayError) as error:
         if isinstance(error, Unanswered):
             mark_lost(str(error))
@@ -166,7 +166,7 @@ def stop_ray() -> None:
             if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
                 mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
         with killing_own_processes():
-            shut_down(ray.shutdown, STOP_S, "end")
+            shut_down(ray.shutdown, _STOP_S, "end")
         if lost_reason():
             atexit.unregister(ray.shutdown)
 
@@ -220,10 +220,10 @@ def _taken_gib(*, least: bool = False) -> float:
     except (OSError, subprocess.SubprocessError):
         return 0.0
     here = {str(torch.cuda.get_device_properties(i).uuid) for i in range(visible_gpus())}
-    return used_gib(done.stdout, here, least=least)
+    return _used_gib(done.stdout, here, least=least)
 
 
-def used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
+def _used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
     used: list[float] = []
     for line in listing.splitlines():
         uuid, _, mib = line.partition(",")

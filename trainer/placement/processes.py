@@ -20,14 +20,14 @@ import psutil
 
 from keel.model.ray_timeouts import NAME, PollClock, process_name
 
-EXITED = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
+_EXITED = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
 """The errors that can occur if a process exits while its state is being read."""
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThreadState:
+class _ThreadState:
     """The state of a thread, read from /proc/PID/task/TID/status."""
 
     stopped: bool  # by SIGSTOP, together with its process
@@ -41,38 +41,38 @@ def _tasks(pid: int) -> Path:
     return Path(psutil.PROCFS_PATH, str(pid), "task")
 
 
-def thread_state(pid: int, tid: int) -> ThreadState:
+def _thread_state(pid: int, tid: int) -> _ThreadState:
     lines = (_tasks(pid) / str(tid) / "status").read_text().splitlines()
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
     state = fields.get("State", "")[:1]
-    return ThreadState(
+    return _ThreadState(
         stopped=state == "T",
         debugged=state == "t" or fields.get("TracerPid", "0") != "0",
         switches=" ".join(fields.get(name, "") for name in _SWITCHES).strip(),
     )
 
 
-def thread_states(pid: int) -> dict[int, ThreadState]:
-    """Return the state of each thread. Raises one of `EXITED` if the process has exited."""
-    states: dict[int, ThreadState] = {}
+def _thread_states(pid: int) -> dict[int, _ThreadState]:
+    """Return the state of each thread. Raises one of `_EXITED` if the process has exited."""
+    states: dict[int, _ThreadState] = {}
     for task in _tasks(pid).iterdir():
-        with suppress(*EXITED):
-            states[int(task.name)] = thread_state(pid, int(task.name))
+        with suppress(*_EXITED):
+            states[int(task.name)] = _thread_state(pid, int(task.name))
     return states
 
 
-def children(pid: int) -> Iterator[int]:
+def _children(pid: int) -> Iterator[int]:
     """Yield the ids of the child processes. The kernel may omit some if others are exiting."""
-    with suppress(*EXITED):
+    with suppress(*_EXITED):
         for task in _tasks(pid).iterdir():
             with suppress(OSError):
-                yield from map(int, (task / "children").read_text().split())
+                yield from map(int, (task / "_children").read_text().split())
 
 
 def descendants(pid: int) -> list[int]:
-    pids = list(children(pid))
+    pids = list(_children(pid))
     for child in pids:  # grows meanwhile
-        pids += children(child)
+        pids += _children(child)
     return pids
 
 
@@ -113,10 +113,10 @@ RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
 POLL_S = 1.0
 WARN_S = 20.0
 """A warning is printed after this many seconds without progress."""
-IDLE_S = 60.0
+_IDLE_S = 60.0
 """Minimum idle time before a process that was not stopped is killed. On a busy machine, a healthy
 process may get no CPU time for a while."""
-RAY_HANG_S = 60.0
+_RAY_HANG_S = 60.0
 """Maximum time that Ray's own processes may hang. If a raylet does not answer for 65 s, Ray
 declares its node lost."""
 
@@ -145,7 +145,7 @@ class _ProcessHealth:
     idle_s: float = 0.0
     warned: bool = False
     descendants: dict[int, _ProcessHealth] = field(default_factory=dict[int, "_ProcessHealth"])
-    _threads: dict[int, ThreadState] = field(default_factory=dict[int, ThreadState])
+    _threads: dict[int, _ThreadState] = field(default_factory=dict[int, _ThreadState])
     _active: int = 0
     """Id of a thread that was running during the last full scan. It is checked first."""
 
@@ -153,9 +153,9 @@ class _ProcessHealth:
         """Check whether the process has run, and update `stopped_s` and `idle_s`.
 
         Set `wakes` if healthy processes of this kind wake up regularly. A process that does not run
-        at all is then hanging. Raises one of `EXITED` if the process has exited.
+        at all is then hanging. Raises one of `_EXITED` if the process has exited.
         """
-        main = thread_state(self.process.pid, self.process.pid)
+        main = _thread_state(self.process.pid, self.process.pid)
         self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0
         active = not wakes or main.debugged or not main.switches or self._has_run()
         self.idle_s = 0.0 if active else self.idle_s + elapsed_s
@@ -163,11 +163,11 @@ class _ProcessHealth:
     def _has_run(self) -> bool:
         pid = self.process.pid
         if before := self._threads.get(self._active):
-            with suppress(*EXITED):  # one file instead of hundreds
-                now = self._threads[self._active] = thread_state(pid, self._active)
+            with suppress(*_EXITED):  # one file instead of hundreds
+                now = self._threads[self._active] = _thread_state(pid, self._active)
                 if now != before:
                     return True
-        known, self._threads = self._threads, thread_states(pid)
+        known, self._threads = self._threads, _thread_states(pid)
         ran = [n for n, now in self._threads.items() if now.debugged or now != known.get(n)]
         self._active = ran[0] if ran else self._active
         return bool(ran)
@@ -180,7 +180,7 @@ class _ProcessHealth:
         hang, duration_s = "has been stopped (SIGSTOP)", self.stopped_s
         if not self.stopped_s:
             hang, duration_s = "has not run at all", self.idle_s
-            timeout_s = timeout_s and max(timeout_s, IDLE_S)
+            timeout_s = timeout_s and max(timeout_s, _IDLE_S)
         description = f"{subject} {hang} for {duration_s:.0f} s"
         if timeout_s and duration_s >= timeout_s:
             return description
@@ -241,7 +241,7 @@ class HangDetector:
         kill(processes)
 
     def _refresh_actors(self) -> list[_ProcessHealth]:
-        self._children = _alive(self._children, children(self._raylet))
+        self._children = _alive(self._children, _children(self._raylet))
         for health in self._children.values():
             health.actor = health.actor or process_name(_mark(health.process), self._start)
         return [health for health in self._children.values() if health.actor]
@@ -250,10 +250,10 @@ class HangDetector:
         self, name: str, health: _ProcessHealth, elapsed_s: float, messages: list[str]
     ) -> str:
         subject = f"{name} (process {health.process.pid} on {self._host})"
-        with suppress(*EXITED):
+        with suppress(*_EXITED):
             if not has_exited(health.process):
                 health.poll(elapsed_s)
-                timeout_s = min(self._timeout_s, RAY_HANG_S)
+                timeout_s = min(self._timeout_s, _RAY_HANG_S)
                 return health.check(subject, timeout_s, "Ray is abandoned", messages)
         return f"{subject} is gone"
 
@@ -263,7 +263,7 @@ class HangDetector:
         tree, hang = [actor, *actor.descendants.values()], ""
         for health in tree:
             part = "" if health is actor else f" waits for its process {health.process.pid}, which"
-            with suppress(*EXITED):
+            with suppress(*_EXITED):
                 health.poll(elapsed_s, wakes=health is actor)
                 mark = _mark(health.process) if health.stopped_s else ""
                 if mark and not process_name(mark, self._start):

@@ -20,7 +20,7 @@ _WORKER = "ray._private.worker"
 _DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with node id")
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Methods of Ray's `Node` class that start the autoscaler, the log monitor and the dashboard."""
-STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py"))]
+_STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py"))]
 """The command line that runs the programs in `ray_stubs.py`."""
 
 
@@ -143,8 +143,8 @@ def _without_agents(command: Sequence[str]) -> list[str]:
     dashboard, runtime = "--dashboard_agent_command", "--runtime_env_agent_command"
     if dashboard not in options:
         return list(command)
-    stub = [*STUBS, "agent", options["--session_dir"], options["--node_id"]]
-    bound = subprocess.list2cmdline([*STUBS, "bound"])
+    stub = [*_STUBS, "agent", options["--session_dir"], options["--node_id"]]
+    bound = subprocess.list2cmdline([*_STUBS, "bound"])
     changed = {
         dashboard: f"{dashboard}={subprocess.list2cmdline(stub)}",
         runtime: f"{runtime}={bound} {options[runtime]}",

@@ -28,11 +28,11 @@ from keel.trainer.placement.processes import POLL_S, RAY_PROCESSES, RAYLET, Hang
 from keel.trainer.placement.ray_internals import exit_now, own_processes
 from keel.trainer.run.restarts import WorkerLost
 
-ANSWER_S = 5.0
+_ANSWER_S = 5.0
 """Timeout for polling all nodes once."""
 _SILENT_S = 15.0
 """A warning is printed if a node has not answered for this many seconds."""
-PARTITION_S = 90.0
+_PARTITION_S = 90.0
 """A node that cannot reach the GCS for this many seconds kills the run's processes. After 65 s, Ray
 declares the node lost and restarts its actors elsewhere."""
 CONNECT_S = 5.0
@@ -41,7 +41,7 @@ _GCS = "Ray's control service (GCS), on the cluster's first node,"
 _GCS_WARN_S, _GCS_HANG_S = 15.0, 40.0
 """Seconds without an answer from the GCS after which a warning is printed and the run ends. After
 60 s, Ray would end this process without a message."""
-GCS_ANSWER_S = 1.0
+_GCS_ANSWER_S = 1.0
 """How long each poll waits for the GCS."""
 _LIST_NODES_S = 5.0
 """Interval at which the list of cluster nodes is updated."""
@@ -81,7 +81,7 @@ class Watchdog:
 
     def stop(self) -> None:
         os.eventfd_write(self._stopping, 1)
-        self._thread.join(2 * ANSWER_S)
+        self._thread.join(2 * _ANSWER_S)
         while not self._thread.is_alive() and self._files:
             os.close(self._files.pop())
 
@@ -132,7 +132,7 @@ def start_watchdog(
         )
         watchdog = Watchdog(detector.poll, say, *processes.values())
     else:
-        watchdog = Watchdog(ClusterMonitor(hang_timeout_s).poll, say)
+        watchdog = Watchdog(_ClusterMonitor(hang_timeout_s).poll, say)
     watchdog.nodes = nodes
     try:
         yield watchdog
@@ -160,14 +160,14 @@ class _NodeMonitor:
 
     def _kill_if_partitioned(self) -> None:
         address: str = ray.get_runtime_context().gcs_address
-        timer = PartitionTimer(lambda: can_connect(address))
+        timer = _PartitionTimer(lambda: can_connect(address))
         while not timer.expired():
             time.sleep(CONNECT_S)
         self._detector.kill_all()
         exit_now(1)
 
 
-class PartitionTimer:
+class _PartitionTimer:
     """Measures how long a node has been unable to reach the GCS."""
 
     def __init__(
@@ -177,10 +177,10 @@ class PartitionTimer:
         self._clock = ray_timeouts.PollClock(2 * CONNECT_S, clock)
 
     def expired(self) -> bool:
-        """Return True if every attempt to connect in the last `PARTITION_S` seconds has failed."""
+        """Return True if every attempt to connect in the last `_PARTITION_S` seconds has failed."""
         connected, elapsed_s = self._connects(), self._clock.elapsed()
         self._elapsed_s = 0.0 if connected else self._elapsed_s + elapsed_s
-        return self._elapsed_s >= PARTITION_S
+        return self._elapsed_s >= _PARTITION_S
 
 
 def can_connect(address: str) -> bool:
@@ -224,7 +224,7 @@ class _Node:
         ]
 
 
-class ClusterMonitor:
+class _ClusterMonitor:
     """Polls the monitors of all nodes and combines their results."""
 
     def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -233,12 +233,12 @@ class ClusterMonitor:
         self._query: Future[Mapping[str, str]] | None = None
         self._since_query_s = self._gcs_silent_s = 0.0
         self._gcs_warned = False
-        self._clock = ray_timeouts.PollClock(ANSWER_S, clock)
+        self._clock = ray_timeouts.PollClock(_ANSWER_S, clock)
         self._hang_timeout_s = hang_timeout_s
         self._update_nodes(_alive_nodes())
 
     def poll(self) -> NodeHealth:
-        elapsed_s, end = self._clock.elapsed(), time.monotonic() + ANSWER_S
+        elapsed_s, end = self._clock.elapsed(), time.monotonic() + _ANSWER_S
         for node in self._nodes.values():
             node.request = node.request or node.monitor.poll.remote()
         messages: list[str] = []
@@ -261,7 +261,7 @@ class ClusterMonitor:
             self._gcs_warned, self._query = False, Future()
             # May hang if the GCS does.
             threading.Thread(target=_resolve, args=(self._query,), daemon=True).start()
-        wait([self._query], GCS_ANSWER_S)
+        wait([self._query], _GCS_ANSWER_S)
         if not self._query.done():
             self._gcs_silent_s += elapsed_s
             silence = f"{_GCS} has not answered for {self._gcs_silent_s:.0f} s"

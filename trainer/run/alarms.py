@@ -14,7 +14,7 @@ _REASONS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class _Alarm:
     """A metric to watch, the knob that sets its limit, and the text to print if the limit is
     crossed. `problem` is a format string for the metric's value."""
 
@@ -25,64 +25,64 @@ class Alarm:
     below: bool = False
 
 
-ALARMS = (
-    Alarm(
+_ALARMS = (
+    _Alarm(
         "truncated",
         "rollout/truncated_fraction",
         "{:.0%} of the completions hit max_tokens",
         "raise rollout.sampling.max_tokens",
     ),
-    Alarm(
+    _Alarm(
         "uniform",
         "rollout/uniform_group_fraction",
         "in {:.0%} of the groups all completions have the same reward",
         "use easier or harder prompts (keel filter) or a larger algorithm.group_size",
     ),
-    Alarm(
+    _Alarm(
         "reward_errors",
         "reward/error",
         "a reward part failed in {:.1%} of the completions and counts 0",
         "read rewards/ in the run folder",
     ),
-    Alarm(
+    _Alarm(
         "mismatch",
         "mismatch/logp_abs",
         "engines and trainer differ by {:.2g} nats per token",
         "see docs/alarms.md",
     ),
-    Alarm(
+    _Alarm(
         "routing_fallback",
         "routing/fallback_fraction",
         "{:.1%} of the tokens have no recorded routes, so the trainer chose their experts",
         "see docs/alarms.md",
     ),
-    Alarm(
+    _Alarm(
         "masked",
         "mask/sequence_fraction",
         "{:.0%} of the sequences are masked as too far off-policy",
         "lower trainer.lr, algorithm.max_lag or algorithm.updates_per_batch",
     ),
-    Alarm(
+    _Alarm(
         "kl",
         "kl/ref",
         "the policy is {:.2g} nats per token away from the reference",
         "raise data.sources[].kl_coef or lower trainer.lr",
     ),
-    Alarm(
+    _Alarm(
         "entropy",
         "entropy/kept",
         "entropy is down to {:.2g} nats per token",
         "lower trainer.lr or raise algorithm.clip_high",
         below=True,
     ),
-    Alarm(
+    _Alarm(
         "kept_mass",
         "sampling/kept_mass",
         "the policy gives the sampling masks only {:.0%} of its probability",
         "set algorithm.kept_mass_coef: 1",
         below=True,
     ),
-    Alarm(
+    _Alarm(
         "skipped",
         "train/skipped_steps",
         "{:.0f} optimizer steps had no finite gradient",
@@ -110,7 +110,7 @@ class Alarms:
         groups sampled in the step, including discarded ones.
         """
         active: dict[str, str] = {}
-        for alarm in ALARMS:
+        for alarm in _ALARMS:
             limit, value = getattr(self._config, alarm.knob), numbers.get(alarm.metric)
             if limit and value is not None and (value < limit if alarm.below else value > limit):
                 active[alarm.knob] = (

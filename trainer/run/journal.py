@@ -73,7 +73,7 @@ class Journal:
         """The last recorded step."""
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
-        truncate(self._metrics, resumed_at)
+        _truncate(self._metrics, resumed_at)
         for path in (*self._trajectories.glob("step_*"), *(folder / BATCHES).glob("step_*")):
             if int(path.name.partition(".")[0].removeprefix("step_")) > resumed_at:
                 path.unlink()
@@ -174,7 +174,7 @@ def note(folder: Path, step: int, kind: str, text: str, at: float | None = None)
         file.write(json.dumps(line) + "\n")
 
 
-def truncate(path: Path, step: int) -> None:
+def _truncate(path: Path, step: int) -> None:
     """Delete all lines of `metrics.jsonl` after `step`, and the last line if it is incomplete."""
     if not path.exists():
         return
@@ -287,7 +287,7 @@ class CostRates:
         }
 
 
-def total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Add up the costs of steps or of runs. Other metrics are ignored."""
     totals: dict[str, float] = {}
     for part in parts:
@@ -299,12 +299,12 @@ def total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def costs_of(folder: Path) -> dict[str, float]:
     """Return the total costs of the run in `folder`, or an empty dict if it has no records."""
-    return total_costs(json.loads(text) for _, text in metric_lines(folder / "metrics.jsonl"))
+    return _total_costs(json.loads(text) for _, text in metric_lines(folder / "metrics.jsonl"))
 
 
 def cost_rows(runs: Mapping[str, Mapping[str, float]]) -> list[Sequence[str]]:
     """Return a table row for each run and a row for their sum. `HEADER` names the columns."""
-    every = total_costs(runs.values())
+    every = _total_costs(runs.values())
     flops = every.get(_TRAINING, 0.0) + every.get(_SAMPLING, 0.0)
 
     def row(name: str, costs: Mapping[str, float]) -> Sequence[str]:

@@ -20,7 +20,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import TINY_MODEL
 
 MANIFEST = "keel_manifest.json"
-PIECE = 64 * 2**20
+_PIECE = 64 * 2**20
 _BLOCK = 2**20
 _SAMPLES = 64
 """The number of positions at which a fingerprint samples each file."""
@@ -40,7 +40,7 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
         synced = [threads.submit(sync, path) for path in paths.values()]
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         pieces = {
-            name: [threads.submit(_digest, path, at) for at in range(0, sizes[name], PIECE)]
+            name: [threads.submit(_digest, path, at) for at in range(0, sizes[name], _PIECE)]
             for name, path in paths.items()
         }
         entries = {
@@ -114,7 +114,7 @@ def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
         return problems
     with _threads() as threads:
         pieces = {
-            (name, index): threads.submit(_digest, folder / name, index * PIECE)
+            (name, index): threads.submit(_digest, folder / name, index * _PIECE)
             for name, entry in entries.items()
             for index in range(len(entry.sha256))
         }
@@ -125,8 +125,8 @@ def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
                 problems.append(f"{name}: cannot be read ({error.strerror})")
                 continue
             if not same:
-                end = min(entries[name].bytes, (index + 1) * PIECE)
-                problems.append(f"{name}: changed, between bytes {index * PIECE:,} and {end:,}")
+                end = min(entries[name].bytes, (index + 1) * _PIECE)
+                problems.append(f"{name}: changed, between bytes {index * _PIECE:,} and {end:,}")
     return problems
 
 
@@ -187,7 +187,7 @@ def _digest_json(content: Mapping[str, Any]) -> str:
 
 
 def _digest(path: Path, start: int) -> str:
-    digest, remaining = hashlib.sha256(), PIECE
+    digest, remaining = hashlib.sha256(), _PIECE
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while remaining and (block := file.read(min(remaining, _BLOCK))):

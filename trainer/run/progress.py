@@ -84,7 +84,7 @@ def waiting(what: str, *, total: float = 0, unit: str = "") -> Iterator[Wait]:
         DISPLAY.end(wait, completed=completed)
 
 
-class Display:
+class _Display:
     """Shows the progress of the current wait. If waits are nested, the innermost one is current."""
 
     def __init__(self, *, poll_s: float = _POLL_S) -> None:
@@ -158,4 +158,4 @@ def _print(text: str) -> None:
         print(text, flush=True)
 
 
-DISPLAY = Display()
+DISPLAY = _Display()

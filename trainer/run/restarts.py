@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 RESUME_HINT = "start it again in the same way to resume from the last checkpoint"
-WINDOW_S = 3 * 3600.0
+_WINDOW_S = 3 * 3600.0
 
 
 class WorkerLost(RuntimeError):
@@ -31,7 +31,7 @@ class UpdateOutOfMemory(RuntimeError):
 
 
 class Restarts:
-    """Limits how often engines and trainer may be restarted within any period of `WINDOW_S`."""
+    """Limits how often engines and trainer may be restarted within any period of `_WINDOW_S`."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
@@ -45,9 +45,9 @@ class Restarts:
         if not self.started:
             raise error
         now = self._clock()
-        self._times = [at for at in self._times if now - at < WINDOW_S]
+        self._times = [at for at in self._times if now - at < _WINDOW_S]
         if len(self._times) >= self._limit:
-            losses = f"loss {len(self._times) + 1} within {WINDOW_S / 3600:g} hours, "
+            losses = f"loss {len(self._times) + 1} within {_WINDOW_S / 3600:g} hours, "
             raise WorkerLost(
                 f"{error}\n{losses}run.max_restarts = {self._limit}. {RESUME_HINT.capitalize()}"
             ) from error

@@ -33,9 +33,9 @@ if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
 
 RunEnd = Literal["finished", "stopped", "failed"]
 """The end of a run. A run that was `stopped` can be resumed with the same command."""
-PROJECT = "keel"
+_PROJECT = "keel"
 """Default project name. Environment variables can override it."""
-EVENT = "tracker"
+_EVENT = "tracker"
 """The kind of the events that this module writes. They are not sent to trackers."""
 _RETRY_S, _HANG_S = 30.0, 120.0
 _ABANDONED = "keel-abandoned-"
@@ -48,7 +48,7 @@ _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
 """MLflow's limits on parameters per request, and on characters per parameter and per tag."""
 
 
-class Tracker(Protocol):
+class _Tracker(Protocol):
     """Sends the metrics and events of a run to an experiment tracker. All methods except `abandon`
     are called from one thread and may block. If a call raises an exception, it is repeated."""
 
@@ -74,7 +74,7 @@ class Tracker(Protocol):
         ...
 
 
-class Wandb:
+class _Wandb:
     """Logs a run to Weights & Biases and resumes it by its id. The server accepts each step only
     once. It is configured by WANDB_* variables."""
 
@@ -94,7 +94,7 @@ class Wandb:
         offline = self._api.setup().settings.mode == "offline"
         with signals_blocked():  # its process sends the rest when a scheduler ends the job
             self._run = self._api.init(
-                project=os.environ.get("WANDB_PROJECT") or PROJECT,
+                project=os.environ.get("WANDB_PROJECT") or _PROJECT,
                 name=os.environ.get("WANDB_NAME") or folder.name,
                 id=id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4),
                 dir=os.environ.get("WANDB_DIR") or folder,
@@ -131,7 +131,7 @@ class Wandb:
                     process.kill()
 
 
-class Mlflow:
+class _Mlflow:
     """Logs a run to MLflow and resumes it by its id. The parameters stay the same as at the first
     start, because MLflow cannot change them. It is configured by MLFLOW_* variables."""
 
@@ -148,7 +148,7 @@ class Mlflow:
             self._run = id
             client.update_run(id, status="RUNNING")
         else:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
             existing = client.get_experiment_by_name(name)
             experiment = existing.experiment_id if existing else client.create_experiment(name)
             began = round(time.time() * 1000)
@@ -186,7 +186,7 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-class Trackio:
+class _Trackio:
     """Logs a run to trackio and resumes it by its unique name. trackio itself stores unsent data
     and retries. It is configured by TRACKIO_* variables."""
 
@@ -198,7 +198,7 @@ class Trackio:
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         name = id or f"{folder.name}-{secrets.token_hex(3)}"
-        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+        project = os.environ.get("TRACKIO_PROJECT") or _PROJECT
         resume = "allow" if id else "never"
         self._run = self._api.init(project, name, config=dict(knobs), resume=resume)
         # Without the query of the URL, which is a write token.
@@ -220,10 +220,10 @@ class Trackio:
     def abandon(self) -> None: ...
 
 
-TRACKERS: Mapping[str, Callable[[], Tracker]] = {
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "trackio": Trackio,
+TRACKERS: Mapping[str, Callable[[], _Tracker]] = {
+    "wandb": _Wandb,
+    "mlflow": _Mlflow,
+    "trackio": _Trackio,
 }
 """The tracker of each value of `run.trackers`, which is also the name of its package and extra."""
 
@@ -253,7 +253,7 @@ class TrackerThread:
     def __init__(
         self,
         name: str,
-        make: Callable[[], Tracker],
+        make: Callable[[], _Tracker],
         folder: Path,
         knobs: Mapping[str, Any],
         say: Callable[[str], None],
@@ -267,7 +267,7 @@ class TrackerThread:
         self._sent = {"id": "", "step": -1, "events": 0, **_read_state(self._file)}
         """The tracker's id of the run, the last step it has received, and the number of events it
         has received."""
-        self._tracker: Tracker | None = None
+        self._tracker: _Tracker | None = None
         self._opened = False
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
         self._position = {self._metrics: 0, self._events: 0}
@@ -352,7 +352,7 @@ class TrackerThread:
                 self._progressed(step=step)
         for line in self._unread(self._events):
             if self._events_read >= self._sent["events"]:
-                if line["kind"] != EVENT:
+                if line["kind"] != _EVENT:
                     self._tracker.event(line["step"], line["time"], line["kind"], line["text"])
                 self._progressed(events=self._events_read + 1)
             self._events_read += 1
@@ -420,7 +420,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
     """Start sending the metrics and events of a run to `run.trackers`, until `stack` is closed."""
     if not (names := config.run.trackers):
         return
-    say, knobs = partial(journal.say, EVENT), _plain_knobs(config)
+    say, knobs = partial(journal.say, _EVENT), _plain_knobs(config)
     threads = [TrackerThread(n, TRACKERS[n], folder, knobs, say) for n in names]
     trackers = Trackers(threads, say)
     journal.on_write = trackers.wake

@@ -18,7 +18,7 @@ from rich.text import Text
 from keel.trainer.run.progress import DISPLAY, Wait, duration
 from keel.trainer.run.signals import outliving, print_line
 
-SHOWN = (
+_SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "nll", "{:.4f} nats"),
     ("epochs", "sft/epochs", "{:.2f}"),
@@ -67,7 +67,7 @@ def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
     """Return a live panel if the output is a terminal, and otherwise a view that prints plain
     lines. The output is `stream`, or standard output by default."""
     output = stream or sys.stdout
-    return LiveView(title, steps) if output.isatty() else PlainView(steps, output)
+    return _LiveView(title, steps) if output.isatty() else PlainView(steps, output)
 
 
 class PlainView:
@@ -111,7 +111,7 @@ class PlainView:
         DISPLAY.end(self._wait)
 
 
-class LiveView(PlainView):
+class _LiveView(PlainView):
     """Shows a panel with progress, curves, health metrics and a breakdown of the time spent."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
@@ -167,7 +167,7 @@ class LiveView(PlainView):
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column(justify="right")
-        for label, key, form in SHOWN:
+        for label, key, form in _SHOWN:
             if key in self._numbers:
                 table.add_row(label, form.format(self._numbers[key]))
         for trouble in _troubles(self._numbers):

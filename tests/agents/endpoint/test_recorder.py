@@ -18,7 +18,7 @@ from keel.agents.endpoint.turn_index import prefix_keys
 from keel.data.conversations.files import read_trajectories
 from keel.rl.records import trajectory_record
 from keel.rl.types import PROGRAM, Prompt, Trajectory
-from keel.trainer.prepare import chat_renderer
+from keel.trainer.prepare import _chat_renderer
 from tests.agents.endpoint.kit import (
     CHAT,
     TOOLS,
@@ -259,7 +259,7 @@ def test_saved_conversations_render_as_sampled(tmp_path: Path, thinking: bool) -
     path = tmp_path / "step_000001.jsonl"
     path.write_text(json.dumps({**line, "reward": 1, "parts": {"correct": 1}}) + "\n")
     read = read_trajectories(source(str(path), source="trajectories"), tokenizer="another")
-    render = chat_renderer(CHAT)
+    render = _chat_renderer(CHAT)
 
     def contents(segments: Any) -> list[tuple[list[int], list[bool]]]:
         return sorted((s.token_ids_T.tolist(), s.trainable_T.tolist()) for s in segments)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from keel.model.layers.fused import use_fused_layers
 from keel.model.layers.residual import use_float32_residual
 from keel.model.trainable import decoder_layers
-from keel.trainer.placement.families import FLOAT32_RESIDUAL as FAMILIES
+from keel.trainer.placement.families import _FLOAT32_RESIDUAL as FAMILIES
 
 IDS = torch.arange(24)[None] * 7 % 40
 MOE = {

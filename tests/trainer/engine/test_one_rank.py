@@ -24,7 +24,7 @@ from keel.rl.packing import TrainBatch, pack
 from keel.rl.types import ScoredGroup
 from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.learner import Learner, StepDeadlines
+from keel.trainer.learner import Learner, _StepDeadlines
 from keel.trainer.placement.choose import CACHE_FILE
 from keel.trainer.placement.elastic import (
     OomRecovery,
@@ -114,7 +114,7 @@ def alone(ranks: Ranks) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with computing(torch.float16) as patch:
         results["end"] = at_the_end(ranks)
-        patch.setattr(zero, "SCALE_WINDOW", WINDOW)
+        patch.setattr(zero, "_SCALE_WINDOW", WINDOW)
         results |= {f"doubled {stage}": doubled(ranks, stage) for stage in DOUBLED}
     return results
 
@@ -344,7 +344,7 @@ class Local(Learner):
 
     def __init__(self, model: Path, config: Config) -> None:
         self._config, self._put_to_sleep, self._direct = config, done, False
-        self._deadlines = StepDeadlines(config.trainer.timeout_s, 0.0)
+        self._deadlines = _StepDeadlines(config.trainer.timeout_s, 0.0)
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
 

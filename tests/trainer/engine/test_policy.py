@@ -23,7 +23,7 @@ from keel.rl.offpolicy import kept_mass_shortfall
 from keel.rl.packing import MicroBatch, TrainBatch, pack
 from keel.rl.types import Segment, TokenNumbers
 from keel.trainer.engine import weights
-from keel.trainer.engine.objectives import CUT, mass_share
+from keel.trainer.engine.objectives import _CUT, mass_share
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, seen_tokens
 from keel.trainer.worker import merge_tokens
 from tests.model.families import VOCAB
@@ -36,7 +36,7 @@ WIDTH, TOP_P, COEF = 16, 0.6, 0.7
 CPU = torch.device("cpu")
 
 
-def settings(*, coef: float = COEF, top_k: int = CUT * MOST_KEPT, top_p: float = TOP_P) -> Config:
+def settings(*, coef: float = COEF, top_k: int = _CUT * MOST_KEPT, top_p: float = TOP_P) -> Config:
     config = make_config(1, 0, kept_mass_coef=coef)
     sampling = SamplingConfig(top_p=top_p, top_k=top_k)
     return replace(config, rollout=replace(config.rollout, sampling=sampling))
@@ -100,7 +100,7 @@ def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[T
         assert row.sampling_mask is not None
         for t in np.flatnonzero(row.trainable_N):
             selected = torch.from_numpy(row.sampling_mask[t]).long()
-            if not len(selected) or CUT * len(selected) > sampling.top_k:
+            if not len(selected) or _CUT * len(selected) > sampling.top_k:
                 continue
             mass, owner = probs[t - 1, selected].sum(), row.sequence_N[t]
             each = row.sequence_weight_S[owner] / row.sequence_tokens_S[owner]
@@ -111,7 +111,7 @@ def by_enumeration(batch: TrainBatch, config: Config, weight: Tensor) -> tuple[T
     return total.detach(), gradient
 
 
-@pytest.mark.parametrize("top_k", [CUT * MOST_KEPT, CUT * 3])
+@pytest.mark.parametrize("top_k", [_CUT * MOST_KEPT, _CUT * 3])
 def test_penalty_matches_its_definition(weight: Tensor, top_k: int) -> None:
     batch, config = batch_of(ROOMY), settings(top_k=top_k)
     total, _ = penalty(batch, config, weight)

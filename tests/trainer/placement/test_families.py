@@ -28,12 +28,12 @@ from keel.model.routing import is_moe
 from keel.model.trainable import check_trainable
 from keel.trainer.placement.families import (
     _CPU_HEADS,
-    EXPERT_PARALLEL,
-    NOT_IN_FLOAT16,
+    _EXPERT_PARALLEL,
+    _NOT_IN_FLOAT16,
+    _check_parallel,
     check_engine_attention,
     check_engine_dtype,
     check_engine_heads,
-    check_parallel,
     check_residual,
     check_trainer,
     no_sharing,
@@ -57,7 +57,7 @@ def test_tables_match_vllm() -> None:
         if isinstance(node, ast.Assign)
         and "_FLOAT16_NOT_SUPPORTED_MODELS" in map(ast.unparse, node.targets)
     )
-    assert set(ast.literal_eval(table)) == set(NOT_IN_FLOAT16)
+    assert set(ast.literal_eval(table)) == set(_NOT_IN_FLOAT16)
     (sizes,) = (
         node.body[-1].value
         for node in ast.walk(vllm_source("v1", "attention", "backends", "cpu_attn.py"))
@@ -91,18 +91,18 @@ SPARSE = {"architecture": SPARSE_NAME, "kv_width": 576, "gpu": True}
 
 FLOAT16, PLAIN = {"model_type": "qwen3"}, with_model()
 CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] = [
-    (check_engine_dtype, with_model("float16"), FLOAT16, {"model_type": NOT_IN_FLOAT16[0]}),
+    (check_engine_dtype, with_model("float16"), FLOAT16, {"model_type": _NOT_IN_FLOAT16[0]}),
     (check_engine_dtype, with_model(engine="float16"), FLOAT16, {"model_type": "gemma2"}),
     (check_residual, with_model(residual_dtype="float32"), FLOAT16, {"model_type": "gpt2"}),
     (check_engine_heads, parallel(tensor_parallel=2), HEADS, {"heads": 27}),
     (check_engine_heads, PLAIN, {**HEADS, "gpu": False}, {"head_size": 16}),
     (check_engine_attention, PLAIN, SPARSE, {"gpu": False}),
     (check_engine_attention, PLAIN, SPARSE, {"kv_width": 80}),
-    (check_parallel, parallel(expert_parallel=2), EXPERTS, {"experts": 9}),
-    (check_parallel, parallel(expert_parallel=2), EXPERTS, {"experts": 0}),
-    (check_parallel, parallel(expert_parallel=2), EXPERTS, {"architecture": "OlmoeForCausalLM"}),
-    (check_parallel, parallel(sequence_parallel=2), EXPERTS, {"heads": 3}),
-    (check_parallel, parallel(sequence_parallel=2), EXPERTS, {"architecture": SPARSE_NAME}),
+    (_check_parallel, parallel(expert_parallel=2), EXPERTS, {"experts": 9}),
+    (_check_parallel, parallel(expert_parallel=2), EXPERTS, {"experts": 0}),
+    (_check_parallel, parallel(expert_parallel=2), EXPERTS, {"architecture": "OlmoeForCausalLM"}),
+    (_check_parallel, parallel(sequence_parallel=2), EXPERTS, {"heads": 3}),
+    (_check_parallel, parallel(sequence_parallel=2), EXPERTS, {"architecture": SPARSE_NAME}),
 ]
 
 
@@ -110,7 +110,7 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
 def test_unsuitable_models_are_refused(
     check: Callable[..., None], config: Config, facts: dict[str, Any], bad: dict[str, Any]
 ) -> None:
-    first = config.trainer if check is check_parallel else config
+    first = config.trainer if check is _check_parallel else config
     check(first, **facts)
     with pytest.raises(ConfigError):
         check(first, **{**facts, **bad})
@@ -152,10 +152,10 @@ def test_trained_families(row: list[str]) -> None:
     check_trainable(model_type, config)
     moe, (architecture,) = is_moe(config), config.architectures or ()
     assert (kind, routing) == (("MoE", "yes") if moe else ("dense", "–"))
-    assert expert == ("–" if not moe else "yes" if architecture in EXPERT_PARALLEL else "no")
-    assert ("engines not in float16" in notes) == (model_type in NOT_IN_FLOAT16)
+    assert expert == ("–" if not moe else "yes" if architecture in _EXPERT_PARALLEL else "no")
+    assert ("engines not in float16" in notes) == (model_type in _NOT_IN_FLOAT16)
     try:
-        check_parallel(SPREAD, architecture=architecture, experts=8, heads=2)
+        _check_parallel(SPREAD, architecture=architecture, experts=8, heads=2)
     except ConfigError:
         assert sequence == "no"
     else:

@@ -30,7 +30,7 @@ from keel.configs.schema import (
 )
 from keel.model import ray_timeouts
 from keel.trainer.placement import choose, nodes
-from keel.trainer.placement.choose import has_bfloat16, with_dtype
+from keel.trainer.placement.choose import _has_bfloat16, with_dtype
 from keel.trainer.placement.hardware import (
     ENGINE,
     JUDGE,
@@ -41,11 +41,11 @@ from keel.trainer.placement.hardware import (
     place,
 )
 from keel.trainer.placement.nodes import (
+    _used_gib,
     detect_hardware,
     planned_hardware,
     seat_lines,
     start_ray,
-    used_gib,
     with_missing_nodes,
 )
 from keel.trainer.run import checkpoint
@@ -165,7 +165,7 @@ def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch)
 def test_unreachable_or_hung_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr("ray.init", lambda **_: never.wait())
-    monkeypatch.setattr(nodes, "JOIN_S", 0.01)
+    monkeypatch.setattr(nodes, "_JOIN_S", 0.01)
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port.getsockname()[1]}")
@@ -239,9 +239,9 @@ def test_planned_and_detected_hardware(
 
 def test_only_memory_of_visible_gpus_counts() -> None:
     listed = "GPU-aa-1, 40960\nGPU-bb-2, 81920\nGPU-cc-3, 300\nGPU-dd-4, [N/A]\n"
-    assert used_gib(listed, {"aa-1", "cc-3", "dd-4"}) == 40.0
-    assert used_gib(listed, {"cc-3"}) == 0.0  # used by an idle driver
-    assert used_gib(listed, {"aa-1", "bb-2"}, least=True) == 40.0
+    assert _used_gib(listed, {"aa-1", "cc-3", "dd-4"}) == 40.0
+    assert _used_gib(listed, {"cc-3"}) == 0.0  # used by an idle driver
+    assert _used_gib(listed, {"aa-1", "bb-2"}, least=True) == 40.0
 
 
 @pytest.fixture(params=[True, False], ids=["avx512_bf16", "avx2"])
@@ -252,9 +252,9 @@ def bfloat16(
     flags = "fpu avx2" + " avx512f avx512_bf16" * request.param
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(choose, "CPUINFO", info)
-    has_bfloat16.cache_clear()
-    monkeypatch.setattr(choose, "has_bfloat16", lambda: has_bfloat16.__wrapped__())
+    monkeypatch.setattr(choose, "_CPUINFO", info)
+    _has_bfloat16.cache_clear()
+    monkeypatch.setattr(choose, "_has_bfloat16", lambda: _has_bfloat16.__wrapped__())
     return request.param
 
 

@@ -23,11 +23,11 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.trainer.placement.choose import (
-    CACHED,
+    _CACHED,
     Choice,
+    _relevant_knobs,
     choose,
     load_choice,
-    relevant_knobs,
     save_choice,
     update_choice,
 )
@@ -50,7 +50,7 @@ def chosen(shape: str, gpus: int, gib: float, config: Config | None = None, **fi
 
 def search_of(shape: str, gpus: int, gib: float, config: Config) -> LayoutSearch:
     hardware = machine(gpus, gib)
-    return LayoutSearch(config, relevant_knobs(config, hardware), facts(shape), hardware)
+    return LayoutSearch(config, _relevant_knobs(config, hardware), facts(shape), hardware)
 
 
 def with_rollout(**knobs: Any) -> Config:
@@ -192,9 +192,9 @@ def test_resumed_run_keeps_its_choice() -> None:
     first = chosen("1.7b", 1, 139.0)
     previous = {**first.values, "trainer.micro_batch_tokens": 4608}  # reduced meanwhile
     again = choose(recipe(), KNOBS, facts("1.7b"), machine(1, 139.0), previous)
-    assert again.values == previous and set(again.reasons.values()) == {CACHED}
+    assert again.values == previous and set(again.reasons.values()) == {_CACHED}
     smaller = choose(recipe(), KNOBS, facts("1.7b"), machine(1, 23.0), first.values)
-    assert CACHED not in smaller.reasons.values()
+    assert _CACHED not in smaller.reasons.values()
 
 
 def on_host(memory_gib: float) -> Hardware:
@@ -227,7 +227,7 @@ def config(tmp_path: Path) -> Config:
 def test_choice_is_reused_on_the_same_hardware(config: Config, tmp_path: Path) -> None:
     assert load_choice(config, FOUR) == (VALUES, "")
     update_choice(tmp_path, {"trainer.micro_batch_tokens": 9216, "trainer.compile": True})
-    assert load_choice(config, FOUR).values == {**VALUES, "trainer.micro_batch_tokens": 9216}
+    assert load_choice(config, FOUR)[0] == {**VALUES, "trainer.micro_batch_tokens": 9216}
     started_over = replace(config, run=replace(config.run, resume="never"))
     assert load_choice(started_over, FOUR) == ({}, "")
 

@@ -28,7 +28,7 @@ from keel.trainer.placement.memory import (
     DoesNotFit,
     Memory,
     OffloadPlan,
-    held_bytes,
+    _held_bytes,
     needed_bytes,
     offload_plan,
     packed,
@@ -188,7 +188,7 @@ def test_offloads_only_the_bytes_the_engine_needs(
     first; its copy in host memory makes that a one-way move."""
     for beta, reference in ((0.0, 0.0), (0.1, 2e9)):
         config = turns(0.5, beta=beta)
-        held = held_bytes(memory(config))
+        held = _held_bytes(memory(config))
         assert held == pytest.approx(14e9 + reference)
         beside = 1.3 + 0.25  # CUDA and a block in transfer
         gpu_gib = ((held - lacking - reference) / GIB + beside) / (0.5 - _FRAGMENTED)

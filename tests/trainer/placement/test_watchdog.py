@@ -15,20 +15,20 @@ from keel.model import ray_timeouts
 from keel.model.ray_timeouts import NAME
 from keel.trainer.placement import processes, watchdog
 from keel.trainer.placement.processes import (
-    IDLE_S,
+    _IDLE_S,
+    _RAY_HANG_S,
     POLL_S,
-    RAY_HANG_S,
     WARN_S,
     HangDetector,
     NodeHealth,
 )
 from keel.trainer.placement.watchdog import (
-    ANSWER_S,
+    _ANSWER_S,
+    _PARTITION_S,
     CONNECT_S,
-    PARTITION_S,
-    ClusterMonitor,
-    PartitionTimer,
     Watchdog,
+    _ClusterMonitor,
+    _PartitionTimer,
 )
 from keel.trainer.run.restarts import WorkerLost
 from tests.waiting import PATIENCE_S, wait_for
@@ -128,9 +128,9 @@ class Cluster:
         patch.setattr(watchdog, "_alive_nodes", alive_nodes)
         patch.setattr(watchdog, "_create_monitor", lambda node, _: self.nodes[node])
         patch.setattr(ray_timeouts, "get", answer)
-        self.monitor = ClusterMonitor(100.0, lambda: self.now)
+        self.monitor = _ClusterMonitor(100.0, lambda: self.now)
 
-    def poll(self, seconds: float = ANSWER_S) -> NodeHealth:
+    def poll(self, seconds: float = _ANSWER_S) -> NodeHealth:
         self.now += seconds
         return self.monitor.poll()
 
@@ -149,7 +149,7 @@ def test_silent_node_is_reported_and_dead_one_replaced(cluster: Cluster, error: 
     assert ranks(cluster.poll()) == ["trainer rank 0", "trainer rank 1"]
     cluster.nodes["b"].error = error
     assert cluster.poll(3600.0).messages == ()  # a suspended monitor does not count
-    polls = [cluster.poll(ANSWER_S + POLL_S).messages for _ in range(POLLS)]
+    polls = [cluster.poll(_ANSWER_S + POLL_S).messages for _ in range(POLLS)]
     (message,) = [line for messages in polls for line in messages]
     assert any(polls[:4]) and "host-b" in message and "trainer rank 1" in message
     assert "trainer rank 1" in cluster.poll().actors  # until Ray gives the node up
@@ -164,7 +164,7 @@ def test_silent_gcs_is_reported_then_fatal(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for answers in (True, False):  # it may answer again, and hang again
-        monkeypatch.setattr(watchdog, "GCS_ANSWER_S", 0.01)
+        monkeypatch.setattr(watchdog, "_GCS_ANSWER_S", 0.01)
         cluster.gcs.clear()
         healths = [cluster.poll(3600.0), *(cluster.poll() for _ in range(7))]
         (message,) = [line for health in healths for line in health.messages]
@@ -172,7 +172,7 @@ def test_silent_gcs_is_reported_then_fatal(
         assert not any(health.ray_failure for health in healths)
         if answers:
             cluster.gcs.set()
-            monkeypatch.setattr(watchdog, "GCS_ANSWER_S", PATIENCE_S)
+            monkeypatch.setattr(watchdog, "_GCS_ANSWER_S", PATIENCE_S)
             assert cluster.poll().messages == ()
     assert cluster.poll().ray_failure
     cluster.gcs.set()
@@ -180,7 +180,7 @@ def test_silent_gcs_is_reported_then_fatal(
 
 def test_partition_needs_failures_in_a_row() -> None:
     now, connects = 0.0, False
-    timer = PartitionTimer(lambda: connects, lambda: now)
+    timer = _PartitionTimer(lambda: connects, lambda: now)
 
     def attempts(seconds: float) -> bool:
         nonlocal now
@@ -190,13 +190,13 @@ def test_partition_needs_failures_in_a_row() -> None:
             expired = timer.expired()
         return expired
 
-    assert not attempts(PARTITION_S - CONNECT_S)
+    assert not attempts(_PARTITION_S - CONNECT_S)
     connects = True
     assert not attempts(CONNECT_S)
     connects = False
-    assert not attempts(PARTITION_S - CONNECT_S)
+    assert not attempts(_PARTITION_S - CONNECT_S)
     now += 3600.0  # a machine that slept has failed once
-    assert not PartitionTimer(lambda: False, lambda: now).expired()
+    assert not _PartitionTimer(lambda: False, lambda: now).expired()
     assert attempts(CONNECT_S)
 
 
@@ -314,7 +314,7 @@ def test_process_without_running_threads_is_killed(machine: Machine) -> None:
         machine.threads(ENGINE, ENGINE, *many[:turn], switches=str(turn))
         machine.poll(detector)
     machine.threads(ENGINE, many[7], switches="the last")
-    polls = 2 + round(IDLE_S / POLL_S)  # it may have run in the first two
+    polls = 2 + round(_IDLE_S / POLL_S)  # it may have run in the first two
     messages = [m for _ in range(polls) for m in machine.poll(detector).messages]
     assert len(messages) == 2 and machine.killed == [ENGINE, WORKER]
 
@@ -323,7 +323,7 @@ def test_process_without_running_threads_is_killed(machine: Machine) -> None:
 def test_one_running_thread_is_enough(machine: Machine, counted: bool) -> None:
     machine.threads(ENGINE, ENGINE, switches="1" if counted else "")
     detector = machine.detector(5.0)
-    for turn in range(3 * round(IDLE_S / POLL_S)):
+    for turn in range(3 * round(_IDLE_S / POLL_S)):
         if counted:
             machine.threads(ENGINE, 1000 + turn % 2, switches=str(turn))
         assert not machine.poll(detector).messages
@@ -343,7 +343,7 @@ def test_hung_ray_process_is_a_failure(machine: Machine) -> None:
     detector = machine.detector(raylet=RAYLET)
     assert not machine.poll(detector).ray_failure
     machine.threads(RAYLET, RAYLET, state=STOPPED)
-    assert len(machine.run(detector, RAY_HANG_S - POLL_S)) == 1
+    assert len(machine.run(detector, _RAY_HANG_S - POLL_S)) == 1
     assert not detector.poll().ray_failure
     health = machine.poll(detector)
     assert "raylet" in health.ray_failure

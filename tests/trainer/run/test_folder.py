@@ -341,7 +341,7 @@ WEIGHTS = bytes(range(256)) * 10
 @pytest.fixture
 def sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with several files, one of which has two and a half pieces."""
-    monkeypatch.setattr(manifest, "PIECE", 1024)
+    monkeypatch.setattr(manifest, "_PIECE", 1024)
     made = tmp_path / "made"
     (made / "ranks").mkdir(parents=True)
     (made / "ranks" / "weights").write_bytes(WEIGHTS)

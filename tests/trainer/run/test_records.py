@@ -19,7 +19,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import AlarmsConfig, RunConfig
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import ScoredGroup, TokenNumbers, Usage, Verdict
-from keel.trainer.run.alarms import ALARMS, Alarms
+from keel.trainer.run.alarms import _ALARMS, Alarms
 from keel.trainer.run.journal import EVENTS, CostRates, Journal, cost_rows, costs_of
 from keel.trainer.run.trajectory_files import (
     TokenFile,
@@ -28,7 +28,7 @@ from keel.trainer.run.trajectory_files import (
     read_batch,
     save_batch,
 )
-from keel.trainer.run.view import LiveView, PlainView
+from keel.trainer.run.view import PlainView, _LiveView
 from tests.rl.rollouts import finished, kept_of, logp_old_of, scored, segment, trajectory
 
 
@@ -98,10 +98,10 @@ def test_trajectories_are_saved_as_jsonl(tmp_path: Path, save_all: bool, count: 
         assert line["messages"][0]["role"] == "user" and line["segments"][0]["said"]
 
 
-FINE = {alarm.metric: 1.0 if alarm.below else 0.0 for alarm in ALARMS}
+FINE = {alarm.metric: 1.0 if alarm.below else 0.0 for alarm in _ALARMS}
 
 
-@pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.knob)
+@pytest.mark.parametrize("alarm", _ALARMS, ids=lambda alarm: alarm.knob)
 def test_alarm_is_active_beyond_its_threshold_only(alarm: Any) -> None:
     config = AlarmsConfig(uniform=0.95, entropy=0.005, kept_mass=0.45)
     limit = getattr(config, alarm.knob)
@@ -261,7 +261,7 @@ NUMBERS = {
 
 def test_panel_shows_progress_health_and_times() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=130)
-    with LiveView("quickstart", 10, console) as view:
+    with _LiveView("quickstart", 10, console) as view:
         view.begin("evaluating")
         view.reach(12, 256, "prompts")
         view.begin("training")

@@ -25,7 +25,7 @@ from keel.trainer.run import session
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
-from keel.trainer.run.restarts import WINDOW_S, Restarts, WorkerLost
+from keel.trainer.run.restarts import _WINDOW_S, Restarts, WorkerLost
 from keel.trainer.run.session import run_with_restarts, save_checkpoint
 from keel.trainer.run.signals import (
     PREEMPTED,
@@ -62,7 +62,7 @@ def test_restarts_are_limited_per_window() -> None:
     restarts.count(WorkerLost("second"))
     with pytest.raises(WorkerLost, match=r"third\n.*run\.max_restarts = 2"):
         restarts.count(WorkerLost("third"))
-    now[0] = WINDOW_S
+    now[0] = _WINDOW_S
     for _ in range(2):
         restarts.count(WorkerLost("the others have expired"))
     never = Restarts(0)

@@ -17,7 +17,7 @@ import pytest
 from keel.commands import dispatch as commands
 from keel.trainer.run.journal import note
 from keel.trainer.run.trackers import (
-    EVENT,
+    _EVENT,
     RunEnd,
     Trackers,
     TrackerThread,
@@ -102,7 +102,7 @@ def test_resumed_run_sends_nothing_twice(run: Run) -> None:
     (run.folder / "metrics.jsonl").write_text("")
     run.write(0, 1)
     note(run.folder, 1, "resume", "second")
-    note(run.folder, 1, EVENT, "not sent")
+    note(run.folder, 1, _EVENT, "not sent")
     _, trackers = run.start()
     run.write(2, 3, 4, 5, name="b")
     trackers.wake()
