@@ -74,33 +74,25 @@ class _StepDeadlines:
         self._knobs = "trainer.timeout_s"
         self._knobs += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
         self._longest_s: dict[str, float] = {}
-        self._slowest_pace_s: dict[str, float] = {}
 
     def of(self, what: str, times: int = 1) -> _StepDeadline:
         return _StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
-    def likely(self, what: str, work: int, times: int = 1) -> _StepDeadline:
+    def likely(self, what: str, times: int = 1) -> _StepDeadline:
         """Return a deadline based on how long earlier calls took, but never more than the
-        configured one. `work` is the number of micro-batches in the call."""
+        configured one."""
         longest = self.of(what, times)
         if what not in self._longest_s:
             return longest
-        expected_s = max(self._longest_s[what], self._slowest_pace_s[what] * work)
+        expected_s = self._longest_s[what]
         seconds = max(_MIN_S, _SLOWDOWN * expected_s) + self._sending_s
         if seconds >= longest.seconds:
             return longest
-        knob = f"by earlier calls, about {expected_s:.0f} s were expected; at most {self._knobs}"
+        knob = f"earlier calls took up to {expected_s:.0f} s; at most {self._knobs}"
         return _StepDeadline(what, seconds, knob)
 
-    def took(self, what: str, work: int, seconds: float) -> None:
+    def took(self, what: str, seconds: float) -> None:
         self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
-        pace_s = seconds / max(1, work)
-        self._slowest_pace_s[what] = max(self._slowest_pace_s.get(what, 0.0), pace_s)
-
-
-def _micro_batch_count(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
-    batches: Sequence[Any] = list(share.values()) if isinstance(share, Mapping) else share
-    return sum(len(batch.micro_batches) + len(batch.scored_first) for batch in batches)
 
 
 class Learner:
@@ -160,10 +152,8 @@ class Learner:
     def prepared(self) -> None:
         """Wait until every rank has imported and checked its libraries. This needs no GPU."""
         seconds = self._config.run.startup_timeout_s
-        deadline = _StepDeadline(
-            "loading the trainer's libraries", seconds, "run.startup_timeout_s"
-        )
-        self._wait(self._prepared, deadline)
+        what = "loading the trainer's libraries"
+        self._wait(self._prepared, _StepDeadline(what, seconds, "run.startup_timeout_s"))
 
     def start(self, timeout_s: float | None = None) -> list[str]:
         """Load the model on every rank within `timeout_s`, by default `run.startup_timeout_s`.
@@ -244,9 +234,8 @@ class Learner:
                     {name: replace(share[name], micro_batches=(one,))}
                     for share, one in zip(shares, row, strict=True)
                 ]
-                scored += self._call_with_shares(
-                    "score", pieces, f"scoring conversations of {name}"
-                )
+                what = f"scoring conversations of {name}"
+                scored += self._call_with_shares("score", pieces, what)
         return merge(scored)
 
     def make_room(self) -> None:
@@ -263,15 +252,12 @@ class Learner:
         after the update, or raises the error of the engine or of a rank.
         """
         sent = {engine.index: Future[int]() for engine in engines}
-        count = len(self._ranks)
+        served: list[list[Receiver]] = [[] for _ in self._ranks]
+        for engine in engines:
+            served[engine.index % len(served)].append(Receiver(engine.index, engine.actor))
         with self._order:
-            refs = [
-                ray_timeouts.call(
-                    rank.send,
-                    [Receiver(e.index, e.actor) for e in engines if e.index % count == number],
-                )
-                for number, rank in enumerate(self._ranks)
-            ]
+            pairs = zip(self._ranks, served, strict=True)
+            refs = [ray_timeouts.call(rank.send, receivers) for rank, receivers in pairs]
 
         def settle(outcomes: Mapping[int, Outcome]) -> None:
             for index, outcome in outcomes.items():
@@ -321,7 +307,7 @@ class Learner:
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1
     ) -> list[Any]:
-        began, work = time.monotonic(), _micro_batch_count(shares[0])
+        began = time.monotonic()
         # One object per group of ranks: each rank fetches its own share only.
         shipped = [ray_timeouts.put(share) for share in shares]
         with self._order:
@@ -331,9 +317,9 @@ class Learner:
                 )
                 for index, rank in enumerate(self._ranks)
             ]
-        answers = self._wait(refs, self._deadlines.likely(what, work, times))
+        answers = self._wait(refs, self._deadlines.likely(what, times))
         if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
-            self._deadlines.took(what, work, time.monotonic() - began)
+            self._deadlines.took(what, time.monotonic() - began)
         return answers
 
     def _wait(
