@@ -23,8 +23,7 @@ from keel.rl.types import Group, Prompt, ScoredGroup
 GRACE_S = 60.0
 """Extra seconds that `BatchStream.take` waits beyond `Config.group_timeout_s` before it gives
 up."""
-POLL_S = 0.2
-"""Seconds between two calls of `should_abort` during a wait."""
+POLL_S = 0.2  # seconds between two calls of `should_abort` during a wait
 T = TypeVar("T")
 
 

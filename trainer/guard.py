@@ -43,8 +43,7 @@ class Saver:
 
     write: Save
     run: RunConfig
-    saved: int
-    """The step of the newest checkpoint, or the step at which the run started."""
+    saved: int  # the step of the newest checkpoint, or the step at which the run started
     tried_at: float = field(default_factory=lambda: time.monotonic())
     unwritten: int = 0
 
@@ -81,8 +80,7 @@ class RunGuard:
         should_abort: Callable[[], bool],
         handle_failure: Callable[[Exception], bool],
     ) -> None:
-        self.reached = start
-        """The last completed step."""
+        self.reached = start  # the last completed step
         self.saver = Saver(save, run, start)
         self._stream, self._journal = stream, journal
         self._should_abort, self._handle_failure = should_abort, handle_failure

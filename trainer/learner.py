@@ -40,8 +40,7 @@ from keel.trainer.worker import (
 )
 from keel.weights.sync import Outcome, Receiver, UpdatableEngine, sends_directly
 
-GRACE_S = 5.0
-"""Seconds to wait for reports from the other ranks after one rank has failed."""
+GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
 _LOST_S = 90.0
 """Seconds to wait for these reports if a lost rank may have caused the failure. Ray takes 65 s to
 declare an unresponsive node dead."""
@@ -60,8 +59,7 @@ class _StepDeadline:
     what: str
     seconds: float
     knob: str
-    left: Deadline | None = None
-    """The remaining time if several waits share one deadline."""
+    left: Deadline | None = None  # the remaining time if several waits share one deadline
 
 
 class _StepDeadlines:

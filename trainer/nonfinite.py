@@ -18,8 +18,7 @@ from keel.rl.types import ScoredGroup, Segment
 if TYPE_CHECKING:  # the driver imports this module without torch
     from torch import Tensor, nn
 
-SHOWN_FINDINGS = 3
-"""The maximum number of findings printed per step."""
+SHOWN_FINDINGS = 3  # the maximum number of findings printed per step
 _FINDINGS_PER_BATCH = 3
 """The maximum number of findings kept per micro-batch. Later ones are consequences of the first."""
 
@@ -30,8 +29,7 @@ class SkipCounter:
 
     def __init__(self, limit: int) -> None:
         self._limit, self._in_a_row = limit, 0
-        self.gave_up = ""
-        """The reason the run must end, or an empty string while it can continue."""
+        self.gave_up = ""  # the reason the run must end, or an empty string while it can continue
 
     def count(self, norm: float, version: int) -> bool:
         """Count the step that leads to `version`. Returns True if it was skipped because `norm` is
@@ -58,10 +56,8 @@ class Finding:
     """A token for which a number was not finite."""
 
     what: str
-    token: int
-    """Position of the token in its context."""
-    token_ids_T: NDArray[np.int32]
-    """All token ids of that context."""
+    token: int  # position of the token in its context
+    token_ids_T: NDArray[np.int32]  # all token ids of that context
     certain: bool = True
     """False if the number is finite and was reported only because it is larger than all others."""
 

@@ -90,11 +90,9 @@ _DetectHardware = Callable[[Config], Hardware]
 class PlannedModel:
     """A recipe's model, and the plan for running it on the available hardware."""
 
-    config: Config
-    """The config in which every `auto` value has been resolved."""
+    config: Config  # the config in which every `auto` value has been resolved
     tokenizer: Any
-    tokenizer_digest: str
-    """The value of `keel.model.load.digest_of_tokenizer`."""
+    tokenizer_digest: str  # the value of `keel.model.load.digest_of_tokenizer`
     facts: ModelFacts
     hardware: Hardware
     choice: Choice
@@ -120,12 +118,10 @@ class Task(PlannedModel):
     """An RL recipe that has been checked, with its prompts."""
 
     dataset: Dataset
-    chat: TemplateChat | None
-    """The model's chat format, or None if no source has an environment."""
+    chat: TemplateChat | None  # the model's chat format, or None if no source has an environment
     notes: Mapping[str, str]
     """Results of the checks of rewards, environments and the chat format, keyed by name."""
-    failed: Sequence[str]
-    """Warnings about reward functions that failed on a sample completion."""
+    failed: Sequence[str]  # warnings about reward functions that failed on a sample completion
 
     @property
     def judged(self) -> bool:
@@ -160,8 +156,7 @@ class SftTask(PlannedModel):
     """The complete recipe. `config` has only the part that affects supervised training."""
     prompts: Dataset | None
     """The prompts from `data.sources`. Their held-out sets are excluded from training."""
-    format: str
-    """The name of the chat format, or an empty string if there are no chats."""
+    format: str  # the name of the chat format, or an empty string if there are no chats
 
     @property
     def command(self) -> str:

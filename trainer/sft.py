@@ -51,8 +51,7 @@ class SftParts:
     journal: RunJournal
     heldout: Mapping[str, Sequence[SftExample]]
     save: Save
-    should_stop: Callable[[], bool]
-    """Return True to end the run after the current step."""
+    should_stop: Callable[[], bool]  # return True to end the run after the current step
     say: Callable[[str], None]
     should_abort: Callable[[], bool] = never
     """Return True to end the run at once, with nothing but a last checkpoint."""

@@ -42,19 +42,15 @@ from keel.trainer.run.manifest import Entry, seal
 _OPTIMIZER, INDEX = "optimizer", "index.json"
 T = TypeVar("T")
 _MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
-BLOCK = 2**24
-"""The number of elements copied through host memory at a time."""
+BLOCK = 2**24  # the number of elements copied through host memory at a time
 
 
 class _StatePiece(NamedTuple):
     parameter: str
-    start: int
-    """Index of the piece's first element in the flattened parameter."""
+    start: int  # index of the piece's first element in the flattened parameter
     count: int
-    tensor: int
-    """Index of the tensor on this rank that contains the piece."""
-    offset: int
-    """Index of the piece's first element in that tensor."""
+    tensor: int  # index of the tensor on this rank that contains the piece
+    offset: int  # index of the piece's first element in that tensor
 
 
 class ElementRun(NamedTuple):
@@ -73,10 +69,8 @@ Runs = Mapping[str, Sequence[ElementRun]]
 
 
 class _Share(NamedTuple):
-    pieces: list[list[_StatePiece]]
-    """The pieces in each of the rank's tensors."""
-    steps: dict[int, float]
-    """Adam's step count for each tensor that has one."""
+    pieces: list[list[_StatePiece]]  # the pieces in each of the rank's tensors
+    steps: dict[int, float]  # Adam's step count for each tensor that has one
     ends: dict[str, int]
     """The index at which each parameter's elements on the rank end, in the original model."""
 
@@ -271,8 +265,7 @@ class _Source(NamedTuple):
     rank: int
     tensor: int
     offset: int
-    into: int
-    """Index of the first element in the requested tensor."""
+    into: int  # index of the first element in the requested tensor
     count: int
 
 

@@ -179,13 +179,10 @@ class Part(NamedTuple):
     """A piece of one of this rank's parameters, stored in a tensor of master weights."""
 
     name: str
-    start: int
-    """Index of the piece's first element in the flattened parameter."""
+    start: int  # index of the piece's first element in the flattened parameter
     count: int
-    offset: int
-    """Index of the piece's first element in the tensor of master weights."""
-    weights: Tensor
-    """The [count] weights that the model computes with, in the model's dtype."""
+    offset: int  # index of the piece's first element in the tensor of master weights
+    weights: Tensor  # the [count] weights that the model computes with, in the model's dtype
 
 
 class Master(NamedTuple):
@@ -296,8 +293,7 @@ def forget_sums(engine: DeepSpeedEngine) -> None:
 
 # Expert parallelism (AutoEP)
 
-WEIGHTS = ("w1", "w2", "w3")
-"""AutoEP's names for the gate, down and up projections."""
+WEIGHTS = ("w1", "w2", "w3")  # AutoEP's names for the gate, down and up projections
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:

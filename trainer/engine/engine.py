@@ -103,8 +103,7 @@ class TrainerEngine:
         trainer = config.trainer
         self._model_path, self._config = model_path, config
         self._rank, self._world_size = rank, world_size
-        self.notes: list[str] = []
-        """Warnings about optimizations that are not available."""
+        self.notes: list[str] = []  # warnings about optimizations that are not available
         check_libraries()
         # While a rank sends weights and waits for an engine, the others wait for it.
         timeout_s = trainer.timeout_s + config.sending_timeout_s
@@ -180,10 +179,8 @@ class TrainerEngine:
         )
         # Groups made meanwhile would have PyTorch's default.
         limit_all_groups(timeout_s)
-        self.steps = 0
-        """The number of rollout batches trained on so far."""
-        self.version = 0
-        """The number of optimizer steps so far, including skipped ones."""
+        self.steps = 0  # the number of rollout batches trained on so far
+        self.version = 0  # the number of optimizer steps so far, including skipped ones
         self._updated = False
         self.tokens: dict[int, TokenNumbers] = {}
         """Per-token numbers from the last step, keyed by segment, for the segments that will be

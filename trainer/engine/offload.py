@@ -30,13 +30,11 @@ from keel.trainer.engine.deepspeed_internals import (
 from keel.trainer.placement.memory import STEP_PARTS, trainer_memory, update_copy_bytes
 
 MIB, GIB = 2**20, 2**30
-_MIN_BYTES = 2**12
-"""Storages with fewer bytes than this stay on the device."""
+_MIN_BYTES = 2**12  # storages with fewer bytes than this stay on the device
 BLOCK = 2**28
 """Size of a block of host memory in bytes. Large tensors are split into blocks, because PyTorch
 rounds pinned memory up to a power of two."""
-SPARE = 2 * GIB
-"""Bytes of device memory that are kept free in addition to the known need."""
+SPARE = 2 * GIB  # bytes of device memory that are kept free in addition to the known need
 _TRIES = 3
 """How many times to try to free enough memory. One try may not be enough, because fragmented memory
 stays reserved."""

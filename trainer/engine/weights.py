@@ -29,8 +29,7 @@ from keel.weights.pack import BucketPacker
 
 _LOG = logging.getLogger(__name__)
 
-Load = Callable[[], PreTrainedModel]
-"""A function that reads the model into host memory."""
+Load = Callable[[], PreTrainedModel]  # a function that reads the model into host memory
 
 
 class _OutlinePickler(pickle.Pickler):

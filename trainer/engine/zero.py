@@ -37,8 +37,7 @@ SCALE_POWER = 16
 """The initial loss scale in float16 is 2 to this power. It is halved after each overflow."""
 _SCALE_WINDOW = 100
 """In float16, the loss scale doubles after this many optimizer steps without overflow."""
-_NEVER = 2**31
-"""A number of optimizer steps that is never reached."""
+_NEVER = 2**31  # a number of optimizer steps that is never reached
 
 
 def check_libraries() -> None:

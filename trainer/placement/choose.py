@@ -35,8 +35,7 @@ class Choice:
 
     config: Config
     plan: Plan
-    values: Values = field(default_factory=dict[str, Any])
-    """The chosen values, keyed by knob."""
+    values: Values = field(default_factory=dict[str, Any])  # the chosen values, keyed by knob
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     """The reason for each value, keyed by knob."""
 

@@ -57,10 +57,8 @@ _MAX_REDUCTIONS = 3  # if more are needed, the memory model is wrong by more tha
 class ElasticLayouts:
     """Decides which config to use each time a run starts or restarts."""
 
-    lowering: OomRecovery
-    """Holds the config in use. `next` replaces it."""
-    whole: Config
-    """The full config, with all ranks and engines."""
+    lowering: OomRecovery  # holds the config in use. `next` replaces it.
+    whole: Config  # the full config, with all ranks and engines
     facts: ModelFacts
     hardware: Hardware
     chosen: Values = field(default_factory=dict[str, Any])

@@ -32,19 +32,15 @@ class GpuSpec:
     are for one direction."""
 
     name: str = "NVIDIA H200"
-    flops: float = 989e12
-    """Peak dense bfloat16 throughput in FLOP/s."""
+    flops: float = 989e12  # Peak dense bfloat16 throughput in FLOP/s
     memory_bytes: float = 4.8e12
-    link_bytes: float = 450e9
-    """Bandwidth between GPUs in the same node."""
-    network_bytes: float = 50e9
-    """Network bandwidth per GPU (400 Gb/s)."""
+    link_bytes: float = 450e9  # bandwidth between GPUs in the same node
+    network_bytes: float = 50e9  # network bandwidth per GPU (400 Gb/s)
     host_bytes: float = 44e9
     """Bandwidth to and from pinned host memory, measured on PCIe 5. PCIe 4 is assumed to be half as
     fast."""
     node_gpus: int = 8
-    flash4: bool = True
-    """True if FlashAttention-4 supports the GPU (Hopper and Blackwell)."""
+    flash4: bool = True  # True if FlashAttention-4 supports the GPU (Hopper and Blackwell)
 
     def between(self, gpus: int) -> float:
         """Return the bandwidth between this many GPUs, which may be on several nodes."""
@@ -112,10 +108,8 @@ class _Kind:
     name: str
     count: int
     gpus: int
-    knobs: str
-    """The knobs that the user can lower if the actors do not fit."""
-    guest: str = ""
-    """The kind of actor that shares GPUs with this kind, if any."""
+    knobs: str  # the knobs that the user can lower if the actors do not fit
+    guest: str = ""  # the kind of actor that shares GPUs with this kind, if any
 
     @property
     def cpus(self) -> int:
@@ -142,16 +136,14 @@ class Node:
     """A machine in the cluster."""
 
     name: str
-    id: str = ""
-    """Ray's node id, or an empty string before the cluster exists."""
+    id: str = ""  # Ray's node id, or an empty string before the cluster exists
     gpus: int
     cpus: int
     free_gpus: int
     free_cpus: float
     in_use: bool = False
     """True if other programs use some of the node's GPUs. Only Ray knows which ones."""
-    memory_gib: float = 0.0
-    """Host memory in GiB, or 0 if unknown."""
+    memory_gib: float = 0.0  # host memory in GiB, or 0 if unknown
 
     def room(self, kind: _Kind) -> int:
         return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
@@ -170,20 +162,14 @@ class Hardware:
     """The hardware that a run is planned for, either detected or described in the recipe."""
 
     gpu: bool
-    nodes: tuple[Node, ...] = ()
-    """The nodes that have GPUs, in their current state."""
-    gpu_gib: float = 0.0
-    """Memory per GPU in GiB, or 0 if unknown."""
-    gpu_name: str = ""
-    """GPU name reported by the driver, or an empty string if unknown."""
-    taken_gib: float = 0.0
-    """Memory that other processes use on the busiest GPU, in GiB."""
-    found: bool = True
-    """True if the hardware was detected on this machine or on the cluster."""
+    nodes: tuple[Node, ...] = ()  # the nodes that have GPUs, in their current state
+    gpu_gib: float = 0.0  # memory per GPU in GiB, or 0 if unknown
+    gpu_name: str = ""  # GPU name reported by the driver, or an empty string if unknown
+    taken_gib: float = 0.0  # memory that other processes use on the busiest GPU, in GiB
+    found: bool = True  # True if the hardware was detected on this machine or on the cluster
     assumed: bool = False
     """True if the number of GPUs is unknown. `nodes` then has just enough for the recipe."""
-    note: str = ""
-    """The source of this information."""
+    note: str = ""  # the source of this information
     missing: str = ""
     """The reason the recipe does not fit yet, if some of `nodes` have not joined the cluster."""
 

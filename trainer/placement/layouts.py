@@ -43,8 +43,7 @@ from keel.trainer.placement.memory import (
 from keel.trainer.placement.plan import Plan, plan_on, plan_placed
 from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
 
-Values = Mapping[str, Any]
-"""Knob values, keyed by knob name."""
+Values = Mapping[str, Any]  # knob values, keyed by knob name
 _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
 TIE = 1.02
 _KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need (rollout/engine/kv_cache.py)
@@ -101,8 +100,7 @@ class Layout:
     config: Config
     plan: Plan
     shared: bool
-    cost: float
-    """Seconds per step, including the compile time spread over all steps."""
+    cost: float  # seconds per step, including the compile time spread over all steps
 
     @property
     def rank(self) -> tuple[int, float, float]:
@@ -119,11 +117,9 @@ class Layout:
 
 
 class _Strictness(NamedTuple):
-    spare: float = 1.0
-    """Safety factor for a rank's memory."""
+    spare: float = 1.0  # safety factor for a rank's memory
     max_share: float = _MAX_SHARE
-    offload: bool = False
-    """If True, the optimizer may be kept in host memory."""
+    offload: bool = False  # if True, the optimizer may be kept in host memory
     fewer: bool = True
     """If True, an engine may sample less than a quarter of a step's sequences at once."""
 
@@ -141,8 +137,7 @@ class LayoutSearch:
     ) -> None:
         self.config, self.open_knobs, self.hardware = config, open_knobs, hardware
         self.strictness = _STRICTNESSES[0]
-        self.candidates: list[Layout] = []
-        """The layouts that the last call of `best` considered."""
+        self.candidates: list[Layout] = []  # the layouts that the last call of `best` considered
         self.gpus = sum(node.gpus for node in hardware.nodes) - config.rewards.judge.gpus
         """Total number of GPUs for engines and ranks."""
         self._facts, self._samples = facts, bool(config.data.sources)

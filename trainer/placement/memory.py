@@ -410,14 +410,11 @@ def _mlp_width(facts: ModelFacts) -> float:
 class OffloadPlan:
     """How many bytes a rank moves to host memory while it time-shares its GPU with an engine."""
 
-    sampling: float = 0.0
-    """Bytes in host memory while the engine samples."""
+    sampling: float = 0.0  # bytes in host memory while the engine samples
     training: float = 0.0
     """Bytes of optimizer state moved to host memory to make room for activations."""
-    host: float = 0.0
-    """Peak number of bytes in host memory."""
-    moved: float = 0.0
-    """Bytes transferred per step in both directions together."""
+    host: float = 0.0  # Peak number of bytes in host memory
+    moved: float = 0.0  # bytes transferred per step in both directions together
 
 
 def offloads(config: Config, *, shared: bool) -> bool:

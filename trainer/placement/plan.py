@@ -38,13 +38,11 @@ class Plan:
     engine: Memory
     trainer: Memory
     """All parts of a rank's memory, including parts that are never in use at the same time."""
-    peak: float
-    """Maximum number of bytes that a rank holds on its GPU at any time."""
+    peak: float  # maximum number of bytes that a rank holds on its GPU at any time
     cached: int | None
     """Number of full-length trajectories that fit in an engine's KV cache, or None if unknown."""
     offload: OffloadPlan
-    time: StepTime | None
-    """Estimated time per step, or None if it is unknown."""
+    time: StepTime | None  # estimated time per step, or None if it is unknown
 
 
 _HINT = (

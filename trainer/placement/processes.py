@@ -111,8 +111,7 @@ RAYLET = "Ray's node process (raylet)"
 RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
 """Descriptions of the Ray processes that a run depends on, keyed by Ray's names for them."""
 POLL_S = 1.0
-WARN_S = 20.0
-"""A warning is printed after this many seconds without progress."""
+WARN_S = 20.0  # a warning is printed after this many seconds without progress
 _IDLE_S = 60.0
 """Minimum idle time before a process that was not stopped is killed. On a busy machine, a healthy
 process may get no CPU time for a while."""
@@ -125,10 +124,8 @@ declares its node lost."""
 class NodeHealth:
     """The result of polling a node once."""
 
-    actors: Mapping[str, int]
-    """The process id of each of the run's actors, keyed by actor name."""
-    messages: tuple[str, ...] = ()
-    """New warnings, and messages about processes that were killed."""
+    actors: Mapping[str, int]  # the process id of each of the run's actors, keyed by actor name
+    messages: tuple[str, ...] = ()  # new warnings, and messages about processes that were killed
     ray_failure: str = ""
     """The reason Ray cannot be used, for example that one of its processes has exited or hangs. It
     is empty if Ray can be used."""
@@ -139,8 +136,7 @@ class NodeHealth:
 @dataclass(slots=True)
 class _ProcessHealth:
     process: psutil.Process
-    actor: str = ""
-    """Name of the actor that runs in the process, if any."""
+    actor: str = ""  # name of the actor that runs in the process, if any
     stopped_s: float = 0.0
     idle_s: float = 0.0
     warned: bool = False

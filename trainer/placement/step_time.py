@@ -118,22 +118,16 @@ class StepTime:
     decode: float
     prefill: float
     compute: float
-    traffic: float
-    """Time for communication between trainer ranks."""
-    weights: float
-    """Time for the weight update, during which engines are paused."""
-    driver: float
-    """Time for dispatch, rule-based scoring, packing and metrics."""
+    traffic: float  # time for communication between trainer ranks
+    weights: float  # time for the weight update, during which engines are paused
+    driver: float  # time for dispatch, rule-based scoring, packing and metrics
     turns: float
     """Time to put engines to sleep, wake them up and offload tensors, if GPUs are time-shared."""
     machine: str
-    sequences: int
-    """Number of completions that an engine samples at once."""
+    sequences: int  # number of completions that an engine samples at once
     decode_step: float
-    host_bound: bool
-    """True if decoding is limited by the engine's host."""
-    launch: float
-    """Time that the trainer's host needs to launch the kernels counted in `compute`."""
+    host_bound: bool  # True if decoding is limited by the engine's host
+    launch: float  # time that the trainer's host needs to launch the kernels counted in `compute`
     idle_trainer: bool
     """True if micro-batches are so small that the trainer's GPU waits for the host."""
     cpu: bool = False
@@ -371,8 +365,7 @@ def seconds(value: float) -> str:
 
 # On a CPU
 
-_MEMORY_BYTES = 10e9
-"""Nominal memory bandwidth shared by two or more cores, in bytes per second."""
+_MEMORY_BYTES = 10e9  # nominal memory bandwidth shared by two or more cores, in bytes per second
 _GEMM_SHARE = 0.8
 _RATES = Rates(
     gemm_share=_GEMM_SHARE,

@@ -28,23 +28,18 @@ from keel.trainer.placement.processes import POLL_S, RAY_PROCESSES, RAYLET, Hang
 from keel.trainer.placement.ray_internals import exit_now, own_processes
 from keel.trainer.run.restarts import WorkerLost
 
-_ANSWER_S = 5.0
-"""Timeout for polling all nodes once."""
-_SILENT_S = 15.0
-"""A warning is printed if a node has not answered for this many seconds."""
+_ANSWER_S = 5.0  # timeout for polling all nodes once
+_SILENT_S = 15.0  # a warning is printed if a node has not answered for this many seconds
 _PARTITION_S = 90.0
 """A node that cannot reach the GCS for this many seconds kills the run's processes. After 65 s, Ray
 declares the node lost and restarts its actors elsewhere."""
-CONNECT_S = 5.0
-"""Interval between attempts to reach the GCS, and the timeout of each attempt."""
+CONNECT_S = 5.0  # interval between attempts to reach the GCS, and the timeout of each attempt
 _GCS = "Ray's control service (GCS), on the cluster's first node,"
 _GCS_WARN_S, _GCS_HANG_S = 15.0, 40.0
 """Seconds without an answer from the GCS after which a warning is printed and the run ends. After
 60 s, Ray would end this process without a message."""
-_GCS_ANSWER_S = 1.0
-"""How long each poll waits for the GCS."""
-_LIST_NODES_S = 5.0
-"""Interval at which the list of cluster nodes is updated."""
+_GCS_ANSWER_S = 1.0  # how long each poll waits for the GCS
+_LIST_NODES_S = 5.0  # interval at which the list of cluster nodes is updated
 _ACTOR = "node monitor"
 
 
@@ -55,8 +50,7 @@ class Watchdog:
         self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
         """Start the thread. It polls at once if one of these local `processes` exits."""
-        self.say = say
-        """Called from the watchdog's thread with each warning."""
+        self.say = say  # called from the watchdog's thread with each warning
         self.nodes: Set[str] = frozenset()
         """Ids of the nodes on which the run has reserved GPUs. The run cannot continue without
         them."""

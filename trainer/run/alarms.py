@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from keel.configs.schema import AlarmsConfig
 from keel.rl.types import ScoredGroup
 
-_REASONS = 3
-"""Maximum number of reasons for missing completions that one warning lists."""
+_REASONS = 3  # maximum number of reasons for missing completions that one warning lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +95,8 @@ class Alarms:
 
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
-        self.ends = ""
-        """The reason the run should end, or an empty string."""
-        self._last_line: dict[str, int] = {}
-        """The step at which each alarm last printed a warning."""
+        self.ends = ""  # the reason the run should end, or an empty string
+        self._last_line: dict[str, int] = {}  # the step at which each alarm last printed a warning
 
     def check(
         self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]

@@ -27,8 +27,7 @@ from keel.trainer.run.manifest import MANIFEST, Entry, find_damage, sync_folder,
 from keel.trainer.run.restarts import CollectiveTimeout
 
 STATE = "state.json"
-PROGRESS = "trainer.json"
-"""Name of the file that contains the trainer's progress."""
+PROGRESS = "trainer.json"  # name of the file that contains the trainer's progress
 _FINISHED = re.compile(r"step_(\d{6,})")
 
 
@@ -36,8 +35,7 @@ class SaveError(RuntimeError):
     """Raised if a checkpoint could not be written. The run itself is unaffected and can
     continue."""
 
-    final = False
-    """True if this was the checkpoint of the last step."""
+    final = False  # True if this was the checkpoint of the last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +43,12 @@ class State:
     """The state that a resumed run needs in addition to the trainer's own files."""
 
     step: int
-    version: int
-    """Version number of the weights."""
+    version: int  # version number of the weights
     cursor: Mapping[str, Any] = field(default_factory=dict)
     """Position in the data stream, as JSON values."""
-    config: str
-    """Digest of the run's config (`config_digest`)."""
-    model: str = ""
-    """Fingerprint of the run's initial model (`keel.trainer.run.manifest.base_of`)."""
-    tokenizer: str = ""
-    """Digest of the tokenizer (`keel.model.load.digest_of_tokenizer`)."""
+    config: str  # digest of the run's config (`config_digest`)
+    model: str = ""  # fingerprint of the run's initial model (`keel.trainer.run.manifest.base_of`)
+    tokenizer: str = ""  # digest of the tokenizer (`keel.model.load.digest_of_tokenizer`)
 
 
 def save(

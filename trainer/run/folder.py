@@ -50,10 +50,8 @@ class RunFolder:
     def __init__(self, config: Config, tokenizer: str = "") -> None:
         """`tokenizer` is the digest of the model's tokenizer, or an empty string if unknown."""
         self.path = Path(config.run.dir).expanduser()
-        self.model = self.path / "model"
-        """Folder for the exported model."""
-        self.rewards = self.path / "rewards"
-        """Folder for the output of reward functions."""
+        self.model = self.path / "model"  # folder for the exported model
+        self.rewards = self.path / "rewards"  # folder for the output of reward functions
         self.set_aside: Path | None = None
         """Folder to which the files of an earlier run were moved, because it had no checkpoint."""
         self.base, self.tokenizer = base_of(config), tokenizer

@@ -69,8 +69,7 @@ class Journal:
         self._save_all, self._tokenizer = save_all, tokenizer
         self._per_step, self._tokens = trajectories, tokens
         self._folder, self._metrics = folder, folder / "metrics.jsonl"
-        self.step = resumed_at
-        """The last recorded step."""
+        self.step = resumed_at  # the last recorded step
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
         _truncate(self._metrics, resumed_at)
@@ -270,12 +269,9 @@ HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 class CostRates:
     """The GPUs that a run occupies and the FLOPs per token, from which its costs are computed."""
 
-    gpus: int
-    """Number of GPUs that the run occupies, including a judge's."""
-    train_flops: float
-    """FLOPs for each token in training."""
-    rollout_flops: float
-    """FLOPs for each token in an engine."""
+    gpus: int  # number of GPUs that the run occupies, including a judge's
+    train_flops: float  # FLOPs for each token in training
+    rollout_flops: float  # FLOPs for each token in an engine
 
     def metrics(self, numbers: Mapping[str, float], seconds: float) -> dict[str, float]:
         costs = {GPU_HOURS: self.gpus * seconds / 3600}

@@ -22,8 +22,7 @@ from keel.configs.sections.model import TINY_MODEL
 MANIFEST = "keel_manifest.json"
 _PIECE = 64 * 2**20
 _BLOCK = 2**20
-_SAMPLES = 64
-"""The number of positions at which a fingerprint samples each file."""
+_SAMPLES = 64  # the number of positions at which a fingerprint samples each file
 
 
 class Entry(NamedTuple):

@@ -16,8 +16,7 @@ from typing import Any
 from keel.trainer.run.signals import outliving
 
 _FIRST_LINE_S, _LINE_EVERY_S, _POLL_S = 1.0, 30.0, 0.2
-_MIN_COUNTED_S = 2.0
-"""The remaining time is estimated only after this many seconds."""
+_MIN_COUNTED_S = 2.0  # the remaining time is estimated only after this many seconds
 
 
 class Wait:

@@ -24,8 +24,7 @@ from types import FrameType
 from typing import Any, Self, TextIO, cast
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-PREEMPTED = 143
-"""Exit status after a preemption signal: 128 + SIGTERM."""
+PREEMPTED = 143  # exit status after a preemption signal: 128 + SIGTERM
 FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
 NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
 _PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
@@ -40,16 +39,12 @@ class Preempted(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class _State:
-    preempted: signal.Signals | None = None
-    """The first preemption signal that was received."""
-    overdue: str = ""
-    """Text to append to the signal's name if `run.grace_s` was exceeded."""
-    interrupted: bool = False
-    """True once Ctrl-C has been pressed."""
+    preempted: signal.Signals | None = None  # the first preemption signal that was received
+    overdue: str = ""  # text to append to the signal's name if `run.grace_s` was exceeded
+    interrupted: bool = False  # True once Ctrl-C has been pressed
     open: Interrupt | None = None
     """The active `Interrupt`, if any. It handles signals so that they do not end the command."""
-    deferred: list[int] | None = None
-    """The signals received during `signals_deferred`."""
+    deferred: list[int] | None = None  # the signals received during `signals_deferred`
     terminals: list[TextIO] = field(default_factory=list)
     previous: dict[int, Any] = field(default_factory=dict)
     """The handler that each signal had before `watching`."""

@@ -33,13 +33,10 @@ if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
 
 RunEnd = Literal["finished", "stopped", "failed"]
 """The end of a run. A run that was `stopped` can be resumed with the same command."""
-_PROJECT = "keel"
-"""Default project name. Environment variables can override it."""
-_EVENT = "tracker"
-"""The kind of the events that this module writes. They are not sent to trackers."""
+_PROJECT = "keel"  # default project name. Environment variables can override it.
+_EVENT = "tracker"  # the kind of the events that this module writes. They are not sent to trackers.
 _RETRY_S, _HANG_S = 30.0, 120.0
-_ABANDONED = "keel-abandoned-"
-"""Prefix for the names of abandoned threads."""
+_ABANDONED = "keel-abandoned-"  # prefix for the names of abandoned threads
 _CLOSE_S, _HURRY_S = 60.0, 5.0
 """The maximum wait at the end of a run, normally and after a preemption."""
 _WANDB_TIMEOUT_S, _WANDB_PROCESS = 60.0, "wandb-core"
@@ -52,8 +49,7 @@ class _Tracker(Protocol):
     """Sends the metrics and events of a run to an experiment tracker. All methods except `abandon`
     are called from one thread and may block. If a call raises an exception, it is repeated."""
 
-    remedy: str
-    """Advice for the user after a failure."""
+    remedy: str  # advice for the user after a failure
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         """Start a run, or resume the run with this `id` if it is not empty. Returns the id, and the

@@ -43,22 +43,18 @@ from keel.rl.types import (
 
 TOKENS = ".tokens.jsonl.gz"
 """File suffix. It differs from `.jsonl` so that `keel sft` does not train on these files."""
-_MAX_LOG_RATIO = 20.0
-"""Log-ratios are clipped to this limit, as in the loss."""
+_MAX_LOG_RATIO = 20.0  # log-ratios are clipped to this limit, as in the loss
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 _MAX_TOKENS_PER_CHARACTER = 4
 """Maximum number of tokens per character. UTF-8 uses at most four bytes."""
 _REFERENCE_CHARACTERS = 2_000
-Place = tuple[ScoredGroup, int]
-"""A trajectory, identified by its group and its index in the group."""
+Place = tuple[ScoredGroup, int]  # a trajectory, identified by its group and its index in the group
 
 
 @dataclass(frozen=True, slots=True)
 class _SelectedTrajectories:
-    text: Sequence[Place]
-    """The trajectories to save as readable text."""
-    tokens: Sequence[Place]
-    """The trajectories to save with per-token numbers."""
+    text: Sequence[Place]  # the trajectories to save as readable text
+    tokens: Sequence[Place]  # the trajectories to save with per-token numbers
 
     @property
     def segments(self) -> list[Segment]:
@@ -239,8 +235,7 @@ def _group_record(
     }
 
 
-BATCHES = "nonfinite"
-"""Folder for the batches of steps without a finite gradient."""
+BATCHES = "nonfinite"  # folder for the batches of steps without a finite gradient
 _MAX_FILES = 8
 _TYPES = {
     kind.__name__: kind

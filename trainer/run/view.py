@@ -49,8 +49,7 @@ _LINE = (
 characters."""
 _TIMES = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 _BARS = "▁▂▃▄▅▆▇█"
-_ECHO = 4
-"""The number of columns that two echoed `^C` take up."""
+_ECHO = 4  # the number of columns that two echoed `^C` take up
 
 
 class View(Protocol):
