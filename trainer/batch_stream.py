@@ -6,8 +6,6 @@ groups. With `algorithm.max_lag: 0`, the engines then wait until the trainer has
 sent them the new weights. Otherwise they keep sampling while the trainer works.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

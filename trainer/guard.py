@@ -1,7 +1,5 @@
 """Saves checkpoints during a run, and also when the run is aborted or fails."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Runs the trainer's ranks as Ray actors, and decides which error to raise when a rank fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ The loop depends only on protocols. It can therefore run on Ray, vLLM and DeepSp
 `algorithm.max_lag` batches ahead. `RunGuard` handles aborts, errors and checkpoints.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future

@@ -3,8 +3,6 @@
 This module and `keel.trainer.launch` are the only ones that combine data, rewards and rollouts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -12,8 +12,6 @@ each `_StatePiece` refers to a flattened parameter of the original model. Loadin
 not execute code from it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

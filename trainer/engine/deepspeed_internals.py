@@ -1,8 +1,6 @@
 """All code in the trainer that goes beyond DeepSpeed's documented API. The attributes used here may
 change with any release, so `check_deepspeed` requires one exact version."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -12,8 +12,6 @@ the gradient only through its own tokens. These gradients therefore add up as we
 does not need to know about the groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -3,8 +3,6 @@
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # (Triton types neither launch options nor arithmetic inside kernels.)
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

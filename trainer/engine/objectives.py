@@ -1,7 +1,5 @@
 """Computes the loss and the metrics of a micro-batch for each training objective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

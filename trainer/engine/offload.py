@@ -5,8 +5,6 @@ buffers stay valid. DeepSpeed's own `offload_states` (0.19.8) supports only ZeRO
 support a reference policy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal

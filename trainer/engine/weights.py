@@ -1,7 +1,5 @@
 """Loads weights into the ranks, and yields the full weights under their checkpoint names."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

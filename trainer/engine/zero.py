@@ -1,7 +1,5 @@
 """Sets up a rank's process group and DeepSpeed engine, and applies optimizer updates."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

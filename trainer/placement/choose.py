@@ -1,8 +1,6 @@
 """Chooses values for the knobs that a recipe leaves unset (`keel.configs.auto`). Each choice comes
 with a reason, and is saved so that a resumed run keeps it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

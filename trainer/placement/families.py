@@ -3,8 +3,6 @@
 Each check raises ConfigError if it fails.
 """
 
-from __future__ import annotations
-
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.model.load import ModelFacts

@@ -7,8 +7,6 @@ the error of the memory model is chosen only if nothing else fits. The optimizer
 memory only as a last resort.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping

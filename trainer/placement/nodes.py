@@ -3,8 +3,6 @@
 The cluster is the one at RAY_ADDRESS, or one that Keel starts on this machine.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -1,7 +1,5 @@
 """Estimates the memory and time of a run before it starts, and checks that it fits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """All code in Keel's driver that uses private parts of Ray 2.60. No other file in trainer/ or
 model/ uses a private module or attribute of Ray."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -5,8 +5,6 @@ agent SESSION_DIR NODE_ID   replaces the dashboard agent: reports that it has no
 bound COMMAND ARG…          runs a command that the kernel kills when its parent dies
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ The model assumes that host and device work overlap in an engine, and that nothi
 docs/scaling.md lists the measurements and the errors.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, replace

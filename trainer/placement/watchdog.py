@@ -5,8 +5,6 @@ If the cluster was started here, the thread itself polls the processes. If the r
 an actor on each node polls them.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

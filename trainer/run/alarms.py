@@ -1,7 +1,5 @@
 """Warns about metrics that indicate a problem with training."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@
 With ranks on several machines, the run folder must be on a file system that all of them share.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -14,8 +14,6 @@ model/          the trained model, once the run has ended; model_60/ is from an 
 before_1/ …     files of earlier runs that ended without a checkpoint
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

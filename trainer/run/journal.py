@@ -7,8 +7,6 @@ therefore costs 6·N·D, as in the usual budgets for pre-training. Attention sco
 recomputation and start-up are not counted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -5,8 +5,6 @@ folder with a manifest is complete. Several threads compute the digests, in chun
 Fingerprints identify models quickly.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Plain lines are printed after one second, every 30 seconds, and at the end. This
 without rich, because `make install` runs it in an empty environment.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

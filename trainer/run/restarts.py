@@ -1,7 +1,5 @@
 """Defines the errors that end a training attempt, and limits automatic restarts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 """Runs training from start to end. This includes opening the run folder, training with restarts,
 exporting the model and printing a summary."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -12,8 +12,6 @@ Batches of steps without a finite gradient are saved for `keel replay` in
 `nonfinite/step_000007.npz`. These files contain no pickles, so opening one runs no code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Terminal output of a run: a live panel, or plain lines if there is no terminal."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping
