@@ -237,19 +237,8 @@ def detect_hardware(config: Config) -> Hardware:
     detected = run.device == "auto" and (bool(visible_gpus()) or run.describes_gpus)
     if not (detected or run.device == "gpu"):
         return Hardware(gpu=False)
-    whole, address, gpus = gpu_gib(), os.environ.get("RAY_ADDRESS"), visible_gpus()
-    nodes: list[Node] = []
-    if address:
-        start_ray()
-        try:
-            nodes = cluster_nodes()
-        finally:
-            stop_ray()
-    elif gpus:
-        cores, memory, host = available_cores(), memory_gib(), socket.gethostname()
-        here = Node(name=host, gpus=gpus, cpus=cores, free_gpus=gpus, free_cpus=cores)
-        nodes = [replace(here, memory_gib=memory)]
-    nodes = allowed(nodes, run)
+    whole, address = gpu_gib(), os.environ.get("RAY_ADDRESS")
+    nodes = allowed(_detect_nodes(), run)
     size = min(run.gpu_gib or whole, whole or run.gpu_gib)
     if address and len(nodes) > 1:  # other nodes may have other GPUs
         size = run.gpu_gib or whole
@@ -262,6 +251,18 @@ def detect_hardware(config: Config) -> Hardware:
         taken_gib=max(0.0, taken - max(0.0, whole - size)),  # others may use the rest
         note=f"the cluster at {address}" if address else "this machine",
     )
+
+
+def _detect_nodes() -> list[Node]:
+    if os.environ.get("RAY_ADDRESS"):
+        start_ray()
+        try:
+            return cluster_nodes()
+        finally:
+            stop_ray()
+    gpus, cores, host = visible_gpus(), available_cores(), socket.gethostname()
+    node = Node(name=host, gpus=gpus, cpus=cores, free_gpus=gpus, free_cpus=cores)
+    return [replace(node, memory_gib=memory_gib())] if gpus else []
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:

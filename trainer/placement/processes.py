@@ -66,7 +66,7 @@ def _children(pid: int) -> Iterator[int]:
     with suppress(*_EXITED):
         for task in _tasks(pid).iterdir():
             with suppress(OSError):
-                yield from map(int, (task / "_children").read_text().split())
+                yield from map(int, (task / "children").read_text().split())
 
 
 def descendants(pid: int) -> list[int]:

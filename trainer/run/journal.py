@@ -72,7 +72,8 @@ class Journal:
         self._trajectories.mkdir(parents=True, exist_ok=True)
         _truncate(self._metrics, resumed_at)
         for path in (*self._trajectories.glob("step_*"), *(folder / BATCHES).glob("step_*")):
-            if int(path.name.partition(".")[0].removeprefix("step_")) > resumed_at:
+            step = path.name.partition(".")[0].removeprefix("step_")
+            if step.isdecimal() and int(step) > resumed_at:
                 path.unlink()
         if resumed_at:
             self.note("resume", f"resumed after step {resumed_at}")
