@@ -15,11 +15,11 @@ from typing import Any
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
     ChildProcess,
+    Deadlines,
     EnvSandbox,
     launch,
     with_deadline,
 )
-from keel.agents.env_process.program import Deadlines
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec

@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.fork_server import fork_server_for
-from keel.agents.env_process.program import Program
+from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.env_process.process import Program
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import (
     EnvironmentLost,

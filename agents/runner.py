@@ -15,11 +15,9 @@ from functools import partial
 from typing import get_args
 
 from keel.agents.budget import Budget
-from keel.agents.context import ContextManager
-from keel.agents.endpoint.driven import DrivenEpisode
-from keel.agents.endpoint.program import AgentProgram
+from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
 from keel.agents.endpoint.server import Endpoint
-from keel.agents.episode import Episode
+from keel.agents.episode import ContextManager, Episode
 from keel.agents.types import Environment
 from keel.rl.seeds import seed_of
 from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of

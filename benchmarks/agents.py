@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.common import arguments, run_facts
 from keel.agents.budget import Budget
-from keel.agents.context import ContextManager
+from keel.agents.episode import ContextManager
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Opening, ToolResult, Transcript
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig

@@ -1,5 +1,5 @@
-"""Calls models that write, solve and check tasks. They run behind an OpenAI-compatible endpoint,
-within a budget."""
+"""Calls models that write, solve and check tasks, turn by turn with tools. They run behind an
+OpenAI-compatible endpoint, within a budget."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import openai
 from openai import AsyncOpenAI, Timeout
 
+from keel.agents.schemas import arguments_of
+from keel.agents.types import ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.client import bounded_http
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
@@ -290,3 +292,79 @@ def _as_json(call: ToolCall | Malformed) -> dict[str, Any]:
         name, arguments = call.name, json.dumps(dict(call.arguments), ensure_ascii=False)
     function = {"name": name, "arguments": arguments}
     return {"id": call.call_id, "type": "function", "function": function}
+
+
+_Call = Callable[[ToolCall], Awaitable[ToolResult]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLoopResult:
+    """The conversation of a tool loop, with the reason the loop ended."""
+
+    messages: tuple[Message, ...]
+    """All messages, including the initial ones."""
+    ended: Literal["stop", "done", "turns", "length"]
+    """Why the loop ended. stop: the model made no more calls. done: a tool ended the loop. turns:
+    the turn limit was reached. length: a reply was truncated."""
+
+    @property
+    def answer(self) -> str:
+        """Return the text of the last assistant message."""
+        last = self.messages[-1]
+        return str(last.get("content") or "") if last["role"] == "assistant" else ""
+
+
+async def work(
+    author: Author,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[ToolSpec],
+    call: _Call,
+    most_turns: int,
+    purpose: str,
+) -> ToolLoopResult:
+    """Run a model in a tool loop until it stops calling tools or another limit ends the loop.
+    `call` runs each call whose arguments match the tool's schema, with its own timeout. Any other
+    call is answered with an error. Errors raised by `author` and `call` are passed on."""
+    history, schemas = list(messages), arguments_of(tools)
+    for _ in range(most_turns):
+        reply = await author.ask(history, purpose=purpose, tools=tools)
+        history.append(reply.message())
+        if reply.cut:
+            return ToolLoopResult(messages=tuple(history), ended="length")
+        if not reply.calls:
+            return ToolLoopResult(messages=tuple(history), ended="stop")
+        for one in reply.calls:
+            if isinstance(one, Malformed):
+                result = ToolResult(text=f"malformed call: {one.why}", failed=True)
+            elif complaint := schemas.complaint(one):
+                result = ToolResult(text=complaint, failed=True)
+            else:
+                result = await call(one)
+            if result.failed:
+                result = ToolResult(text=f"error: {result.text}")
+            history.append({"role": "tool", "tool_call_id": one.call_id, "content": result.text})
+            if result.done:
+                return ToolLoopResult(messages=tuple(history), ended="done")
+    return ToolLoopResult(messages=tuple(history), ended="turns")
+
+
+async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Wait for all coroutines and return their results. If one raises, the others are cancelled to
+    save tokens."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def tool_spec_of(value: Mapping[str, Any]) -> ToolSpec:
+    """Return the tool spec for an environment's tool."""
+    return ToolSpec(
+        name=value["name"], description=value["description"], parameters=value["parameters"]
+    )

@@ -13,15 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.budget import Budget
-from keel.agents.context import ContextManager
-from keel.agents.endpoint.driven import try_program
-from keel.agents.endpoint.program import AgentProgram, command_of
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.fork_server import ForkServer, fork_server_for
-from keel.agents.env_process.process import EnvSandbox
-from keel.agents.env_process.program import KEEL, Deadlines, Program
+from keel.agents.endpoint.program import AgentProgram, command_of, try_program
+from keel.agents.env_process.client import ForkServer, Hosted, fork_server_for
+from keel.agents.env_process.process import KEEL, Deadlines, EnvSandbox, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
-from keel.agents.episode import POLICY_PHASES
+from keel.agents.episode import POLICY_PHASES, ContextManager
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
 from keel.agents.runner import (

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import ApiError, invalid_field
+from keel.agents.endpoint.requests import ApiError, Reply, invalid_field
 
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _REWRITTEN = ("system", "messages", "tools", "tool_choice", "output_format")

@@ -1,4 +1,5 @@
-"""The HTTP server for all trajectories in a process. Each trajectory has its own URL and key."""
+"""The HTTP server for all trajectories in a process. Each trajectory has its own URL and key.
+Programs can use the environment's tools over MCP."""
 
 from __future__ import annotations
 
@@ -7,19 +8,33 @@ import hmac
 import logging
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from keel.agents.endpoint import anthropic, replies
-from keel.agents.endpoint.mcp_tools import McpTools
+from keel.agents.budget import Budget
+from keel.agents.endpoint import anthropic
 from keel.agents.endpoint.recorder import TrajectoryRecorder
-from keel.agents.endpoint.requests import ApiError, ChatRequest, load_object, read_request
+from keel.agents.endpoint.requests import (
+    MODEL,
+    ApiError,
+    ChatRequest,
+    Reply,
+    completion,
+    load_json,
+    load_object,
+    model_entry,
+    read_request,
+    stream_events,
+)
 from keel.agents.env_runtime.processes import socket_folder
+from keel.agents.types import Environment, EnvironmentLost, ToolResult
+from keel.rl.turns import ToolCall, ToolSpec
 
 _MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of a request in bytes. 131,072 tokens take at most 12 MiB."""
@@ -51,7 +66,7 @@ class Address:
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,  # LiteLLM and older clients
             "OPENAI_API_KEY": self.api_key,
-            "OPENAI_MODEL": replies.MODEL,
+            "OPENAI_MODEL": MODEL,
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.api_key,
             **({"KEEL_MCP_URL": self.tools_url} if self.tools_url else {}),
@@ -251,8 +266,8 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._authenticate(request)
         if name := request.match_info.get("model"):
-            return web.json_response(replies.model(name))
-        return web.json_response({"object": "list", "data": [replies.model(replies.MODEL)]})
+            return web.json_response(model_entry(name))
+        return web.json_response({"object": "list", "data": [model_entry(MODEL)]})
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         path = request.path.rpartition("/v1/")[2]
@@ -295,7 +310,7 @@ class Endpoint:
 
 
 async def _send(
-    request: web.Request, chat_request: ChatRequest, reply: replies.Reply
+    request: web.Request, chat_request: ChatRequest, reply: Reply
 ) -> web.StreamResponse:
     model, is_anthropic = chat_request.model, _is_anthropic(request)
     if chat_request.stream:
@@ -304,11 +319,11 @@ async def _send(
         )
         await response.prepare(request)
         usage = chat_request.stream_options.include_usage
-        events = replies.events(reply, model, include_usage=usage)
+        events = stream_events(reply, model, include_usage=usage)
         for event in anthropic.events(reply, model) if is_anthropic else events:
             await response.write(event)
     else:
-        answer = anthropic.answer if is_anthropic else replies.completion
+        answer = anthropic.answer if is_anthropic else completion
         response = web.json_response(answer(reply, model))
         await response.prepare(request)
     await response.write_eof()
@@ -323,3 +338,107 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
     """Return False if a log message is about a client's malformed request."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
+
+
+_PROTOCOL = "2025-06-18"
+_UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
+"""JSON-RPC error codes. The last one is specific to Keel."""
+
+
+class McpTools:
+    """The tools of one episode. Calls run one at a time. A call is completed even if the client
+    disconnects, because interrupting it would lose the environment."""
+
+    def __init__(
+        self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
+    ) -> None:
+        self._environment, self._tools, self._budget = environment, tools, budget
+        self._calls = 0
+        self._running: set[asyncio.Task[dict[str, Any]]] = set()
+        self._turn = asyncio.Lock()
+        self._finished = False
+        self.lost: EnvironmentLost | None = None
+        self.done = False
+
+    @property
+    def over(self) -> bool:
+        return self.done or self.lost is not None
+
+    async def finish(self, within_s: float) -> None:
+        """Reject new calls, wait up to `within_s` seconds for pending calls, then cancel them."""
+        self._finished = True
+        try:
+            if self._running:
+                await asyncio.wait(self._running, timeout=within_s)
+        finally:
+            for task in self._running:
+                task.cancel()
+
+    async def answer(self, body: bytes) -> dict[str, Any] | None:
+        """Answer a JSON-RPC message. Returns None if the message is a notification."""
+        message = load_json(body)
+        if not isinstance(message, dict):
+            raise ValueError("a JSON-RPC message is an object")
+        message = cast(dict[str, Any], message)
+        if "id" not in message:
+            return None
+        params = message.get("params")
+        fields = cast(dict[str, Any], params) if isinstance(params, dict) else {}
+        outcome = await self._handle(str(message.get("method")), fields)
+        return {"jsonrpc": "2.0", "id": message["id"], **outcome}
+
+    async def _handle(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        if method == "initialize":
+            return {
+                "result": {
+                    "protocolVersion": str(params.get("protocolVersion", _PROTOCOL)),
+                    "capabilities": {"tools": {}},
+                    "serverInfo": {"name": "keel", "version": "1"},
+                }
+            }
+        if method == "ping":
+            return {"result": {}}
+        if method == "tools/list":
+            tools = [
+                {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "inputSchema": {"type": "object", **tool.parameters},
+                }
+                for tool in self._tools
+            ]
+            return {"result": {"tools": tools}}
+        if method != "tools/call":
+            return _error(_UNKNOWN_METHOD, f"there is no method {method}")
+        name: Any = params.get("name")
+        arguments: Any = params.get("arguments") or {}
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            return _error(_INVALID_PARAMS, "tools/call needs a name and arguments by name")
+        task = asyncio.create_task(self._call(name, cast(Mapping[str, Any], arguments)))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a call after all earlier calls have finished. If the episode is over by then, the
+        call is rejected."""
+        async with self._turn:
+            if self.over or self._finished:
+                return _error(_LOST, "the episode is over")
+            refusal = self._budget.refusal(self._calls)
+            result = ToolResult(text=refusal, failed=True)
+            if not refusal:
+                self._calls += 1
+                call = ToolCall(call_id=f"mcp_{self._calls}", name=name, arguments=arguments)
+                try:
+                    result = await self._environment.call(call, timeout_s=self._budget.call_s)
+                except EnvironmentLost as error:
+                    self.lost = error
+                    return _error(_LOST, str(error))
+                self.done = result.done
+            content = [{"type": "text", "text": result.text}]
+            return {"result": {"content": content, "isError": result.failed}}
+
+
+def _error(code: int, message: str) -> dict[str, Any]:
+    return {"error": {"code": code, "message": message}}

@@ -1,6 +1,6 @@
-"""Child processes that exchange JSON lines with Keel and are killed together with their
-descendants. One event loop manages hundreds of them. Each needs a few file descriptors and no
-thread."""
+"""The settings of an environment's program, and its process. Processes exchange JSON lines with
+Keel and are killed together with their descendants. One event loop manages hundreds of them. Each
+needs a few file descriptors and no thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+import keel
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost, Fault
 
@@ -57,10 +60,10 @@ class EnvSandbox(Protocol):
     """Runs processes in sandboxes that can read only the system, the program and `readable`.
 
     `parent` prepares a sandbox for a process that forks children and isolates them from each other.
-    `inner` is the argument that `env_runtime.isolate` needs for this, or None if this machine does
-    not allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails.
-    `hold` monitors the memory of a sandbox, given its outer process, or of a forked child, given
-    the first process inside (`inside`).
+    `inner` is the argument that `isolate` (`env_runtime.fork_server`) needs for this, or None if
+    this machine does not allow it. `probe` is Python code that tries to escape, and prints
+    `isolated` if it fails. `hold` monitors the memory of a sandbox, given its outer process, or of
+    a forked child, given the first process inside (`inside`).
     """
 
     @property
@@ -358,3 +361,77 @@ class _OutputTail:
         """Return the text that was kept, without control characters."""
         text = self._tail.decode(errors="replace").strip()
         return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+
+
+KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox has the folder
+START = KEEL / "agents" / "env_runtime" / "start.py"
+READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
+"""The parts of Keel that an environment needs to read. In a checkout, `keel/agents` is a link."""
+BASE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONUTF8": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Time limits in seconds for the methods of an environment. Tool calls have their own limit."""
+
+    open_s: float = 60.0
+    reply_s: float = 30.0
+    verdict_s: float = 60.0
+    close_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Settings for running an environment. They are the same for all episodes."""
+
+    target: str
+    """The class (`my_env:Shop`, `/path/to/file.py:Shop`), the module of functions (`my_tools`) or
+    the address of an OpenEnv server (`http://…`)."""
+    kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
+    """The kind of target. `auto` means `openenv` for an address or an OpenEnv class, `game` for a
+    class with `reset` and `step`, `class` for any other class, and `functions` for everything else.
+    """
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments for the class, and for the adapter of a game
+    (`keel.agents.env_runtime.games`)."""
+    python: str = sys.executable
+    """Python interpreter (3.9 or later) for the environment. It does not need to have Keel
+    installed."""
+    folder: Path | None = None
+    """Working directory, which is also the first folder that is searched for modules. None means
+    the current directory."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    preload: bool = True
+    """Import the module once and fork a process for each episode, if this is safe."""
+    memory_mib: int | None = 4096
+    readable: Sequence[Path] = ()
+    """Paths that the environment may read in a sandbox, besides `folder` and its interpreter."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    wrap: EnvSandbox | None = None
+
+    def __post_init__(self) -> None:
+        if not self.target or self.target.startswith(":"):
+            raise ValueError(f"environment: target = {self.target!r}; write module:name")
+        if self.folder is not None and not self.folder.is_dir():
+            raise ValueError(f"environment {self.target}: folder {self.folder} does not exist")
+        try:
+            encode_line(self.arguments)
+        except ValueError as error:
+            raise ValueError(f"environment {self.target}: arguments: {error}") from error
+
+    @property
+    def where(self) -> Path:
+        return self.folder or Path.cwd()
+
+    @property
+    def needed(self) -> tuple[Path, ...]:
+        file = self.where / self.target.partition(":")[0]
+        files = [file] if file.name.endswith(".py") and file.is_file() else []
+        return (*READABLE, self.where, *files, *self.readable)

@@ -17,28 +17,33 @@ Instead of "is", a reply may have "cannot" (the reason why forking is unsafe or 
 the errors in start.py. A forked process then uses the protocol of start.py, or executes the code in
 `run` if there is any.
 
-`inner` contains the settings for `keel.agents.env_runtime.isolate`. If it is set, the reported
+`inner` contains the settings for `keel.agents.env_runtime.fork_server`. If it is set, the reported
 process is the first one in a PID namespace. It exits with the program's status, or with 128 plus
 the number of the signal that ended the program.
 """
 
 from __future__ import annotations
 
+import base64
+import ctypes
+import fcntl
 import gc
 import json
 import os
 import random
+import re
 import resource
+import shutil
 import socket
+import stat
+import struct
 import sys
 from contextlib import suppress
 from typing import Any, Optional, cast
 
-from keel.agents.env_runtime.episode import failure_of, redirect_prints, serve
-from keel.agents.env_runtime.errors import error_text
-from keel.agents.env_runtime.isolate import Inner, isolate, unshare
-from keel.agents.env_runtime.load import preload
+from keel.agents.env_runtime.episode import failure_of, preload, redirect_prints, serve
 from keel.agents.env_runtime.processes import adopt_orphans, limit_memory, protect_process
+from keel.agents.env_runtime.tool_objects import error_text
 
 _MAX_BYTES = 1 << 16
 _Reply = dict[str, Any]
@@ -212,3 +217,118 @@ def main() -> None:
         exec(compile(run, "<run>", "exec"), {})
         return
     serve(open(channel, "rb"), open(os.dup(channel), "wb"))  # noqa: SIM115
+
+
+Inner = dict[str, Any]
+"""Settings: own_network, loopback, files_mib (the size of /tmp and of /dev/shm), processes and
+filter (base64)."""
+
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+_NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
+_NOSUID, _NODEV, _NOEXEC, _BIND_ALL, _REMOUNT_READ_ONLY = 2, 4, 8, 4096 | 16384, 32 | 1
+_SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVILEGES = 4, 22, 38
+_FILTER_MODE = 2
+_SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
+_CAPABILITIES_3 = 0x20080522
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
+
+
+def unshare(inner: Inner) -> None:
+    """Create new namespaces. The next child of this process becomes the first process in them."""
+    uid, gid = os.getuid(), os.getgid()
+    _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps are not writable
+    flags = _NEW_USER | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS
+    if inner["own_network"]:
+        flags |= _NEW_NETWORK
+    _check(_libc.unshare(flags), "unshare")
+    _map_user((0, uid), (0, gid))
+
+
+def isolate(inner: Inner, uid: int, gid: int) -> None:
+    """Mount private folders and drop all privileges. Call this in the first process of the
+    namespaces."""
+    size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
+    _mount_private_tmp(size)
+    _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
+    terminals = b"newinstance,ptmxmode=0666,mode=620"
+    _mount(b"devpts", b"/dev/pts", _NOSUID | _NOEXEC, terminals)
+    _mount(b"proc", b"/proc", _NOSUID | _NODEV | _NOEXEC, None)
+    if inner["loopback"]:
+        with socket.socket() as handle:
+            fcntl.ioctl(handle, _SET_FLAGS, struct.pack("16sh", b"lo", _UP_AND_RUNNING))
+    _check(_libc.unshare(_NEW_USER), "unshare")
+    _map_user((uid, 0), (gid, 0))
+    _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    program = base64.b64decode(inner["filter"])
+    rules = _Filter(len(program) // 8, program)
+    _check(_libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(rules), 0, 0), "seccomp")
+    # The first process of a user namespace counts too.
+    resource.setrlimit(resource.RLIMIT_NPROC, (inner["processes"] + 1,) * 2)
+
+
+def _mount_private_tmp(options: bytes) -> None:
+    """Mount a private /tmp. It contains the files created at import and the mounts below the old
+    /tmp."""
+    previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
+    mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
+    tops = {"/".join(path.split("/")[:3]) for path in mounted}
+    here = f"/proc/self/fd/{previous}"
+
+    def mount_points(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if folder == here and f"/tmp/{name}" in tops}
+
+    _mount(b"tmpfs", b"/tmp", _NOSUID | _NODEV, options)
+    shutil.copytree(here, "/tmp", symlinks=True, ignore=mount_points, dirs_exist_ok=True)
+    for top in tops - set(mounted):  # made read-only below, as they were
+        os.mkdir(top)
+        _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV, b"mode=755")
+    for path, fd in mounted.items():
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            os.makedirs(path, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        source = f"/proc/self/fd/{fd}".encode()
+        _check(_libc.mount(source, os.fsencode(path), None, _BIND_ALL, None), f"bind {path}")
+        os.close(fd)
+    for top in tops - set(mounted):
+        _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV | _REMOUNT_READ_ONLY, b"mode=755")
+    os.close(previous)
+
+
+def _mounts_below(folder: str) -> list[str]:
+    with open("/proc/self/mountinfo", "rb") as file:
+        escaped = [line.split()[4] for line in file]
+    points = [
+        os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), point))
+        for point in escaped
+    ]
+    outermost: list[str] = []
+    for path in sorted(points):
+        if path.startswith(f"{folder}/") and not any(path.startswith(f"{p}/") for p in outermost):
+            outermost.append(path)
+    return sorted(set(outermost))
+
+
+def _map_user(uid: tuple[int, int], gid: tuple[int, int]) -> None:
+    users, groups = (f"{inside} {outside} 1" for inside, outside in (uid, gid))
+    for name, line in (("setgroups", "deny"), ("uid_map", users), ("gid_map", groups)):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+
+
+def _mount(kind: bytes, where: bytes, flags: int, data: Optional[bytes]) -> None:  # noqa: UP045
+    _check(_libc.mount(kind, where, kind, flags, data), f"mount {kind.decode()}")
+
+
+def _check(result: int, operation: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{operation}: {os.strerror(number)}")

@@ -1,17 +1,27 @@
-"""Kernel settings for this process and its descendants. Supports Python 3.9 or later."""
+"""Limits, runs and kills processes inside an episode. Supports Python 3.9 or later."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import resource
+import signal
+import socket
+import subprocess
 import tempfile
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Optional
 
 _PDEATHSIG, _DUMPABLE, _CHILD_SUBREAPER = 1, 4, 36
 _MAX_SOCKET_PATH = 107
 """Maximum length of a unix socket's path in bytes (see unix(7))."""
+_MAX_CHARACTERS = 20_000
+"""Maximum length of a command's output. If the output is longer, its middle is removed."""
+_KILL_S = 10.0
+_adopts = False
+"""True once this process is the parent of its orphaned descendants."""
 
 
 def end_with_parent() -> None:
@@ -24,11 +34,6 @@ def protect_process() -> None:
     processes cannot read its memory."""
     end_with_parent()
     _prctl(_DUMPABLE, 0)
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of all descendants that are orphaned from now on."""
-    _prctl(_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -67,3 +72,72 @@ def socket_folder(prefix: str, socket: str) -> str:
         return folder
     os.rmdir(folder)
     return tempfile.mkdtemp(prefix=prefix, dir="/tmp")
+
+
+def in_sandbox() -> bool:
+    """Return whether this process runs in Keel's sandbox. Only there is it safe to empty /tmp."""
+    read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
+    return socket.gethostname() == "sandbox" and read_only and os.path.exists("/proc/self/task")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all descendants that are orphaned from now on."""
+    global _adopts
+    _prctl(_CHILD_SUBREAPER, 1)
+    _adopts = True
+
+
+def stop_all() -> None:
+    """Kill all descendants. Raises TimeoutError if some of them cannot be killed, for example
+    because they keep forking."""
+    deadline = time.monotonic() + _KILL_S
+    while pids := descendants(os.getpid()):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap_zombies()
+        if time.monotonic() > deadline:
+            raise TimeoutError("some processes could not be killed")
+        time.sleep(0.002)
+
+
+def _reap_zombies() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def run(
+    command: list[str], *, env: Mapping[str, str], folder: str, within_s: float, stdin: bytes = b""
+) -> tuple[int | None, str]:
+    """Run a command and return its exit status and its output. The status of a command that
+    exceeded its time limit is None."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
+        source.write(stdin)
+        source.seek(0)
+        process = subprocess.Popen(
+            command,
+            env=dict(env),
+            cwd=folder,
+            stdin=source,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_KILL_S)
+            status = None
+        if _adopts:  # zombies take process slots; between commands, no status is lost
+            _reap_zombies()
+        size = output.seek(0, os.SEEK_END)
+        half = _MAX_CHARACTERS // 2
+        output.seek(0)
+        text = output.read(min(size, _MAX_CHARACTERS)).decode(errors="replace")
+        if size > _MAX_CHARACTERS:
+            output.seek(size - half)
+            last = output.read(half).decode(errors="replace")
+            text = f"{text[:half]}\n[{size - 2 * half} bytes left out]\n{last}"
+        return status, text

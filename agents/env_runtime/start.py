@@ -59,7 +59,7 @@ def main() -> None:
     from keel.agents.env_runtime.processes import protect_process
 
     if mode == "call":
-        from keel.agents.env_runtime.errors import InvalidEnvironment
+        from keel.agents.env_runtime.tool_objects import InvalidEnvironment
 
         try:
             return episode.call_function(sys.argv[2])

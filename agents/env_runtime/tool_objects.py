@@ -1,4 +1,5 @@
-"""Turns the public methods of an object, or functions, into tools."""
+"""Turns the public methods of an object, or functions, into tools. Defines the errors of
+environments."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import dataclasses
 import enum
 import inspect
 import json
+import os
 import re
+import traceback
 import types
 from collections import abc
 from contextlib import suppress
 from typing import Any, Callable, Literal, Union, cast, get_args, get_origin, get_type_hints  # noqa: UP035  (Python 3.9)
-
-from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment, error_text
 
 _RESERVED: dict[str, tuple[str, ...]] = {
     "opening": ("task", "seed"),
@@ -375,3 +376,36 @@ def _docstring_parts(text: str) -> tuple[str, dict[str, str]]:
         elif last and line:
             parameters[last] = f"{parameters[last]} {line.strip()}".strip()
     return "\n".join(description).strip(), parameters
+
+
+_MAX_CHARACTERS = 2000
+_OURS = os.path.dirname(os.path.abspath(__file__))
+_STANDARD_LIBRARY = ("<frozen", os.path.dirname(os.__file__))
+
+
+class InvalidEnvironment(Exception):
+    """Raised if the target cannot be used as an environment. The message says how to fix it."""
+
+
+class EnvironmentGone(Exception):
+    """Raised if the environment's backend is gone or its attribute `done` is invalid."""
+
+
+def error_location(error: BaseException) -> str:
+    """Return the location in the environment's code where an error was raised, such as
+    `my_env.py:12 in buy`."""
+    ours = (_OURS, "<frozen importlib")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(ours)
+    ]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_STANDARD_LIBRARY)]
+    if not frames:
+        return ""
+    frame = (theirs or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def error_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.env_runtime.processes import socket_folder
-from keel.agents.environments.messages import with_instructions
+from keel.agents.environments import with_instructions
 
 CELL_S = 120.0
 """Time limit for a cell in seconds (DeepSeek-V3.2, 2025, Appendix B, Table 7)."""

@@ -28,8 +28,13 @@ from keel.examples.proofs.__main__ import verification_messages
 from keel.rewards.judge.specs import INSTRUCTIONS, Evaluation, read_evaluation, read_proof
 from keel.rewards.text import outside_think
 from keel.rl.turns import Message
-from keel.synthesis.author import Author, AuthorLost, EndpointAuthor, SynthesisBudget
-from keel.synthesis.tool_loop import gather_or_cancel
+from keel.synthesis.author import (
+    Author,
+    AuthorLost,
+    EndpointAuthor,
+    SynthesisBudget,
+    gather_or_cancel,
+)
 
 _REFINE = """{problem}
 

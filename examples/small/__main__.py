@@ -23,9 +23,8 @@ from pathlib import Path
 from keel.commands.synthesize import synthesize
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig
-from keel.examples.small import lessons as chats
-from keel.examples.small import pace, prices, towers
-from keel.examples.small import programs as tests
+from keel.examples.small import tasks
+from keel.examples.small.demonstrations import write_lessons
 
 _MAX_TASKS = {
     "general": (240, 1000, "tasks with prices"),
@@ -49,17 +48,17 @@ def make(
 ) -> int:
     """Create the tasks and conversations that do not exist yet. Returns the exit status. Raises
     ConfigError or OSError."""
-    _made(folder / "general", lambda new: prices.write(new / "prices", general, seed))
-    _made(folder / "search", lambda new: towers.write(new, search, seed))
-    _made(folder / "programs", lambda new: tests.write(new, programs, seed))
-    _made(folder / "lessons", lambda new: chats.write(new, lessons, seed))
-    _made(folder / "repository", lambda new: pace.write(new, code, seed))
+    _made(folder / "general", lambda new: tasks.write_prices(new / "prices", general, seed))
+    _made(folder / "search", lambda new: tasks.write_towers(new, search, seed))
+    _made(folder / "programs", lambda new: tasks.write_programs(new, programs, seed))
+    _made(folder / "lessons", lambda new: write_lessons(new, lessons, seed))
+    _made(folder / "repository", lambda new: tasks.write_repository(new, code, seed))
     config = SynthesisConfig(
         family="code",
         dir=str(folder / "code"),
         at_once=max(2, (os.cpu_count() or 2) // 2),
         author=AuthorConfig(base_url="http://127.0.0.1:9/v1", model="none"),  # never called
-        code=pace.synthesis(folder / "repository"),
+        code=tasks.pace_synthesis(folder / "repository"),
     )
     return synthesize(config)
 

@@ -6,11 +6,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keel.agents.context import ASK_FOR_SUMMARY, SUMMARY
 from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.boxes import Boxes
 from keel.agents.environments.demonstrations import Demonstration, ScriptedConversation, play
 from keel.agents.environments.trip.environment import Calls
+from keel.agents.episode import ASK_FOR_SUMMARY, SUMMARY
 from keel.rl.turns import Message
 
 _SEEN = 4

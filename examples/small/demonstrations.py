@@ -1,4 +1,4 @@
-"""Scripted conversations about the small tasks, used for the cold start of the tiny model.
+"""Scripted conversations about the small tasks, for cold starts and for `keel sft`.
 
 Each task is solved twice: once properly with tools, and once by guessing. Recipes select these
 functions with `data.sources[].environment.demonstrations`. The names and numbers are drawn
@@ -7,8 +7,10 @@ separately from those of the tasks, so no conversation is about a training or he
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from keel.agents.env_runtime.tool_objects import Tool, methods_of
@@ -21,7 +23,7 @@ from keel.agents.environments.interpreter import Interpreter
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search
 from keel.agents.environments.trip.environment import Calls
-from keel.examples.small import pace, prices, towers
+from keel.examples.small import tasks
 from keel.rl.turns import Message
 from keel.synthesis.code.pipeline import PROMPT
 
@@ -42,7 +44,7 @@ class _Stand:
         specs: Sequence[Mapping[str, Any]],
         tools: Mapping[str, Callable[..., Any]],
     ) -> None:
-        messages = _asks(question) if isinstance(question, str) else list(question)
+        messages = [_user(question)] if isinstance(question, str) else list(question)
         self._opening = {"messages": messages, "tools": list(specs)}
         self._tools = tools
 
@@ -73,15 +75,23 @@ def _specs(tools: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [Tool(name, method).spec for name, method in tools.items()]
 
 
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _answers(text: str) -> Calls:
+    return text
+    yield  # without a call
+
+
 @_demonstrations("prices")
 def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations for `keel.examples.small.prices`. In the hasty ones, the answer is a
-    guess."""
-    (spec,) = (tool.spec for tool in tools_of(prices.TOOLS, {}).values())
+    """Return conversations about prices. In the hasty ones, the answer is a guess."""
+    (spec,) = (tool.spec for tool in tools_of(tasks.PRICE_TOOLS, {}).values())
     keys = ("name", "description", "parameters")
     specs = [{key: one[key] for key in keys} for one in (spec, SUBMIT)]
-    shop = prices.draw_prices(draw)
-    question = prices.draw_question(draw, shop)
+    shop = tasks.draw_prices(draw)
+    question = tasks.draw_question(draw, shop)
 
     def price(item: str) -> int:
         return shop[item]
@@ -106,12 +116,11 @@ def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> D
 
 @_demonstrations("towers")
 def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations for `keel.examples.small.towers`. In the hasty ones, the name is
-    invented."""
-    (tower, builder), (_, wrong) = towers.draw_towers(draw, 2).items()
+    """Return conversations about towers. In the hasty ones, the name is invented."""
+    (tower, builder), (_, wrong) = tasks.draw_towers(draw, 2).items()
     options = {key: arguments[key] for key in ("results", "cite") if key in arguments}
-    search = Search(ready=_OneDocument(towers.document(tower, builder)), **options)
-    task = {"messages": _asks(f"Who built {tower}?"), "reward": {"kind": "answer"}}
+    search = Search(ready=_OneDocument(tasks.tower_document(tower, builder)), **options)
+    task = {"messages": [_user(f"Who built {tower}?")], "reward": {"kind": "answer"}}
     tools = methods_of(search)
 
     def look() -> Calls:
@@ -119,15 +128,27 @@ def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> D
         return f"<answer>{result.split()[-3]}</answer>"
 
     stand = _Stand(search.opening(task), _specs(tools), tools)
-    return stand.both(look(), _says(f"<answer>{wrong}</answer>"))
+    return stand.both(look(), _answers(f"<answer>{wrong}</answer>"))
+
+
+class _OneDocument:
+    def __init__(self, value: Mapping[str, str]) -> None:
+        name = f"{tasks.TOWERS}#{value['id']}"
+        self._document = Document(name=name, title=value["title"], text=value["text"])
+
+    def search(self, query: str, most: int) -> list[Hit]:
+        one = self._document
+        return [Hit(name=one.name, title=one.title, snippet=one.text)]
+
+    def document(self, name: str) -> Document | None:
+        return self._document if name == self._document.name else None
 
 
 @_demonstrations("pace")
 def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations for `keel.examples.small.pace`. In the hasty ones, a file is edited
-    without being read."""
-    is_now, expected = pace.draw_paces(draw, 2)
-    text = pace.SOURCE.format(pace=is_now)
+    """Return conversations about paces. In the hasty ones, a file is edited without being read."""
+    is_now, expected = tasks.draw_paces(draw, 2)
+    text = tasks.PACE_SOURCE.format(pace=is_now)
 
     def edit(path: str, old: str, new: str) -> str:
         try:
@@ -146,7 +167,7 @@ def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> De
         seen = yield "view", {"path": "pace.py"}
         return (yield from change(seen.split()[-1]))
 
-    issue = PROMPT.format(name="pace", repo=REPO, issue=pace.issue(expected))
+    issue = PROMPT.format(name="pace", repo=REPO, issue=tasks.pace_issue(expected))
     specs = _specs(methods_of(object.__new__(Repository)))
     guess = draw.choice([p for p in range(10, 100) if p != is_now])
     return _Stand(issue, specs, {"view": view, "edit": edit}).both(look(), change(str(guess)))
@@ -172,26 +193,53 @@ def sum_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Dem
 
     specs = [Tool("python", methods_of(object.__new__(Interpreter))["python"]).spec]
     stand = _Stand(_SUM.format(sum=formula), specs, {"python": python})
-    return stand.both(look(), _says(str(values[-2])))
+    return stand.both(look(), _answers(str(values[-2])))
 
 
-class _OneDocument:
-    def __init__(self, value: Mapping[str, str]) -> None:
-        name = f"{towers.FILE}#{value['id']}"
-        self._document = Document(name=name, title=value["title"], text=value["text"])
-
-    def search(self, query: str, most: int) -> list[Hit]:
-        one = self._document
-        return [Hit(name=one.name, title=one.title, snippet=one.text)]
-
-    def document(self, name: str) -> Document | None:
-        return self._document if name == self._document.name else None
+LOOK, GUESS = "look", "guess"
+"""The thinking of careful and of hasty conversations. It tells which kind follows, so that
+reinforcement learning can also act on the thinking."""
+_WORKED = 0.6
+"""The fraction of conversations that are careful."""
+_SEARCH = {"results": 1, "cite": False}
+"""The arguments for the search environment in the recipes."""
 
 
-def _asks(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
+def write_lessons(folder: Path, count: int, seed: int) -> None:
+    """Write `count` conversations into a new folder, for each family with and without thinking."""
+    folder.mkdir(parents=True)
+    # Disjoint from the seeds of cold starts, which start at 0.
+    far = (1 << 20) + seed
+    families = {
+        "general": price_demonstrations(count, seed=far, arguments={}),
+        "search": tower_demonstrations(count, seed=far, arguments=_SEARCH),
+        "coding": pace_demonstrations(count, seed=far, arguments={}),
+        "code": _program_demonstrations(count, random.Random(f"lessons {seed}")),
+    }
+    for name, demonstrations in families.items():
+        for thinking in (True, False):
+            draw = random.Random(f"{name} {thinking} {seed}")
+            path = folder / f"{name}{'' if thinking else '-direct'}.jsonl"
+            with path.open("w", encoding="utf-8") as file:
+                for one in demonstrations:
+                    works = draw.random() < _WORKED
+                    messages = [dict(message) for message in (one.worked if works else one.hasty)]
+                    first = next(m for m in messages if m["role"] == "assistant")
+                    if thinking:
+                        first["reasoning_content"] = LOOK if works else GUESS
+                    tools = [tool.as_json() for tool in one.tools]
+                    row = {"messages": messages, "tools": tools, "thinking": thinking}
+                    file.write(json.dumps(row) + "\n")
 
 
-def _says(text: str) -> Calls:
-    return text
-    yield  # without a call
+def _program_demonstrations(count: int, draw: random.Random) -> list[Demonstration]:
+    demonstrations: list[Demonstration] = []
+    programs = tasks.draw_programs(draw)
+    for program in (programs[n % len(programs)] for n in range(count)):
+        wrong = draw.choice([p for p in programs if p.sign == program.sign and p != program])
+        worked, hasty = (
+            (_user(program.question), {"role": "assistant", "content": f"```\n{one.source}\n```"})
+            for one in (program, wrong)
+        )
+        demonstrations.append(Demonstration(tools=(), worked=worked, hasty=hasty))
+    return demonstrations

@@ -1,27 +1,45 @@
-"""Stores task candidates as encrypted instance files, and runs them in sandboxes."""
+"""Runs task candidates, stored as encrypted instance files, in sandboxes with their prefixes.
+
+A prefix holds a project's dependencies, installed once for all candidates with the same manifests.
+The language's own set-up is tried first. If no test passes with it, a set-up agent with bash in the
+same sandbox submits scripts. Each script starts from a clean state.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+import os
 import secrets
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.program import Deadlines, Program
+from keel.agents.env_process.process import Deadlines, Program
+from keel.agents.environments.code.environment import find_packages, normalize_name
 from keel.agents.environments.code.languages import matches
-from keel.agents.environments.code.tree import Entry, Tree, overlay, seal, tree_as_json
-from keel.agents.types import EnvironmentLost
+from keel.agents.environments.code.tree import (
+    Entry,
+    Tree,
+    erase,
+    overlay,
+    seal,
+    tree_as_json,
+    tree_from_json,
+)
+from keel.agents.types import EnvironmentLost, ToolResult
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
-from keel.rl.turns import ToolCall
+from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
+from keel.synthesis.author import Author, work
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.ledger import Rejected
 
@@ -127,7 +145,7 @@ class CodeSandboxes:
             prefix.chmod(0o777)
             wrap = self._wrap("host", writable=(prefix,), files_mib=_SETUP_FILES_MIB, processes=512)
             readable = tuple(map(Path, self._config.setup_readable))
-        program = self._program("workshop:RepositoryWorkshop", wrap, readable)
+        program = self._program("environment:RepositoryWorkshop", wrap, readable)
         reward = self.sealed(f"draft-{secrets.token_hex(8)}", draft)
         path = self.folder / "sealed" / reward["instance"]
         try:
@@ -197,3 +215,194 @@ def write(path: Path, data: bytes) -> None:
     new.write_bytes(data)
     new.chmod(0o644)
     new.replace(path)
+
+
+_BASH_S = 600.0
+_MAX_OUTPUT = 1500
+_MAX_REASON = 300
+_TOOLS = (
+    ToolSpec(
+        name="bash",
+        description="Run a command in bash, in the repository, with network access.",
+        parameters={
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+            "additionalProperties": False,
+        },
+    ),
+    ToolSpec(
+        name="submit",
+        description="Submit the set-up and the test command. Both run from scratch.",
+        parameters={
+            "type": "object",
+            "properties": {
+                "setup": {"type": "string", "description": "a bash script"},
+                "test": {"type": "string", "description": "a bash command"},
+            },
+            "required": ["setup", "test"],
+            "additionalProperties": False,
+        },
+    ),
+)
+_TASK = """\
+Find out how to set up the project in {repo} and how to run its tests, then call `submit`.
+
+Both scripts run in bash in the repository, without root. `setup` has network access and must \
+install everything into the folder $PREFIX, which is empty at first; only this folder and the \
+repository are kept. $VERSION is the project's version, for build tools that look for it in git. \
+`test` has no network access. It runs all tests and writes their results in JUnit's XML format \
+into the folder $JUNIT, in any number of .xml files. The tests must use the project from the \
+repository instead of a copy of it: install it in editable mode, for example.
+
+The language is {language}. This set-up was tried:
+
+```
+{setup}
+```
+
+with this test command:
+
+```
+{test}
+```
+
+The result: {why}
+"""
+
+
+class PrefixBuilder:
+    """Builds prefixes on demand and keeps them in the folder."""
+
+    def __init__(
+        self, config: CodeTasksConfig, author: Author, folder: Path, rooms: CodeSandboxes
+    ) -> None:
+        self._config, self._author, self._rooms = config, author, rooms
+        self._records = folder / "prefixes"
+        self._records.mkdir(exist_ok=True)
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._refused: dict[str, tuple[str, str]] = {}
+        self._projects = {normalize_name(source.name) for source in config.sources}
+
+    async def of(self, candidate: Candidate) -> Prefix:
+        """Return a candidate's prefix, building it if needed. Raises Rejected if no test passes."""
+        name = self._name(candidate)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            record = self._records / f"{name}.json"
+            if record.is_file():
+                found: dict[str, Any] = json.loads(record.read_text("utf-8"))
+                found["generated"] = tree_from_json(found["generated"])
+                return Prefix(**found)
+            if name in self._refused:
+                raise Rejected(*self._refused[name])
+            try:
+                built = await self._build(candidate, name)
+                await self._list(name, candidate)
+            except BaseException as error:  # including AuthorLost and BudgetSpent
+                if isinstance(error, Rejected):
+                    self._refused[name] = (error.gate, error.reason)
+                # Episodes could read it, and no list names its packages.
+                await asyncio.to_thread(erase, str(self._rooms.folder / "prefixes" / name))
+                (self._rooms.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
+                raise
+            fields = {"name": name, "setup": built.setup, "test": built.test}
+            text = json.dumps({**fields, "generated": tree_as_json(built.generated)})
+            write(record, text.encode())
+            return built
+
+    async def _list(self, name: str, candidate: Candidate) -> None:
+        """Record the installed packages. Raises Rejected if they include a copy of another source
+        repository."""
+        folder = self._rooms.folder
+        found = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
+        for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
+            if other in found:
+                raise Rejected("future", f"a copy of the project {other} is installed")
+        write(folder / "packages" / f"{name}.json", json.dumps(found).encode())
+
+    def _name(self, candidate: Candidate) -> str:
+        language, source = candidate.language, candidate.source
+        manifests = {
+            path: hashlib.sha256(entry[1]).hexdigest()
+            for path, entry in sorted(candidate.base.items())
+            if matches(path, language.manifests)
+        }
+        scripts = [source.setup or language.setup, source.test or language.test]
+        text = json.dumps([source.name, source.language, scripts, manifests, dict(source.env)])
+        return f"{source.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    async def _build(self, candidate: Candidate, name: str) -> Prefix:
+        language, source = candidate.language, candidate.source
+        first = Prefix(
+            name=name, setup=source.setup or language.setup, test=source.test or language.test
+        )
+        draft = with_gold(instance_of(candidate, first, self._config.tests_s), candidate)
+        env = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
+        draft["env"] = {**env, "VERSION": candidate.version, **draft["env"]}
+        async with self._rooms.workshop(draft, sets_up=True) as hosted:
+            built, why = await self._try_setup(hosted, candidate, first)
+            if built is not None:
+                return built
+            if self._config.setup_turns:
+                built = await self._agent(hosted, candidate, first, why)
+                if built is not None:
+                    return built
+                why = f"the set-up agent failed too; at first, {why}"
+        raise Rejected("setup", " ".join(why.split())[-_MAX_REASON:])
+
+    async def _try_setup(
+        self, hosted: Hosted, candidate: Candidate, expected: Prefix
+    ) -> tuple[Prefix | None, str]:
+        """Run the set-up script of `expected` in the sandbox `hosted`, then run the tests in the
+        same way as episodes will. Returns the finished prefix, or None and the reason for the
+        failure."""
+        within_s = self._config.setup_s
+        result = await call_workshop(
+            hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s
+        )
+        if result["status"] != 0:
+            how = "timed out" if result["status"] is None else "failed"
+            return None, f"the set-up {how}: {result['said'][-_MAX_OUTPUT:].strip()}"
+        built = replace(expected, generated=tree_from_json(result["generated"]))
+        draft = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
+        async with self._rooms.workshop(draft) as room:
+            ran = await call_workshop(room, "tests", self._config.tests_s + AROUND_S, gold=False)
+        if "passed" in ran["tests"].values():
+            return built, ""
+        reply = ran["said"][-_MAX_OUTPUT:].strip()
+        return None, f"none of {len(ran['tests'])} tests passes: {reply}"
+
+    async def _agent(
+        self, hosted: Hosted, candidate: Candidate, first: Prefix, why: str
+    ) -> Prefix | None:
+        found: Prefix | None = None
+
+        async def call(one: ToolCall) -> ToolResult:
+            nonlocal found
+            value: Mapping[str, Any] = one.arguments
+            if one.name == "bash":
+                bash = {"command": value["command"], "timeout_s": int(_BASH_S)}
+                return await hosted.call(
+                    ToolCall(call_id=one.call_id, name="bash", arguments=bash),
+                    timeout_s=_BASH_S + AROUND_S,
+                )
+            expected = Prefix(name=first.name, setup=value["setup"], test=value["test"])
+            found, complaint = await self._try_setup(hosted, candidate, expected)
+            return ToolResult(text=complaint or "It works.", done=found is not None)
+
+        text = _TASK.format(
+            repo="/tmp/repo",
+            language=candidate.source.language,
+            setup=first.setup.strip(),
+            test=first.test,
+            why=why,
+        )
+        await work(
+            self._author,
+            [{"role": "user", "content": text}],
+            tools=_TOOLS,
+            call=call,
+            most_turns=self._config.setup_turns,
+            purpose="setup",
+        )
+        return found

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall
+from keel.synthesis.author import gather_or_cancel, tool_spec_of
 from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.tool_loop import gather_or_cancel, tool_spec_of
 
 Specs = Mapping[str, Mapping[str, Any]]
 """Maps each tool's name to its description, its parameters, and whether it returns `text` or
@@ -139,7 +139,7 @@ class TaskDraft:
         said: Mapping[str, Any] = {}
         reply: dict[str, Any] = {}
         with lost_to("solution"):
-            async with self.rooms.open("workshop:Solution", reward=reward) as (solver, _):
+            async with self.rooms.open("environment:Solution", reward=reward) as (solver, _):
                 try:
                     async with asyncio.timeout(within_s):
                         for count in range(_MAX_CALLS + 1):

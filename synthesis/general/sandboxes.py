@@ -9,10 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.fork_server import ForkServer, fork_server_for
-from keel.agents.env_process.process import EnvSandbox
-from keel.agents.env_process.program import Deadlines, Program
+from keel.agents.env_process.client import ForkServer, Hosted, fork_server_for
+from keel.agents.env_process.process import Deadlines, EnvSandbox, Program
 from keel.agents.types import EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig
@@ -130,7 +128,7 @@ class GeneralSandboxes:
         reward = {"environment": str(environment), "within_s": each_s}
         with lost_to(gate):
             async with self.open(
-                "workshop:AuthorWorkshop", reward=reward, hash_seed=hash_seed, seed=seed
+                "environment:AuthorWorkshop", reward=reward, hash_seed=hash_seed, seed=seed
             ) as (hosted, _):
                 result = await hosted.call(called, timeout_s=times * each_s + SLACK_S)
         if result.failed:

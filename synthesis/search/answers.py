@@ -11,12 +11,10 @@ from typing import Any, Literal
 from keel.agents.environments.search.environment import Search
 from keel.rewards.text import answer_in, outside_think
 from keel.rl.turns import ToolSpec
-from keel.synthesis.author import Author
+from keel.synthesis.author import Author, gather_or_cancel
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.search.gates import check_quote
-from keel.synthesis.search.question import normalize_answer
+from keel.synthesis.search.question import check_quote, normalize_answer
 from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
-from keel.synthesis.tool_loop import gather_or_cancel
 
 _MAX_ANSWER = 300
 """Maximum length of an answer in characters."""

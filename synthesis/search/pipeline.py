@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import yaml
 
-from keel.agents.environments.search.documents import Library
+from keel.agents.environments.search.documents import Library, SearchIndex, ensure_index, squeeze
 from keel.agents.environments.search.environment import Search, named_library
-from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.configs.sections.base import ConfigError
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.specs import Rubric
@@ -28,17 +30,14 @@ from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, candidates, verify
-from keel.synthesis.search.entities import rare_entities
-from keel.synthesis.search.gates import (
+from keel.synthesis.search.question import (
     AcceptedQuestions,
+    Draft,
+    accepts,
     check_answer,
     check_chain,
     check_evidence,
     check_language,
-)
-from keel.synthesis.search.question import (
-    Draft,
-    accepts,
     documents_of,
     rule_of,
     write_question,
@@ -304,3 +303,74 @@ class SearchPipeline:
             "rewards": {"correct": 0.9, "citations": 0.1},
         }
         return {"data": {"sources": [source]}}
+
+
+_MAX_DOCUMENTS = 50_000
+"""Maximum number of documents to search, counted from the first."""
+_MAX_NAME = 60
+_MIN_LETTERS, _MIN_SIGNS = 4, 2
+"""Minimum number of letters in a name, and minimum number of characters in a CJK name."""
+_QUOTED = re.compile(r"[《「『“]([^《》「」『』“”\n]{2,40})[》」』”]")
+_KATAKANA = re.compile(r"[ァ-ヺー][ァ-ヺー・]{2,30}[ァ-ヺー]")
+_WORD = re.compile(r"[^\W\d_][\w'’-]*")
+_BETWEEN = frozenset(
+    {"of", "the", "de", "la", "le", "du", "von", "van", "der", "den", "del", "di", "da", "do", "y"}
+)
+_OPENERS = frozenset(
+    {"the", "a", "an", "in", "on", "at", "its", "his", "her", "when", "after", "from", "for"}
+)
+_ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
+
+
+def rare_entities(index: SearchIndex, *, count: int, most_documents: int, seed: int) -> list[str]:
+    """Return up to `count` rare entities, sampled with the given seed."""
+    names = sorted(_candidates(index))
+    random.Random(seed).shuffle(names)
+    rare = (name for name in names if 1 <= index.frequency(name) <= most_documents)
+    return list(islice(rare, count))
+
+
+def _candidates(index: SearchIndex) -> set[str]:
+    result, plain, alone = set[str](), set[str](), set[str]()
+    for document in islice(index.documents(), _MAX_DOCUMENTS):
+        names = [match[1] for match in _QUOTED.finditer(document.text)]
+        names += [match[0] for match in _KATAKANA.finditer(document.text)]
+        if document.title != document.name:
+            names.append(document.title)
+        for name in (*names, *_capitalised(document.text, plain, alone)):
+            least = _MIN_SIGNS if ord(name[0]) > 0x2FFF else _MIN_LETTERS
+            if len(name) <= _MAX_NAME and len(squeeze(name)) >= least:
+                result.add(name)
+    # A word that is capitalized only at the start of sentences is not a name.
+    return {name for name in result if name not in alone or name.lower() not in plain}
+
+
+def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
+    """Yield runs of capitalized words. Lower-case words are added to `plain`, and single-word names
+    to `alone`."""
+    run: list[re.Match[str]] = []
+    for word in [*_WORD.finditer(text), None]:
+        if word is not None and (capital := word[0][0].isupper()) is False:
+            plain.add(word[0])
+        else:
+            capital = word is not None
+        beside = bool(run) and word is not None and text[run[-1].end() : word.start()] == " "
+        if beside and word is not None and (capital or word[0] in _BETWEEN):
+            run.append(word)
+            continue
+        yield from _name(text, run, alone)
+        run = [word] if word is not None and capital else []
+
+
+def _name(text: str, run: list[re.Match[str]], alone: set[str]) -> Iterator[str]:
+    while run and not run[-1][0][0].isupper():
+        run.pop()
+    if run and _ENDS.search(text[max(0, run[0].start() - 4) : run[0].start()]):
+        # Start of a sentence: drop a leading article, or a single word.
+        run = run[len(run) == 1 or run[0][0].lower() in _OPENERS :]
+    if not run:
+        return
+    name = re.sub(r"['’]s?$", "", text[run[0].start() : run[-1].end()])
+    if len(run) == 1:
+        alone.add(name)
+    yield name

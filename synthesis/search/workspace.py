@@ -19,9 +19,8 @@ from keel.agents.types import ToolResult
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.prompts import as_json, fenced, inert, new_fence
 from keel.rl.turns import ToolCall, ToolSpec
-from keel.synthesis.author import Author
+from keel.synthesis.author import Author, ToolLoopResult, tool_spec_of, work
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.tool_loop import ToolLoopResult, tool_spec_of, work
 
 _GUARD = (
     "You have a corpus of documents, and tools that search it, open documents and find words in "

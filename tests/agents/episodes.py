@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.program import Deadlines, Program
+from keel.agents.env_process.process import Deadlines, Program
 from keel.agents.types import ToolResult, Transcript
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt

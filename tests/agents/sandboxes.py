@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.fork_server import ForkServer, fork_server_for
-from keel.agents.env_process.process import EnvSandbox
-from keel.agents.env_process.program import Program
+from keel.agents.env_process.client import ForkServer, Hosted, fork_server_for
+from keel.agents.env_process.process import EnvSandbox, Program
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from tests.agents.episodes import HERE, alive, program

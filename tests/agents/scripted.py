@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 
 from keel.agents.budget import Budget
-from keel.agents.context import ContextManager
-from keel.agents.episode import Episode
+from keel.agents.episode import ContextManager, Episode
 from keel.agents.types import (
     Environment,
     EnvironmentLost,

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.fork_server import fork_server_for
-from keel.agents.env_process.program import Program
+from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.env_process.process import Program
 from keel.agents.types import Unscored
 from keel.rl.types import Prompt
 from keel.synthesis.code.sandboxes import CodeSandboxes, Prefix, instance_of

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.fork_server import ForkServer, fork_server_for
-from keel.agents.env_process.program import Program
+from keel.agents.env_process.client import ForkServer, Hosted, fork_server_for
+from keel.agents.env_process.process import Program
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Verdict

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.context import SUMMARY, AskFirst, ContextManager, Method, Rewrite
+from keel.agents.episode import SUMMARY, AskFirst, ContextManager, Method, Rewrite
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Unscored
 from keel.model.tiny.tokenizer import build_tokenizer

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_runtime.errors import EnvironmentGone
 from keel.agents.env_runtime.games import TextGame
+from keel.agents.env_runtime.tool_objects import EnvironmentGone
 from keel.rl.types import Verdict
 from tests.agents.episodes import episode, run, transcript, use
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.program import KEEL, Program
+from keel.agents.env_process.process import KEEL, Program
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.environments.interpreter import _put_files
 from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.program import Deadlines, Program
+from keel.agents.env_process.process import Deadlines, Program
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import EnvironmentLost, Opening, Unscored
 from keel.rl.types import Prompt, Verdict

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.program import Program
+from keel.agents.env_process.process import Program
 from keel.agents.mcp_client import McpServer
 from keel.agents.probe import Probe, probe
 from keel.rl.turns import Chat

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.fork_server import fork_server_for
+from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_process.process import EnvSandbox
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost

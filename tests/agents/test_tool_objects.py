@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Optional, Union
 import pytest
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_runtime.errors import InvalidEnvironment
 from keel.agents.env_runtime.tool_objects import (
+    InvalidEnvironment,
     Tool,
     _docstring_parts,
     _schema_of,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.program import Program
+from keel.agents.env_process.process import Program
 from keel.agents.environments.demonstrations import Demonstration
 from keel.agents.environments.search.environment import Search
 from keel.agents.types import Transcript
@@ -34,11 +34,11 @@ from keel.examples.proofs.problems import lines as problem_lines
 from keel.examples.proofs.problems import main as write_problems
 from keel.examples.proofs.refine import Refine
 from keel.examples.proofs.search import SearchLimits, search
-from keel.examples.small import demonstrations, lessons, programs, towers
+from keel.examples.small import demonstrations
+from keel.examples.small import tasks as small
 from keel.examples.small.__main__ import make
-from keel.examples.tables.__main__ import main as write_tables
-from keel.examples.tables.__main__ import tasks
-from keel.examples.tables.shop import clear_first
+from keel.examples.tables import _clear_first, tasks
+from keel.examples.tables import main as write_tables
 from keel.model.tiny.demonstrations import conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.checks import check_spec
@@ -248,8 +248,8 @@ RULE = {"answer", "match", "tolerance"}
 
 
 def test_ties_have_no_answer() -> None:
-    assert clear_first({"a": 5.0, "b": 5.0, "c": 1.0}, "?") is None
-    first = clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
+    assert _clear_first({"a": 5.0, "b": 5.0, "c": 1.0}, "?") is None
+    first = _clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
     assert first is not None and first.value == "b"
 
 
@@ -404,7 +404,7 @@ def test_worked_answers_are_right_and_hasty_wrong() -> None:
 
 
 def test_search_finds_the_answer(tmp_path: Path) -> None:
-    towers.write(tmp_path / "search", 12, seed=1)
+    small.write_towers(tmp_path / "search", 12, seed=1)
     search = Search(corpus=str(tmp_path / "search/corpus"), index=str(tmp_path / "i"), results=1)
     for line in (tmp_path / "search/tasks.jsonl").read_text().splitlines():
         task = json.loads(line)
@@ -414,7 +414,7 @@ def test_search_finds_the_answer(tmp_path: Path) -> None:
 
 
 def test_program_tests_match_their_prompts(tmp_path: Path) -> None:
-    programs.write(tmp_path / "programs", 270, seed=1)
+    small.write_programs(tmp_path / "programs", 270, seed=1)
     text = (tmp_path / "programs/tasks.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert len({one["id"] for one in lines}) == len({one["prompt"] for one in lines}) == 270
@@ -427,7 +427,7 @@ def test_program_tests_match_their_prompts(tmp_path: Path) -> None:
 
 
 def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
-    lessons.write(tmp_path / "lessons", 40, seed=1)
+    demonstrations.write_lessons(tmp_path / "lessons", 40, seed=1)
     files = sorted(path.stem for path in (tmp_path / "lessons").iterdir())
     plain = ["code", "coding", "general", "search"]
     assert files == sorted([*plain, *(f"{name}-direct" for name in plain)])
@@ -440,8 +440,8 @@ def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
         if "direct" in name:
             assert set(thoughts) == {None}
             continue
-        assert set(thoughts) == {lessons.LOOK, lessons.GUESS}
-        worked = [thought == lessons.LOOK for thought in thoughts]
+        assert set(thoughts) == {demonstrations.LOOK, demonstrations.GUESS}
+        worked = [thought == demonstrations.LOOK for thought in thoughts]
         if name == "code":
             formulas = [one.messages[0]["content"].split("print n ")[1][:-1] for one in read]
             outputs = [one.messages[1]["content"] for one in read]
@@ -454,7 +454,7 @@ def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
 
 
 def towers_shown(tower: str, builder: str) -> str:
-    library = demonstrations._OneDocument(towers.document(tower, builder))
+    library = demonstrations._OneDocument(small.tower_document(tower, builder))
     return Search(ready=library, results=1).search(tower)
 
 

@@ -27,12 +27,13 @@ from keel.synthesis.author import (
     CallUsage,
     EndpointAuthor,
     SynthesisBudget,
+    ToolLoopResult,
+    work,
 )
 from keel.synthesis.general.gates import MAX_MUTATIONS, mutations, plausible
 from keel.synthesis.general.pipeline import renamed, sections
 from keel.synthesis.ledger import Ledger, Rejected
 from keel.synthesis.redteam import main as redteam
-from keel.synthesis.tool_loop import ToolLoopResult, work
 from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.synthesis.authors import ScriptedAuthor, completion
 from tests.waiting import PATIENCE_S

@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from keel.agents.environments.code import processes
+from keel.agents.env_runtime import processes
 from keel.agents.environments.code.languages import LANGUAGES, REPO, is_grading
 from keel.agents.environments.code.tree import Tree, erase, overlay, write_tree
 

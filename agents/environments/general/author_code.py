@@ -39,9 +39,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn, cast, get_type_hints
 
-from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 from keel.agents.env_runtime.processes import protect_process
-from keel.agents.env_runtime.tool_objects import Tool, functions_of
+from keel.agents.env_runtime.tool_objects import InvalidEnvironment, Tool, error_text, functions_of
 
 SHIPPED = Path(__file__).parent / "shipped"
 

@@ -13,10 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from keel.agents.environments.messages import with_instructions
+from keel.agents.environments import with_instructions
 from keel.agents.environments.search.documents import (
     Document,
     Library,
+    SearchIndex,
+    ensure_index,
     excerpt,
     made,
     signs,
@@ -24,7 +26,6 @@ from keel.agents.environments.search.documents import (
     squeeze,
     terms,
 )
-from keel.agents.environments.search.index import SearchIndex, ensure_index
 
 _MARK = (
     "Put the final answer, a name or a number and nothing else, between <answer> and </answer>, "

@@ -11,8 +11,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from keel.agents.budget import Budget
 from keel.agents.endpoint.recorder import TrajectoryRecorder
-from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import load_object, read_request
+from keel.agents.endpoint.requests import Reply, load_object, read_request
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.rl.types import NO_ROUTE, Segment
 from tests.agents.episodes import result_of

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.program import AgentProgram, run_program
-from keel.agents.endpoint.server import Endpoint
+from keel.agents.endpoint.server import Endpoint, McpTools
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import BUDGET, Policy, check_law, recorder_of
 from tests.agents.episodes import asynchronous

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import pytest
 
-from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.program import (
     AgentProgram,
     ProgramResult,
@@ -27,7 +26,7 @@ from keel.agents.endpoint.program import (
 )
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import read_request
-from keel.agents.endpoint.server import Endpoint
+from keel.agents.endpoint.server import Endpoint, McpTools
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import NoEnvironment
 from keel.rewards.sandbox.environments import runtime

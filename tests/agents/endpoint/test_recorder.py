@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from keel.agents.endpoint import recorder as recorder_module
 from keel.agents.endpoint import requests
-from keel.agents.endpoint.recorder import TrajectoryRecorder
+from keel.agents.endpoint.recorder import TrajectoryRecorder, prefix_keys
 from keel.agents.endpoint.requests import ApiError, read_request
-from keel.agents.endpoint.turn_index import prefix_keys
 from keel.data.conversations.files import read_trajectories
 from keel.rl.records import trajectory_record
 from keel.rl.types import PROGRAM, Prompt, Trajectory

@@ -15,8 +15,7 @@ from keel.agents.environments.code.grading import Results, _read_results, grade,
 from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource
-from keel.synthesis.code.filters import check_change, check_leaks, judge
-from keel.synthesis.code.pipeline import outcomes_of
+from keel.synthesis.code.pipeline import check_change, check_leaks, judge, outcomes_of
 from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor

@@ -325,6 +325,9 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(marker)) and not Path("/tmp", marker).exists()
 
 
+DESK = "environment:DatabaseDesk"
+
+
 def test_author_workspace_is_confined(tmp_path: Path) -> None:
     wrap_of()
     marker = f"4{uuid.uuid4().int % 10**8:08}"
@@ -333,7 +336,7 @@ def test_author_workspace_is_confined(tmp_path: Path) -> None:
         arguments = {"most_kib": 1, "bash_s": bash_s}
         async with (
             GeneralSandboxes(tmp_path / f"making_{bash_s}", config()) as rooms,
-            rooms.open("workshop:DatabaseDesk", arguments=arguments) as (desk, _),
+            rooms.open(DESK, arguments=arguments) as (desk, _),
         ):
             outputs: list[str] = []
             for name, value in (
@@ -384,7 +387,7 @@ def test_author_reaches_the_network_only_if_allowed(network: bool, tmp_path: Pat
         async with (
             server,
             GeneralSandboxes(tmp_path / "making", config(network=network)) as rooms,
-            rooms.open("workshop:DatabaseDesk", arguments=arguments, network=network) as (desk, _),
+            rooms.open(DESK, arguments=arguments, network=network) as (desk, _),
         ):
             return (await desk.call(call, timeout_s=PATIENCE_S)).text
 

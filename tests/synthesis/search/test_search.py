@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from keel.agents.environments.search.documents import SearchIndex, ensure_index
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.commands.cli import main
 from keel.configs.schema import EnvironmentConfig, SourceConfig
 from keel.configs.synthesis import AnswererConfig, SearchTasksConfig
@@ -22,8 +22,7 @@ from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, answer, verify
-from keel.synthesis.search.entities import rare_entities
-from keel.synthesis.search.pipeline import SearchPipeline
+from keel.synthesis.search.pipeline import SearchPipeline, rare_entities
 from keel.synthesis.search.question import accepts, normalize_answer, rule_of
 from keel.synthesis.search.workspace import Workspace
 from tests.agents.environments.search.corpus import write_corpus

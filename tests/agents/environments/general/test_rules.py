@@ -2,7 +2,7 @@
 
 import pytest
 
-from keel.agents.env_runtime.errors import InvalidEnvironment
+from keel.agents.env_runtime.tool_objects import InvalidEnvironment
 from keel.agents.environments.general.author_code import (
     Part,
     _function,

@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.program import Program
-from keel.agents.environments.search import index as index_module
-from keel.agents.environments.search.documents import cleaned, spans, terms
+from keel.agents.env_process.process import Program
+from keel.agents.environments.search import documents as index_module
+from keel.agents.environments.search.documents import (
+    SearchIndex,
+    cleaned,
+    ensure_index,
+    spans,
+    terms,
+)
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec

@@ -1,29 +1,34 @@
-"""Questions about the data of a shop, with their answers and answer rules.
+"""Write code-interpreter tasks about generated tables: `python -m keel.examples.tables --count 2000
+tables.jsonl`.
 
-The orders, products and customers are in three files that have to be joined.
+Each line contains a question, the rule for its answer, and the text of the files. The seed is
+random unless given, because the policy can read this code and could recompute the answers from a
+known seed.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
 import random
+import secrets
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-Files = dict[str, str]
-"""The contents of the files, by file name."""
 _CLEAR = 0.002
 """The minimum distance between the two largest values, as a fraction of the range of all values."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class _Answer:
     """A question and its right answer."""
 
     question: str
@@ -50,13 +55,13 @@ class Answer:
         return {"answer": text, "match": "math", "tolerance": float(f"{near:.3g}")}
 
 
-def clear_first(values: Mapping[str, float], question: str) -> Answer | None:
+def _clear_first(values: Mapping[str, float], question: str) -> _Answer | None:
     """Return the name with the largest value as the answer, or None if it is not clearly the
     largest."""
     first, second, *_ = sorted(values.values(), reverse=True)
     if first - second <= _CLEAR * (first - min(values.values())):
         return None
-    return Answer(question, max(values, key=lambda name: values[name]))
+    return _Answer(question, max(values, key=lambda name: values[name]))
 
 
 _CATEGORIES = ("tea", "paper", "tools", "lamps", "seeds", "glass", "wool", "maps")
@@ -67,7 +72,7 @@ _DAY_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class _Order:
     number: int
     day: date
     customer: str
@@ -78,20 +83,20 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Shop:
-    orders: tuple[Order, ...]
+class _Shop:
+    orders: tuple[_Order, ...]
     products: dict[str, tuple[str, float]]
     """Maps the name of each product to its category and price."""
     customers: dict[str, str]
     """Maps the name of each customer to their region."""
     day_format: str
 
-    def revenue(self, order: Order) -> float:
+    def revenue(self, order: _Order) -> float:
         price = self.products[order.product][1]
         return order.units * price * (1 - (order.discount or 0) / 100)
 
 
-def draw_shop(draw: random.Random) -> Shop:
+def _draw_shop(draw: random.Random) -> _Shop:
     categories = draw.sample(_CATEGORIES, draw.randint(3, 6))
     products = {
         f"{category}-{number}": (category, round(draw.uniform(2, 90), 2))
@@ -103,7 +108,7 @@ def draw_shop(draw: random.Random) -> Shop:
     first = date(draw.randint(2015, 2024), 1, 1) + timedelta(days=draw.randint(0, 300))
     buyers = draw.sample(sorted(customers), int(0.85 * len(customers)))
     orders = tuple(
-        Order(
+        _Order(
             number=1000 + n,
             day=first + timedelta(days=draw.randint(0, 200)),
             customer=draw.choice(buyers),
@@ -113,10 +118,10 @@ def draw_shop(draw: random.Random) -> Shop:
         )
         for n in range(draw.randint(150, 500))
     )
-    return Shop(orders, products, customers, draw.choice(_DAY_FORMATS))
+    return _Shop(orders, products, customers, draw.choice(_DAY_FORMATS))
 
 
-def files_of(shop: Shop) -> Files:
+def _files_of(shop: _Shop) -> dict[str, str]:
     rows = [
         (o.number, o.day.strftime(shop.day_format), o.customer, o.product, o.units, o.discount)
         for o in shop.orders
@@ -141,19 +146,19 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-ABOUT = (
+_ABOUT = (
     "orders.csv lists a shop's orders (an empty discount means none), products.json has category "
     "and price of each product, and customers.csv the region of each customer. The revenue of an "
     "order is units × price, less the discount."
 )
 
 
-def best_category(shop: Shop, draw: random.Random) -> Answer | None:
+def _best_category(shop: _Shop, draw: random.Random) -> _Answer | None:
     totals = _totals((shop.products[o.product][0], shop.revenue(o)) for o in shop.orders)
-    return clear_first(totals, "Which category has the largest revenue? Give its name.")
+    return _clear_first(totals, "Which category has the largest revenue? Give its name.")
 
 
-def revenue_of_region(shop: Shop, draw: random.Random) -> Answer | None:
+def _revenue_of_region(shop: _Shop, draw: random.Random) -> _Answer | None:
     region = draw.choice(sorted(set(shop.customers.values())))
     month = draw.choice(sorted({(o.day.year, o.day.month) for o in shop.orders}))
     result = [
@@ -165,10 +170,10 @@ def revenue_of_region(shop: Shop, draw: random.Random) -> Answer | None:
         f"Compute the revenue with customers of the region {region} in month {month[1]} of "
         f"{month[0]}, rounded to two decimals."
     )
-    return Answer(request, sum(result), 2) if len(result) > 2 else None
+    return _Answer(request, sum(result), 2) if len(result) > 2 else None
 
 
-def buyers_of_category(shop: Shop, draw: random.Random) -> Answer | None:
+def _buyers_of_category(shop: _Shop, draw: random.Random) -> _Answer | None:
     region = draw.choice(sorted(set(shop.customers.values())))
     category = draw.choice(sorted({category for category, _ in shop.products.values()}))
     result = {
@@ -177,10 +182,10 @@ def buyers_of_category(shop: Shop, draw: random.Random) -> Answer | None:
         if shop.customers[o.customer] == region and shop.products[o.product][0] == category
     }
     request = f"How many different customers of the region {region} have ordered {category}?"
-    return Answer(request, len(result), 0)
+    return _Answer(request, len(result), 0)
 
 
-def days_between(shop: Shop, draw: random.Random) -> Answer | None:
+def _days_between(shop: _Shop, draw: random.Random) -> _Answer | None:
     days: dict[str, list[date]] = defaultdict(list)
     for o in shop.orders:
         days[o.customer].append(o.day)
@@ -189,46 +194,46 @@ def days_between(shop: Shop, draw: random.Random) -> Answer | None:
         "How many days lie between the first and the last order on average, for customers with at "
         "least two orders, rounded to two decimals?"
     )
-    return Answer(request, mean(spans), 2)
+    return _Answer(request, mean(spans), 2)
 
 
-def busiest_weekday(shop: Shop, draw: random.Random) -> Answer | None:
+def _busiest_weekday(shop: _Shop, draw: random.Random) -> _Answer | None:
     counts = Counter(_WEEKDAYS[o.day.weekday()] for o in shop.orders)
-    return clear_first(counts, "On which day of the week were most orders placed? Name it.")
+    return _clear_first(counts, "On which day of the week were most orders placed? Name it.")
 
 
-def without_orders(shop: Shop, draw: random.Random) -> Answer | None:
+def _without_orders(shop: _Shop, draw: random.Random) -> _Answer | None:
     region = draw.choice(sorted(set(shop.customers.values())))
     ordered = {o.customer for o in shop.orders}
     result = [c for c, r in shop.customers.items() if r == region and c not in ordered]
-    return Answer(f"How many customers of the region {region} have no order?", len(result), 0)
+    return _Answer(f"How many customers of the region {region} have no order?", len(result), 0)
 
 
-def median_revenue(shop: Shop, draw: random.Random) -> Answer | None:
+def _median_revenue(shop: _Shop, draw: random.Random) -> _Answer | None:
     category = draw.choice(sorted({category for category, _ in shop.products.values()}))
     result = [shop.revenue(o) for o in shop.orders if shop.products[o.product][0] == category]
     request = f"Compute the median revenue of an order of {category}, rounded to two decimals."
-    return Answer(request, median(result), 2) if len(result) > 5 else None
+    return _Answer(request, median(result), 2) if len(result) > 5 else None
 
 
-def second_product(shop: Shop, draw: random.Random) -> Answer | None:
+def _second_product(shop: _Shop, draw: random.Random) -> _Answer | None:
     totals = _totals((o.product, float(o.units)) for o in shop.orders)
     first = max(totals, key=lambda name: totals[name])
     rest = {name: total for name, total in totals.items() if name != first}
     if totals[first] <= max(rest.values()):
         return None
-    return clear_first(rest, "Which product comes second by units sold? Give its name.")
+    return _clear_first(rest, "Which product comes second by units sold? Give its name.")
 
 
-QUESTIONS: tuple[Callable[[Shop, random.Random], Answer | None], ...] = (
-    best_category,
-    revenue_of_region,
-    buyers_of_category,
-    days_between,
-    busiest_weekday,
-    without_orders,
-    median_revenue,
-    second_product,
+_QUESTIONS: tuple[Callable[[_Shop, random.Random], _Answer | None], ...] = (
+    _best_category,
+    _revenue_of_region,
+    _buyers_of_category,
+    _days_between,
+    _busiest_weekday,
+    _without_orders,
+    _median_revenue,
+    _second_product,
 )
 
 
@@ -237,3 +242,45 @@ def _totals(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     for name, value in pairs:
         totals[name] += value
     return totals
+
+
+_BOXED = "Put the final answer in \\boxed{}."
+
+
+def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield `count` JSONL lines that cycle through all kinds of questions. The same seed always
+    gives the same lines."""
+    for number in range(count):
+        ask = _QUESTIONS[number % len(_QUESTIONS)]
+        draw = random.Random(f"{seed}/{number}")
+        data = _draw_shop(draw)
+        while (answer := ask(data, draw)) is None or not answer.clear:
+            data = _draw_shop(draw)  # until the question has one clear answer
+        yield {
+            "id": f"shop{ask.__name__.replace('_', '-', 1)}-{number}",
+            "prompt": f"{_ABOUT}\n\n{answer.question} {_BOXED}",
+            **answer.rule,
+            "environment": {"files": _files_of(data)},
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m keel.examples.tables", description=__doc__)
+    parser.add_argument("file", type=Path, help="the JSONL file to write")
+    parser.add_argument("--count", type=int, default=1000, help="tasks (1000)")
+    parser.add_argument("--seed", type=int, help="drawn by chance unless given, and then no secret")
+    value = parser.parse_args(arguments)
+    seed = secrets.randbits(64) if value.seed is None else value.seed
+    try:
+        with value.file.open("x", encoding="utf-8") as file:
+            for task in tasks(value.count, seed):
+                file.write(json.dumps(task, ensure_ascii=False) + "\n")
+    except OSError as error:
+        print(f"{value.file}: {error.strerror}; name a new file", file=sys.stderr)
+        return 2
+    print(f"{value.count:,} tasks in {value.file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Code-interpreter tasks: questions about generated tables, with answers that are computed."""
