@@ -16,15 +16,12 @@ _SHORT_TEXT = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The limits for one trajectory."""
-
     turns: int
     turn_tokens: int
     """Maximum number of tokens sampled in one turn. A truncated turn is continued only if an agent
     program requests it."""
     tokens: int
     window: int
-    """Maximum number of tokens in a context, including the sampled tokens."""
     timeout_s: float = inf
     """Time limit in seconds for the trajectory. It covers turns (also cancelled ones), tool calls,
     and the time that a program spends between turns."""
@@ -39,14 +36,10 @@ class Budget:
         return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
     def truncate(self, text: str) -> str:
-        """Truncate text to `characters` characters and append a note with the number of characters
-        removed."""
         excess = len(text) - self.characters
         return text if excess <= 0 else f"{text[:-excess]}\n[{excess} characters left out]"
 
     def refusal(self, calls: int) -> str:
-        """Return an error message if the call limit is reached after `calls` calls, or ""
-        otherwise."""
         if calls < self.calls:
             return ""
         return f"Nothing was run: {self.calls} calls have been, and no more will be."

@@ -35,7 +35,6 @@ class SegmentRecord:
         self._turns: list[tuple[int, TurnResult]] = []
         """The position of each turn's first sampled token, together with the turn's result."""
         self._rows = 0
-        """Number of positions for which expert routes have been received."""
 
     @property
     def turns(self) -> int:
@@ -87,7 +86,6 @@ class SegmentRecord:
         self._rows = rows
 
     def drop_extension(self) -> None:
-        """Remove everything after the last turn from the context."""
         start, result = self._turns[-1]
         del self.ids[start + len(result.token_ids_N) :]
 
@@ -99,7 +97,6 @@ class SegmentRecord:
         self.ids += ids[len(self.ids) :]
 
     def segment(self) -> Segment | None:
-        """Return the segment up to its last sampled token, or None if no token was sampled."""
         spans = [(start, result) for start, result in self._turns if len(result.token_ids_N) > 0]
         if not spans:
             return None
@@ -133,13 +130,11 @@ class SegmentRecord:
 
 
 def segments_of(records: Iterable[SegmentRecord]) -> tuple[Segment, ...]:
-    """Return the segments of all records in which tokens were sampled."""
     segments = (record.segment() for record in records)
     return tuple(segment for segment in segments if segment is not None)
 
 
 def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
-    """Return the length of the longest prefix that `ids` shares with any of the records."""
     longest = 0
     for record in records:
         other = record.ids
@@ -180,7 +175,6 @@ class Conversation:
 
     @property
     def ids(self) -> Sequence[int]:
-        """Token ids of the current context."""
         return self._records[-1].ids
 
     @property
@@ -189,7 +183,6 @@ class Conversation:
 
     @property
     def forks(self) -> int:
-        """Number of segments that were started after the first one."""
         return len(self._records) - 1
 
     @property
@@ -212,7 +205,6 @@ class Conversation:
         return self._pending
 
     def append(self, result: TurnResult) -> Parsed:
-        """Record the result of the requested turn and return its parsed content."""
         assert self._pending is not None, "no turn was requested"
         turn = self.turns
         self._records[-1].append(self._pending, result)
@@ -259,7 +251,6 @@ class Conversation:
         self.answer(())
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """Append messages to the context and the transcript without changing the token ids."""
         self.view += messages
         self.transcript += messages
 

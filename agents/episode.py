@@ -24,7 +24,6 @@ from keel.rl.turns import MALFORMED, Chat, Malformed, Message, ToolCall, TurnReq
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
-"""Samples a turn on one of the engines."""
 BROKE = "the conversation broke: "
 """Prefix of the drop reason of a trajectory whose conversation is invalid."""
 _NOTHING_SAMPLED = "late: its time was up before it had sampled a token (rollout.timeout_s)"
@@ -59,8 +58,6 @@ class Episode:
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """Run the episode and close its environment. If the episode is dropped, returns the
-        reason."""
         try:
             return await self._run()
         except _EngineRefused as refused:
@@ -160,8 +157,6 @@ class Episode:
         return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
-        """Rewrite the context if its window is nearly full. If this ends the episode, returns the
-        finish reason."""
         rewrite = self.context.rewrite(
             conversation.opening,
             conversation.view,
@@ -171,22 +166,23 @@ class Episode:
         if rewrite is None:
             return None
         self.usage = replace(self.usage, rewrites=self.usage.rewrites + 1)
-        if isinstance(rewrite, AskFirst):
-            if rewrite.before is not None:
-                conversation.rewrite(rewrite.before.messages, added=rewrite.before.added)
-            conversation.ask(rewrite.question)
+        messages, added = rewrite.messages, tuple[Message, ...]()
+        if rewrite.ask:
+            if rewrite.shorten_first:
+                conversation.rewrite(messages)
+            conversation.ask(ASK_FOR_SUMMARY)
             turn = await self._speak(conversation, self.context.summary_tokens)
             if isinstance(turn, str):
                 return turn
-            rewrite = rewrite.rewritten_by(conversation.opening, str(turn[1]["content"]))
-        conversation.rewrite(rewrite.messages, added=rewrite.added)
+            if summary := str(turn[1]["content"]).strip():  # empty if truncated while thinking
+                added = ({"role": "user", "content": SUMMARY + summary},)
+                messages = (*conversation.opening, *added)
+        conversation.rewrite(messages, added=added)
         return None
 
     async def _speak(
         self, conversation: Conversation, max_tokens: int | None = None
     ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
-        """Sample a turn. Returns its calls and message, or the finish reason if the episode has
-        ended."""
         nearest, room = self.budget.room(
             self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
         )
@@ -218,8 +214,6 @@ class Episode:
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]
     ) -> tuple[list[Message], FinishReason | None]:
-        """Run the calls in order. Returns their results, and the finish reason if the episode has
-        ended."""
         answers: list[Message] = []
         for call in calls:
             name = MALFORMED if isinstance(call, Malformed) else call.name
@@ -267,31 +261,12 @@ SUMMARY = "What was done so far, in your own words:\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """A new context that replaces the current one."""
-
     messages: tuple[Message, ...]
-    added: tuple[Message, ...] = ()
-    """The messages in the new context that have not yet appeared in the conversation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskFirst:
-    """A question to ask the policy before the context is rewritten."""
-
-    question: str
-    """The question to send, after `before` has been applied if it is set."""
-    before: Rewrite | None = None
-    """A rewrite to apply first, if the current context leaves no room for an answer."""
-    fallback: Rewrite
-    """The rewrite to use if the answer is empty, because the turn was truncated while thinking."""
-
-    def rewritten_by(self, opening: Sequence[Message], answer: str) -> Rewrite:
-        """Return a rewrite that keeps only the opening and the policy's answer, or `fallback` if
-        the answer is empty."""
-        if not answer.strip():
-            return self.fallback
-        summary: Message = {"role": "user", "content": SUMMARY + answer.strip()}
-        return Rewrite(messages=(*opening, summary), added=(summary,))
+    """The new context. It is used only if the summary is empty when one is asked for."""
+    ask: bool = False
+    """True to ask the policy for a summary, which replaces everything after the opening."""
+    shorten_first: bool = False
+    """True if the current context leaves no room for the summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,11 +279,10 @@ class ContextManager:
     """Maximum number of rewrites, or 0 for no limit. After the last one, the trajectory ends when
     its window is full."""
     summary_tokens: int = 1024
-    """Number of tokens reserved for the question and the policy's summary."""
 
     def rewrite(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
-    ) -> Rewrite | AskFirst | None:
+    ) -> Rewrite | None:
         """Decide how to rewrite the current context `view`, which has `tokens` tokens, before the
         next turn. Returns None if no rewrite is needed or nothing can be removed."""
         spent = 0 < self.most <= rewrites
@@ -322,17 +296,13 @@ class ContextManager:
                 steps.append([message])
         fits = tokens + self.summary_tokens <= self.window
         calls = [i for i, step in enumerate(steps) if step[0].get("tool_calls")]
-        shorter: Rewrite | None = None
+        shorter: tuple[Message, ...] | None = None
         if calls:
             removed = set(calls[: ceil(len(calls) * _SHARES.get(self.method, 0.75))])
             rest = (m for i, step in enumerate(steps) if i not in removed for m in step)
-            shorter = Rewrite(messages=(*opening, *rest))
+            shorter = (*opening, *rest)
         if self.method != "summary":
-            return shorter
+            return None if shorter is None else Rewrite(messages=shorter)
         if not steps or (not fits and shorter is None):
             return None
-        return AskFirst(
-            question=ASK_FOR_SUMMARY,
-            before=None if fits else shorter,
-            fallback=shorter or Rewrite(messages=tuple(view)),
-        )
+        return Rewrite(messages=shorter or tuple(view), ask=True, shorten_first=not fits)

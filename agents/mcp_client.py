@@ -28,12 +28,9 @@ from keel.rl.types import Prompt, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """Settings for connecting to a server. Either `command` or `url` is set."""
-
     command: Sequence[str] = ()
     """The command that starts the server of an episode. `{seed}` is replaced by the seed."""
     url: str = ""
-    """URL of a Streamable HTTP server, which all episodes share."""
     folder: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     offered: Sequence[str] | None = None
@@ -188,7 +185,6 @@ class McpEpisode:
 
     @asynccontextmanager
     async def _streams(self, process: ChildProcess) -> AsyncGenerator[Any]:
-        """Connect the channel of a process to the message streams of the MCP client."""
         import anyio  # noqa: PLC0415  (a dependency of mcp)
         from mcp.shared.message import SessionMessage  # noqa: PLC0415
         from mcp_types import jsonrpc_message_adapter  # noqa: PLC0415

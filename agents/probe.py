@@ -27,15 +27,12 @@ _VERDICT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The result of opening an environment."""
-
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     opening_tokens: int | None
     """Number of tokens in the first messages and the tools, or None if there is no chat format."""
     seconds: float
     fork_disabled_reason: str
-    """The reason episodes are not forked although `preload` is set."""
     parts: tuple[str, ...] | None
     """Names of the `parts` in a verdict requested right after the opening, or None if there is no
     verdict."""

@@ -27,7 +27,6 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _STARTING = 8
 """Maximum number of programs that start at the same time. More would slow each other down."""
 _CLOSE_S = 120.0
-"""Time limit in seconds for open episodes to end, and for the endpoint to start."""
 
 
 TurnSampler = Callable[[TurnRequest, Purpose], Future[TurnResult]]
@@ -36,14 +35,11 @@ TurnSampler = Callable[[TurnRequest, Purpose], Future[TurnResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKind:
-    """Settings for the episodes of one environment."""
-
     environment: Callable[[], Environment]
     chat: Chat
     budget: Budget
     context: ContextManager
     program: AgentProgram | None = None
-    """The agent program that drives the episodes, or None if Keel drives them."""
     crash_is_failure: Collection[str] = ()
 
 

@@ -27,7 +27,6 @@ class Arguments:
     documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
-        """Create a validator for each tool. Raises ValueError if a name or a schema is invalid."""
         self._validators: dict[str, Any] = {}
         for tool in tools:
             if not _NAME.fullmatch(tool.name):

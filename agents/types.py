@@ -14,8 +14,6 @@ from keel.rl.types import LOST, Prompt, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The first messages of a conversation, and the tools that the policy may use."""
-
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
 
@@ -41,7 +39,6 @@ class Unscored:
 
     reason: str
     fault: Fault | None = None
-    """Why the environment was lost, if it was lost during grading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +53,6 @@ class EnvironmentLost(RuntimeError):
     """Raised if the episode cannot continue. All processes of the environment are dead by then."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
-        """Create an error that occurred in the method `during`. `output` is the last part of the
-        standard error."""
         tail = f"; its last words: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault

@@ -29,8 +29,6 @@ _CLEAR = 0.002
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A question and its right answer."""
-
     question: str
     value: float | str
     decimals: int = 0
@@ -56,8 +54,6 @@ class _Answer:
 
 
 def _clear_first(values: Mapping[str, float], question: str) -> _Answer | None:
-    """Return the name with the largest value as the answer, or None if it is not clearly the
-    largest."""
     first, second, *_ = sorted(values.values(), reverse=True)
     if first - second <= _CLEAR * (first - min(values.values())):
         return None
@@ -68,7 +64,6 @@ _CATEGORIES = ("tea", "paper", "tools", "lamps", "seeds", "glass", "wool", "maps
 _REGIONS = ("north", "south", "east", "west", "coast", "hills")
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _DAY_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y")
-"""Date formats that are unambiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,6 @@ class _Order:
     product: str
     units: int
     discount: int | None
-    """The discount in percent."""
 
 
 @dataclass(frozen=True, slots=True)

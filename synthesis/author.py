@@ -56,8 +56,6 @@ class CallUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthorReply:
-    """A model's reply."""
-
     content: str
     calls: tuple[ToolCall | Malformed, ...] = ()
     reasoning: str = ""
@@ -66,7 +64,6 @@ class AuthorReply:
     in such a reply must not be run."""
 
     def message(self) -> Message:
-        """Return the reply as a message for the next request."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [_as_json(call) for call in self.calls]
@@ -135,8 +132,6 @@ class EndpointAuthor:
     """A model behind an OpenAI-compatible endpoint. Use each instance in a single event loop."""
 
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
-        """Create the client. Raises ValueError if the environment variable with the API key is not
-        set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
@@ -232,7 +227,6 @@ class EndpointAuthor:
         return self._others[-1]
 
     async def close(self) -> None:
-        """Close the connections of this author and of all authors created from it."""
         for other in self._others:
             await other.close()
         await self._client.close()
@@ -282,7 +276,6 @@ def _call(entry: Mapping[str, Any]) -> ToolCall | Malformed:
 
 
 def _encodable(value: Any) -> Any:
-    """Replace unpaired surrogates with `?`, because a request cannot encode them."""
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
@@ -303,14 +296,12 @@ class ToolLoopResult:
     """The conversation of a tool loop, with the reason the loop ended."""
 
     messages: tuple[Message, ...]
-    """All messages, including the initial ones."""
     ended: Literal["stop", "done", "turns", "length"]
     """Why the loop ended. stop: the model made no more calls. done: a tool ended the loop. turns:
     the turn limit was reached. length: a reply was truncated."""
 
     @property
     def answer(self) -> str:
-        """Return the text of the last assistant message."""
         last = self.messages[-1]
         return str(last.get("content") or "") if last["role"] == "assistant" else ""
 
@@ -364,7 +355,6 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 def tool_spec_of(value: Mapping[str, Any]) -> ToolSpec:
-    """Return the tool spec for an environment's tool."""
     return ToolSpec(
         name=value["name"], description=value["description"], parameters=value["parameters"]
     )

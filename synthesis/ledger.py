@@ -20,18 +20,14 @@ from keel.configs.work_folder import WorkFolder
 from keel.synthesis.author import CallUsage
 
 _MAX_REASONS = 5
-"""Maximum number of reasons to list for each gate."""
 _MAX_REASON = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOutcome:
-    """The outcome of creating one task."""
-
     key: str
     outcome: Literal["kept", "refused"]
     gate: str = ""
-    """Name of the gate that rejected the task."""
     reason: str = ""
     seconds: float = 0.0
     drafts: Sequence[Sequence[str]] = ()
@@ -45,7 +41,6 @@ class Rejected(Exception):
         super().__init__(f"{gate}: {reason}")
         self.gate, self.reason = gate, reason
         self.drafts: Sequence[Rejected] = ()
-        """Drafts that were rejected before this one."""
 
 
 class Ledger:
@@ -53,7 +48,6 @@ class Ledger:
     belongs to another synthesis."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Set up the ledger. `settings` contains the settings that affect the tasks, as JSON."""
         self.folder = folder
         self._settings = settings
         self.outcomes: dict[str, TaskOutcome] = {}
@@ -86,7 +80,6 @@ class Ledger:
         self._opened.close()
 
     def used(self, usage: CallUsage) -> None:
-        """Record the usage of one model call."""
         self.spent.append(usage)
         self._usage.add(asdict(usage))
 
@@ -96,7 +89,6 @@ class Ledger:
         self.outcomes[outcome.key] = outcome
 
     def report(self) -> dict[str, Any]:
-        """Return the totals and also write them to report.json."""
         by_gate: dict[str, Counter[str]] = {}
         for outcome in self.outcomes.values():
             if outcome.outcome == "refused":

@@ -91,7 +91,6 @@ def error(refused: ApiError) -> dict[str, Any]:
 
 
 def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Convert a message to OpenAI messages. Each tool result becomes a separate message."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise invalid_field(f"{at}.role", "must be user or assistant")

@@ -53,7 +53,6 @@ class AgentProgram:
     """The command line. `{prompt}` is replaced by the last user message, and `{prompt_file}` by the
     path of a file that contains it."""
     open_s: float = 60.0
-    """Time limit in seconds for the program's first request."""
     python: str = sys.executable
     folder: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -106,10 +105,7 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """The exit of a program, with the verdict or answer that it returned."""
-
     failed: str = ""
-    """Reason for the program's failure, or "" if it exited with status 0."""
     output: str = ""
     verdict: Verdict | Unscored | None = None
     """The program's verdict. None if it returned none or if its verdict is ignored."""
@@ -326,8 +322,6 @@ _MAX_OUTPUT = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTrial:
-    """The result of testing a program."""
-
     turns: int
     opening_tokens: int
     """Number of tokens in the program's first request, including the tools."""

@@ -82,7 +82,6 @@ class TrajectoryRecorder:
         """Sample numbers in use, keyed by context. Each sample from the same context has its own
         number and therefore its own seed."""
         self._lost: dict[str, list[Reply]] = {}
-        """Replies that did not reach a client, keyed by their request."""
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
         """The turns that are being sampled, with the number of tokens reserved for each."""
@@ -104,8 +103,6 @@ class TrajectoryRecorder:
         self.begun = asyncio.Event()
 
     async def turn(self, request: ChatRequest) -> Reply:
-        """Sample and record a turn for a request. Raises ApiError if the request is refused or
-        fails."""
         self.counts["requests"] += 1
         try:
             reply = await self._turn(request)
@@ -120,7 +117,6 @@ class TrajectoryRecorder:
         return reply
 
     def record_error(self, error: ApiError) -> None:
-        """Count a request that was answered with an error, and keep the reason for the report."""
         if error.status >= 500:
             self.failure = error.message
             self.counts["failed"] += 1
@@ -155,7 +151,6 @@ class TrajectoryRecorder:
                     await self._changed.wait()
 
     async def finish(self) -> None:
-        """Cancel all turns that are being sampled and close the recorder."""
         self._usage, self._idle_since = self.usage, None
         self._closed = True
         self._changed.set()
@@ -170,7 +165,6 @@ class TrajectoryRecorder:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages of all conversations after the opening, in the order of the turns."""
         return self.index.messages
 
     @property
@@ -259,7 +253,6 @@ class TrajectoryRecorder:
         )
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
-        """Wait until the budget allows a turn, and return how many tokens the turn may sample."""
         try:
             async with asyncio.timeout(self._turn_s):
                 while True:
@@ -282,7 +275,6 @@ class TrajectoryRecorder:
             raise _engine_failed(message) from error
 
     async def _grow(self, record: SegmentRecord, ids: list[int], limit: int) -> TurnResult:
-        """Sample a turn after the context `ids`, and append it to the record."""
         context_T = np.array(ids, np.int32)
         context_key = blake2b(context_T.tobytes(), digest_size=16).hexdigest()
         draws = self._draws.setdefault(context_key, set())
@@ -365,8 +357,6 @@ def _engine_failed(reason: str) -> ApiError:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A recorded turn of the policy."""
-
     record: SegmentRecord
     end: int
     """Number of token ids in `record` up to and including the last token of this turn."""
@@ -399,7 +389,6 @@ class TurnIndex:
         self._chat, self._thinking = chat, thinking
         self._turns: list[Turn] = []
         self._by_messages: dict[str, list[Turn]] = {}
-        """The turns, keyed by all messages up to and including the turn."""
         self.opening: tuple[Message, ...] = ()
         """The messages of the first request that led to a turn."""
         self._recorded: list[Message] = []
@@ -461,9 +450,6 @@ class TurnIndex:
         tools_key: str,
         growing: Collection[SegmentRecord],
     ) -> tuple[Turn | None, list[int]]:
-        """Find the recorded turn that a request continues, if any, and return it with the token ids
-        of the request's context. These begin with the ids of the turn. `growing` contains the
-        records in which a turn is still being sampled."""
         messages = request.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         new = messages[turns[-1] + 1 :] if turns else ()
@@ -519,7 +505,6 @@ def prefix_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def _extend_key(key: str, message: Message) -> str:
-    """Given the key of a list of messages, return its key after `message` is appended."""
     is_turn = message["role"] == "assistant"
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     identity = [

@@ -58,8 +58,6 @@ class ApiError(Exception):
         code: str | None = None,
         limit: FinishReason | None = None,
     ) -> None:
-        """Create an error for the invalid field `param` or for the budget `limit` that was
-        reached."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
@@ -193,7 +191,6 @@ class ChatRequest(_Model):
 
     @property
     def may_call(self) -> bool:
-        """False if the reply must not contain tool calls (`tool_choice: none`)."""
         return self.tool_choice == "auto"
 
     @property
@@ -259,10 +256,8 @@ def _warn_ignored(name: str, reason: str) -> None:
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
-    """Convert messages, and put the tool results of each turn in the same order as the calls."""
     converted: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    """Names of the tools whose calls have no result yet, keyed by call id."""
     results: dict[str, dict[str, Any]] = {}
     for i, message in enumerate([*messages, None]):
         at = f"messages[{i}]"
@@ -313,7 +308,6 @@ def load_json(text: bytes | str) -> Any:
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """Parse the body of a request. Raises ApiError if it is not a JSON object."""
     try:
         value = load_json(body)
         if not isinstance(value, dict):
@@ -344,14 +338,11 @@ MODEL = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A recorded turn in the form that the client receives."""
-
     reply_id: str
     request_key: str
     """Key of the request. Requests have the same key if their messages, tools and limits are
     equal."""
     message: Message
-    """The message for the client. The arguments of calls are still objects, not JSON strings."""
     ended: FinishReason
     prompt_tokens: int
     completion_tokens: int
@@ -377,7 +368,6 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def stream_events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
-    """Yield the server-sent events of a stream. A single event contains the whole message."""
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None

@@ -39,9 +39,7 @@ from keel.rl.turns import ToolCall, ToolSpec
 _MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of a request in bytes. 131,072 tokens take at most 12 MiB."""
 _MAX_BODIES = 4
-"""Maximum number of request bodies received at once per trajectory."""
 _READ_S = 60.0
-"""Time limit in seconds for receiving the rest of a request, and for the client to read a reply."""
 _SHUTDOWN_S = 5.0
 _DISCONNECT_ROUNDS = 4
 """Number of event loop iterations after which a closed connection cancels its request."""
@@ -51,14 +49,11 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The URL and key of a trajectory's endpoint."""
-
     base_url: str
     api_key: str
     socket: Path
     """A unix socket of the same server, for sandboxes without network access."""
     tools_url: str = ""
-    """URL at which MCP clients find the environment's tools, or "" if there are no tools."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -161,7 +156,6 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> TrajectoryRecorder:
-        """Close the endpoint of the trajectory `name` and return its recorder."""
         for place, trajectory in self._open.items():
             if name in (place, trajectory.recorder.name):
                 del self._open[place]
@@ -214,8 +208,6 @@ class Endpoint:
 
     @asynccontextmanager
     async def _body_of(self, request: web.Request, place: _Place) -> AsyncGenerator[bytes]:
-        """Receive the body of a request. Other requests of the trajectory may have to wait until
-        the context exits."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
@@ -335,7 +327,6 @@ def _is_anthropic(request: web.Request) -> bool:
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Return False if a log message is about a client's malformed request."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 
@@ -375,7 +366,6 @@ class McpTools:
                 task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
-        """Answer a JSON-RPC message. Returns None if the message is a notification."""
         message = load_json(body)
         if not isinstance(message, dict):
             raise ValueError("a JSON-RPC message is an object")
@@ -420,8 +410,6 @@ class McpTools:
         return await asyncio.shield(task)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a call after all earlier calls have finished. If the episode is over by then, the
-        call is rejected."""
         async with self._turn:
             if self.over or self._finished:
                 return _error(_LOST, "the episode is over")

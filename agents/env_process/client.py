@@ -186,8 +186,6 @@ class Hosted:
     async def _ask(
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
-        """Send a request and return the reply. On any failure, the process is killed and
-        EnvironmentLost is raised. Raises ValueError if the request cannot be encoded as JSON."""
         async with self._turn:
             process = self._process
             if self._lost is not None:
@@ -233,7 +231,6 @@ class Hosted:
 
 
 def task_fields(task: Prompt) -> dict[str, Any]:
-    """Return the fields of a task as JSON, without the reward."""
     return {
         "prompt_id": task.prompt_id,
         "domain": task.domain,
@@ -277,8 +274,6 @@ def _parsed(model: type[_Model], reply: Any) -> _Model:
 
 
 def verdict_of(reply: Mapping[str, Any]) -> Verdict:
-    """Parse a verdict, which is an object with `parts` and `facts`. Raises ValueError if it is
-    invalid."""
     verdict = _parsed(_VerdictReply, reply)
     return Verdict(parts=verdict.parts, facts=verdict.facts)
 
@@ -287,8 +282,6 @@ _REPLY_BYTES = 1 << 16
 
 
 def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
-    """Return the fault and the error message in a reply from an environment's process, or None if
-    it contains no error."""
     if "memory" in reply:
         return "memory", f"out of memory (memory_mib = {memory_mib})"
     if "refused" in reply:
@@ -315,7 +308,6 @@ class ForkServer:
         self._sandbox = program.wrap
         self._inner = program.wrap.inner if program.wrap else None
         self.disabled_reason = ""
-        """The reason episodes are not forked, or "" if they are."""
         if program.wrap and self._inner is None:
             self.disabled_reason = "this machine cannot sandbox a forked process"
         self._process: ChildProcess | None = None
@@ -418,7 +410,6 @@ class ForkServer:
         return EnvironmentLost(lost.fault, "open", message, lost.output)
 
     async def close(self) -> None:
-        """Stop the server and all processes that it has forked."""
         self.disabled_reason = self.disabled_reason or "closed"
         async with self._gate:
             process, self._process = self._process, None
@@ -473,8 +464,6 @@ class ForkServer:
         *fds: int,
         timeout_s: float | None = None,
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request together with the file descriptors `fds`, and return the reply with the
-        received descriptors."""
         async with self._asking:
             self._request_id += 1
             line = json.dumps({"id": self._request_id, **request}).encode()

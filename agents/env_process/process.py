@@ -25,10 +25,8 @@ from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost, Fault
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Maximum size of a message. A process that sends a larger one is killed."""
 _EXIT_S = 30.0
 REAP_S = 60.0
-"""Time limit in seconds for a killed process to exit."""
 _OUTPUT_BYTES = 4096
 _READ_S = 1.0
 _INHERITED_ENV = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
@@ -60,7 +58,7 @@ class EnvSandbox(Protocol):
     """Runs processes in sandboxes that can read only the system, the program and `readable`.
 
     `parent` prepares a sandbox for a process that forks children and isolates them from each other.
-    `inner` is the argument that `isolate` (`env_runtime.fork_server`) needs for this, or None if
+    `inner` has the settings that the fork server needs for this, or is None if
     this machine does not allow it. `probe` is Python code that tries to escape, and prints
     `isolated` if it fails. `hold` monitors the memory of a sandbox, given its outer process, or of
     a forked child, given the first process inside (`inside`).
@@ -110,12 +108,10 @@ class ChildProcess:
         self._end: asyncio.Task[str] | None = None
         self._limit_hit = ""
         self._orphaned = False
-        """True if the fork server was already dead when the process was to be reaped."""
         # Kills it at interpreter exit if an abandoned event loop never closed it.
         self._finalizer = weakref.finalize(self, _kill_abandoned, pid, pidfd)
 
     async def connect(self) -> ChildProcess:
-        """Open the channel for `send` and `receive`, and return this process."""
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(
                 sock=self.channel, limit=MAX_MESSAGE_BYTES
@@ -127,7 +123,6 @@ class ChildProcess:
         return self
 
     async def send(self, line: bytes) -> None:
-        """Send a line. Raises OSError if the process has closed its channel."""
         self._writer.write(line)
         await self._writer.drain()
 
@@ -148,7 +143,6 @@ class ChildProcess:
         return self._output.text()
 
     async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        """Kill the process and return an error with the cause and the last part of the output."""
         ending = await self.end(_EXIT_S if fault == "exit" else 0.0)
         if fault == "exit":
             fault = "crash" if ending.startswith("was ended") else "exit"
@@ -183,7 +177,6 @@ class ChildProcess:
         return f"was ended by signal {number}" if status < 0 else f"exited with status {status}"
 
     async def _gone(self, within_s: float) -> bool:
-        """Wait up to `within_s` seconds for the process to exit, without reaping it."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         deadline, pause_s = time.monotonic() + within_s, 0.001
@@ -328,8 +321,6 @@ def launch(
 
 
 class _OutputTail:
-    """Reads a pipe in the background and keeps the last 4 KiB."""
-
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._tail = b""
@@ -358,7 +349,6 @@ class _OutputTail:
             await asyncio.wait_for(self._ended.wait(), within_s)
 
     def text(self) -> str:
-        """Return the text that was kept, without control characters."""
         text = self._tail.decode(errors="replace").strip()
         return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 

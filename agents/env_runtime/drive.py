@@ -69,7 +69,6 @@ def _forward(path: str) -> int:
 
 
 def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
-    """Copy a pipe to standard error. The last non-empty line is kept in `last_line`."""
     rest = b""
     while data := os.read(pipe, 1 << 16):
         with suppress(OSError):

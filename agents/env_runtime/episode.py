@@ -68,7 +68,6 @@ class _Episode:
         self._environment: Any = None
 
     def answer(self, request: Request) -> Request:
-        """Handle a request and return the reply. Exceptions from the environment are not caught."""
         action = request["do"]
         if action == "open":
             return self._open(request)

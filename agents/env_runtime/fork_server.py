@@ -17,8 +17,9 @@ Instead of "is", a reply may have "cannot" (the reason why forking is unsafe or 
 the errors in start.py. A forked process then uses the protocol of start.py, or executes the code in
 `run` if there is any.
 
-`inner` contains the settings for `keel.agents.env_runtime.fork_server`. If it is set, the reported
-process is the first one in a PID namespace. It exits with the program's status, or with 128 plus
+`inner` has the settings for the isolation: own_network, loopback, files_mib (the size of /tmp and
+of /dev/shm), processes and filter (base64). If it is set, the reported process is the first one in
+a PID namespace. It exits with the program's status, or with 128 plus
 the number of the signal that ended the program.
 """
 
@@ -46,15 +47,15 @@ from keel.agents.env_runtime.processes import adopt_orphans, limit_memory, prote
 from keel.agents.env_runtime.tool_objects import error_text
 
 _MAX_BYTES = 1 << 16
-_Reply = dict[str, Any]
+_Data = dict[str, Any]
 
 
-class _Forker:
+class _ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._files = _open_files()
 
-    def load(self, request: _Reply) -> _Reply:
+    def load(self, request: _Data) -> _Data:
         limit_memory(request["memory_mib"])
         sys.path[:0] = request["paths"]
         random.seed(0)
@@ -83,8 +84,7 @@ class _Forker:
                     return f"maps shared memory ({name})"
         return ""
 
-    def fork(self, request: _Reply, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
-        """Fork a process. Returns None in the server and the channel in the forked process."""
+    def fork(self, request: _Data, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
         number, inner = request["id"], request["inner"]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -113,12 +113,12 @@ class _Forker:
             cast(Any, sys.modules["tempfile"]).tempdir = None  # look it up again
         return channel
 
-    def _fork_isolated(self, number: int, inner: Inner, channel: int, stderr: int) -> None:
+    def _fork_isolated(self, number: int, inner: _Data, channel: int, stderr: int) -> None:
         """Fork twice more, into new namespaces. Only the last process returns."""
         uid, gid = os.getuid(), os.getgid()
         status_read, status_write = os.pipe()
         try:
-            unshare(inner)
+            _unshare(inner)
             first = os.fork()
         except OSError as error:
             self._send({"id": number, "cannot": str(error)})
@@ -134,7 +134,7 @@ class _Forker:
             os._exit(0)  # the server inherits the child
         os.close(status_read)
         try:
-            isolate(inner, uid, gid)
+            _isolate(inner, uid, gid)
             program = os.fork()
         except Exception as error:
             os.write(status_write, error_text(error).encode()[: _MAX_BYTES // 2])
@@ -154,14 +154,13 @@ class _Forker:
         try:
             fd = os.pidfd_open(pid)
         except (AttributeError, OSError) as error:  # an old kernel or Python
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
+            os.kill(pid, 9)
             self._send({"id": number, "cannot": f"no pidfd: {error}"})
             return
         self._send({"id": number, "is": {"pid": pid}}, fd)
         os.close(fd)
 
-    def _send(self, reply: _Reply, *fds: int) -> None:
+    def _send(self, reply: _Data, *fds: int) -> None:
         socket.send_fds(self._control, [json.dumps(reply).encode()], fds)
 
     def serve(self) -> Optional[tuple[int, Optional[str]]]:  # noqa: UP045
@@ -209,7 +208,7 @@ def main() -> None:
     protect_process()
     control = socket.socket(fileno=os.dup(0))
     redirect_prints()
-    forked = _Forker(control).serve()
+    forked = _ForkServer(control).serve()
     if forked is None:
         return
     channel, run = forked
@@ -219,10 +218,10 @@ def main() -> None:
     serve(open(channel, "rb"), open(os.dup(channel), "wb"))  # noqa: SIM115
 
 
-Inner = dict[str, Any]
-"""Settings: own_network, loopback, files_mib (the size of /tmp and of /dev/shm), processes and
-filter (base64)."""
-
+# Isolates a forked process in the same way as bubblewrap isolates a process that it starts. The
+# process keeps the mounts of the sandbox in which it runs. Two user namespaces are nested: the
+# process is root in the outer one, because mounting pseudo-terminals requires it, and the original
+# user in the inner one. See user_namespaces(7), pid_namespaces(7) and seccomp(2).
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _NOEXEC, _BIND_ALL, _REMOUNT_READ_ONLY = 2, 4, 8, 4096 | 16384, 32 | 1
@@ -237,7 +236,7 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
 
 
-def unshare(inner: Inner) -> None:
+def _unshare(inner: _Data) -> None:
     """Create new namespaces. The next child of this process becomes the first process in them."""
     uid, gid = os.getuid(), os.getgid()
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps are not writable
@@ -248,7 +247,7 @@ def unshare(inner: Inner) -> None:
     _map_user((0, uid), (0, gid))
 
 
-def isolate(inner: Inner, uid: int, gid: int) -> None:
+def _isolate(inner: _Data, uid: int, gid: int) -> None:
     """Mount private folders and drop all privileges. Call this in the first process of the
     namespaces."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)

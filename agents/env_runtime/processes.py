@@ -16,9 +16,7 @@ from typing import Optional
 
 _PDEATHSIG, _DUMPABLE, _CHILD_SUBREAPER = 1, 4, 36
 _MAX_SOCKET_PATH = 107
-"""Maximum length of a unix socket's path in bytes (see unix(7))."""
 _MAX_CHARACTERS = 20_000
-"""Maximum length of a command's output. If the output is longer, its middle is removed."""
 _KILL_S = 10.0
 _adopts = False
 """True once this process is the parent of its orphaned descendants."""

@@ -130,8 +130,6 @@ class Object:
 
     @property
     def done(self) -> bool:
-        """True once the episode is over. Raises EnvironmentGone if the attribute `done` is not a
-        bool."""
         value: Any = getattr(self._target, "done", False)
         kind = cast(Any, type(value))
         if value is None or isinstance(value, bool) or callable(value):  # a callable is a tool
@@ -304,7 +302,6 @@ def _is_dataclass(kind: Any) -> bool:
 
 
 def _value_of(hint: Any, value: Any) -> Any:
-    """Convert a JSON value to the type `hint`. Raises ValueError if the types do not match."""
     kind, inner = _parts(hint)
     if kind is Any:
         return value
@@ -350,8 +347,6 @@ _ARGUMENT = re.compile(r"\s+(\w+)(?: ?\([^)]*\))?:\s*(.*)")
 
 
 def _docstring_parts(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its description and the descriptions of the parameters (`Args:` or
-    `:param x:`)."""
     description: list[str] = []
     parameters: dict[str, str] = {}
     section, last, depth = "", "", 0

@@ -24,7 +24,6 @@ class Demonstration:
 
     tools: tuple[ToolSpec, ...]
     worked: tuple[Message, ...]
-    """A conversation that uses the tools and succeeds."""
     hasty: tuple[Message, ...]
     """A well-formed conversation that makes no use of the tools and fails."""
 

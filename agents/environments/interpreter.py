@@ -28,7 +28,6 @@ _START_S = 60.0
 ENDING_S = 10.0
 """Time in seconds for an interrupted cell to stop before the kernel is restarted."""
 _MAX_OUTPUT = 20_000
-"""Maximum length of a cell's output. If the output is longer, its middle is removed."""
 _SLACK = 0.05
 """Fraction of a call's time that `split_call_time` does not assign to any of its three limits."""
 _MAX_TRIES = 3
@@ -170,8 +169,6 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
 
 
 def _put_files(given: Any, folder: str, where: str) -> list[str]:
-    """Copy the files of a task to `where` and return their descriptions. The files are either
-    named, in `folder`, or given as texts."""
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
     descriptions: list[str] = []
@@ -213,8 +210,6 @@ def prepare(
 
 
 class _Output:
-    """Collects the output of a cell. If the output is too long, its middle is removed."""
-
     def __init__(self) -> None:
         self._first, self._last, self._count = "", "", 0
 

@@ -8,7 +8,6 @@ import sys
 from typing import Any, cast
 
 PRELOAD = ("textarena",)
-"""Additional modules that the fork server imports."""
 _MAX_LOST = 0.99
 """Maximum score for a game that was not won. TextArena's 2048 returns 1 for some lost games."""
 _LOST = re.compile(r"turn limit|game over|no moves left", re.IGNORECASE)

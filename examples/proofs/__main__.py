@@ -30,7 +30,6 @@ _BANDS = (0.25, 0.75, 2.0)
 
 
 def verification_messages(problem: str, solution: str) -> list[dict[str, Any]]:
-    """Return the messages that ask a model to verify a proof."""
     return [
         {"role": "system", "content": _INSTRUCTIONS},
         {"role": "user", "content": f"{problem}\n\n## Solution\n{solution}"},
@@ -38,8 +37,6 @@ def verification_messages(problem: str, solution: str) -> list[dict[str, Any]]:
 
 
 def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield the problem, solution and score of each proof in a file written by `keel eval`. Raises
-    ValueError with the number of the line that is invalid."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))

@@ -28,7 +28,6 @@ class _Problem(NamedTuple):
     wrong: str
     """The text that replaces `right` in a wrong proof."""
     flaw: str
-    """The reason the wrong proof is wrong."""
 
 
 def _problems(draw: random.Random) -> Iterator[_Problem]:
@@ -112,7 +111,6 @@ def _distinct(count: int, seed: int) -> list[_Problem]:
 
 
 def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
-    """Return distinct problems as rows for `keel train`."""
     return [
         {
             "messages": [

@@ -29,7 +29,6 @@ class Refine:
         self.most, self.used, self.claimed = most, 0, 0.0
 
     def reply(self, text: str) -> str | None:
-        """Return the request for the next revision, or None if the proof is final."""
         proof = read_proof(text.strip())
         self.claimed = 0.0 if isinstance(proof, str) else proof.score
         if self.claimed == 1 or self.used == self.most:

@@ -50,32 +50,21 @@ solution in the requested form.
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """Limits of the search for a proof of one problem."""
-
     pool: int = 16
-    """Number of proofs in the first round."""
     best: int = 4
-    """Number of proofs that are refined per round."""
     children: int = 2
-    """Number of new proofs written from each refined proof."""
     verifications: int = 8
-    """Number of separate verifications per proof."""
     reviews: int = 2
-    """Maximum number of evaluations shown to the model when it refines a proof."""
     rounds: int = 8
-    """Maximum number of rounds of refinement."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofCandidate:
-    """A proof with its verifications."""
-
     solution: str
     evaluations: tuple[Evaluation, ...]
 
     @property
     def score(self) -> float:
-        """Mean score from 0 to 1."""
         return sum(one.score for one in self.evaluations) / len(self.evaluations)
 
 
@@ -185,7 +174,6 @@ async def _search_all(
 
 
 def _finished(out: Path) -> set[str]:
-    """Return the ids in the output, and remove an incomplete last line."""
     data = out.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:

@@ -46,8 +46,6 @@ def make(
     lessons: int = 1200,
     seed: int,
 ) -> int:
-    """Create the tasks and conversations that do not exist yet. Returns the exit status. Raises
-    ConfigError or OSError."""
     _made(folder / "general", lambda new: tasks.write_prices(new / "prices", general, seed))
     _made(folder / "search", lambda new: tasks.write_towers(new, search, seed))
     _made(folder / "programs", lambda new: tasks.write_programs(new, programs, seed))

@@ -14,7 +14,6 @@ from keel.agents.episode import ASK_FOR_SUMMARY, SUMMARY
 from keel.rl.turns import Message
 
 _SEEN = 4
-"""Number of boxes that a conversation of the cold start opens in one context."""
 
 
 def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> list[Demonstration]:

@@ -200,7 +200,6 @@ LOOK, GUESS = "look", "guess"
 """The thinking of careful and of hasty conversations. It tells which kind follows, so that
 reinforcement learning can also act on the thinking."""
 _WORKED = 0.6
-"""The fraction of conversations that are careful."""
 _SEARCH = {"results": 1, "cite": False}
 """The arguments for the search environment in the recipes."""
 

@@ -29,7 +29,6 @@ def _name(draw: random.Random) -> str:
 
 
 def _names(draw: random.Random, count: int) -> list[str]:
-    """Return distinct random names. There are 4,900 possible names."""
     names: dict[str, None] = {}
     while len(names) < count:
         names[_name(draw)] = None
@@ -77,7 +76,6 @@ class PriceQuestion:
 
 
 def draw_prices(draw: random.Random) -> dict[str, int]:
-    """Return distinct random two-digit prices."""
     return dict(zip(_names(draw, _ITEMS), draw.sample(range(10, 100), _ITEMS), strict=True))
 
 
@@ -122,7 +120,6 @@ TOWERS = "towers.jsonl"
 
 
 def draw_towers(draw: random.Random, count: int) -> dict[str, str]:
-    """Return random buildings and their builders."""
     return {tower: _name(draw) for tower in _names(draw, count)}
 
 
@@ -208,7 +205,6 @@ def write_repository(folder: Path, count: int, seed: int) -> None:
 
 
 def pace_synthesis(repository: Path) -> CodeTasksConfig:
-    """Return the settings for `keel synthesize` to make tasks from the repository."""
     # Skip installed plugins, which take time.
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     source = CodeSourceConfig(
@@ -230,8 +226,6 @@ _INPUTS = (0, 5, -8, 31)
 
 @dataclass(frozen=True)
 class NumberProgram:
-    """A program that a task asks for. It applies one operation to a number."""
-
     sign: str
     number: int
 

@@ -34,17 +34,13 @@ class Candidate:
     after: Tree
     issue: str
     version: str
-    """Version of the project before the change, if known."""
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Describes the commit for human readers."""
 
     @property
     def language(self) -> ProjectLanguage:
         return LANGUAGES[self.source.language]
 
     def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:
-        """Return the changed paths with their new contents. A removed file has the content
-        None."""
         paths = {*self.base, *self.after}
         return {
             path: self.after.get(path)
@@ -60,19 +56,16 @@ class Candidate:
 
     @property
     def harness(self) -> dict[str, Entry | None]:
-        """Return the part of the change in tests and in the files that decide how tests run."""
         return self.changed(lambda path: is_grading(self.language, path))
 
     def test_files(self) -> list[str]:
         return [path for path in self.harness if matches(path, self.language.tests)]
 
     def patch(self, paths: Sequence[str]) -> str:
-        """Return changes as a unified diff."""
         return "".join(_diff(path, self.base.get(path), self.after.get(path)) for path in paths)
 
     @property
     def project(self) -> list[str]:
-        """Return the names under which copies of the project may be installed."""
         names = {self.source.name}
         if "pyproject.toml" in self.base:
             try:
@@ -124,7 +117,6 @@ class GitSource:
     configured program."""
 
     def __init__(self, source: CodeSourceConfig) -> None:
-        """Read the repository. Raises ConfigError if it cannot be used."""
         self._source = source
         folder = Path(source.git).expanduser().absolute()
         self._folder = str(folder / ".git" if (folder / ".git").exists() else folder)
@@ -149,7 +141,6 @@ class GitSource:
         return list(self._commits)[: source.most]
 
     def load(self, key: str) -> Candidate:
-        """Load a candidate. Raises Rejected if it cannot become a task."""
         commit, (parent, *merged), message = self._commits[key]
         try:
             base, after = self._tree(parent), self._tree(commit)

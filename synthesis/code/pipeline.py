@@ -61,7 +61,6 @@ class CodePipeline:
     """Creates code tasks. Implements `keel.commands.synthesize.Pipeline`."""
 
     def __init__(self, config: CodeTasksConfig, author: Author, folder: Path) -> None:
-        """Prepare the pipeline. Raises ConfigError if a source or the sandbox cannot be used."""
         if not config.sources:
             raise ConfigError("code.sources: name at least one project")
         self._config, self._author, self._folder = config, author, folder
@@ -174,7 +173,6 @@ class CodePipeline:
 
 
 def _calls_of(candidate: Candidate) -> list[ToolCall]:
-    """Return the tool calls with which a policy would apply the gold patch."""
     calls: list[tuple[str, dict[str, Any]]] = []
     for path, entry in candidate.gold.items():
         if path in candidate.base:
@@ -210,9 +208,7 @@ class TestOutcomes:
     inside: bool
     """True if the canary tests inside the hidden test files gave the expected results."""
     seconds: float
-    """Duration of the slowest run in seconds."""
     about: str
-    """Test counts of the first runs, for messages."""
 
 
 def outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> TestOutcomes:
@@ -243,16 +239,12 @@ def _counted(run: _Results) -> str:
 
 
 _MIN_LINE = 12
-"""Minimum number of characters of a line that can identify the change."""
 _MIN_COPIED = 3
-"""Minimum number of matching lines for a file to count as a copy."""
 _MAX_FILE = 8 << 20
-"""Maximum size of a searched file in bytes."""
 _PATCH = re.compile(r"^(diff --git |@@ -\d+,?\d* \+\d+|--- a/|\+\+\+ b/)", re.MULTILINE)
 _LINK = re.compile(r"https?://\S*/(?:commit|pull|compare|merge_requests)/\S*")
 _TRIES = 2
 _MAX_PATCH = 20_000
-"""Maximum number of characters of each patch that the judge sees."""
 _QUESTION = """\
 A programmer gets a repository and the issue below, and changes the code. Hidden tests then \
 decide. Judge whether that is a fair task, from 1 (not at all) to 5 (entirely):
@@ -278,7 +270,6 @@ Give your reasons in a few words, then end with a line of JSON: {{"clear": 3, "s
 
 
 def check_change(candidate: Candidate, limits: CodeTasksConfig) -> None:
-    """Check a change and its issue. Raises Rejected if a check fails."""
     language, gold, issue = candidate.language, candidate.gold, candidate.issue
     trees = (candidate.base, candidate.after)
     sources = [path for path in gold if path.endswith(language.suffixes)]
@@ -345,8 +336,6 @@ def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) 
 
 
 async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
-    """Ask the judge model about a change and return its scores. Raises Rejected if a score is below
-    `least` or if the replies contain no scores."""
     text = _QUESTION.format(
         issue=candidate.issue,
         gold=candidate.patch(list(candidate.gold))[:_MAX_PATCH],
@@ -364,7 +353,6 @@ async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, i
 
 
 def _marks_of(text: str) -> dict[str, int]:
-    """Return the scores in the last valid JSON object of a reply, or {} if there is none."""
     objects: Sequence[str] = re.findall(r"\{[^{}]*\}", text)
     for value in reversed(objects):
         try:

@@ -52,10 +52,7 @@ _PACKAGE = "keel.agents.environments.code"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """A project's installed dependencies and its test command."""
-
     name: str
-    """Name of the prefix's folder in `prefixes`."""
     setup: str
     test: str
     generated: Tree = field(default_factory=dict[str, Entry])
@@ -63,7 +60,6 @@ class Prefix:
 
 
 def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str, Any]:
-    """Return a candidate's instance without the gold patch and the test names."""
     base = overlay(built.generated, candidate.base)
     changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
     # Patterns for the name of a file, not of its folder.
@@ -126,7 +122,6 @@ class CodeSandboxes:
 
     @asynccontextmanager
     async def episode(self, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
-        """Open an episode in the same way as for the policy."""
         program = self._program("environment:Repository", self._closed)
         async with _opened(program, reward) as hosted:
             yield hosted
@@ -157,8 +152,6 @@ class CodeSandboxes:
                 prefix.chmod(0o755)
 
     def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:
-        """Write an encrypted instance to the folder. Returns the reward spec with the key that
-        opens it."""
         key = secrets.token_bytes(32)
         write(self.folder / "sealed" / name, seal(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
@@ -201,7 +194,6 @@ async def _opened(program: Program, reward: Mapping[str, Any]) -> AsyncGenerator
 async def call_workshop(
     hosted: Hosted, name: str, timeout_s: float, **arguments: Any
 ) -> dict[str, Any]:
-    """Call a workshop method and return its JSON result. Raises Rejected if the call fails."""
     call = ToolCall(call_id="1", name=name, arguments=arguments)
     result = await hosted.call(call, timeout_s=timeout_s)
     if result.failed:
@@ -272,8 +264,6 @@ The result: {why}
 
 
 class PrefixBuilder:
-    """Builds prefixes on demand and keeps them in the folder."""
-
     def __init__(
         self, config: CodeTasksConfig, author: Author, folder: Path, rooms: CodeSandboxes
     ) -> None:
@@ -311,8 +301,6 @@ class PrefixBuilder:
             return built
 
     async def _list(self, name: str, candidate: Candidate) -> None:
-        """Record the installed packages. Raises Rejected if they include a copy of another source
-        repository."""
         folder = self._rooms.folder
         found = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
         for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):

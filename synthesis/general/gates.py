@@ -26,7 +26,6 @@ Reference = Callable[[GeneralSandboxes, Path, int], Awaitable[int]]
 _Results = Sequence[tuple[ToolCall, Mapping[str, str]]]
 """A solution's tool calls with their results, {"text" or "failed": …}."""
 _CallAnswerer = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
-"""Answers a solution's tool call with a result."""
 _Leaf = Callable[[Any], Any]
 """Maps a string, number or boolean to another value of the same type."""
 EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
@@ -34,7 +33,6 @@ MAX_MUTATIONS = 60
 _PLAUSIBLE = 24
 """Number of random answers with the same structure as the right one."""
 _PROBES = 5
-"""Number of generated calls for each tool."""
 _MAX_CALLS, _MAX_REPLAYED, _MAX_TEXTS, _MAX_MESSAGE = 1000, 200, 400, 300
 _HASH_SEEDS = (1, 2)
 
@@ -66,7 +64,6 @@ class TaskDraft:
     rooms: GeneralSandboxes
     path: Path
     number: int
-    """Number of the task in the folder."""
     specs: Specs
     solution: str
     seed: int = 0
@@ -238,7 +235,6 @@ class TaskDraft:
                 )
 
     async def _verdicts(self, gate: str, answers: Sequence[Any]) -> list[dict[str, bool] | str]:
-        """Return, for each answer, which requirements it meets, or the error of `verify`."""
         return await self.rooms.workshop(
             gate,
             self.path,
@@ -249,8 +245,6 @@ class TaskDraft:
         )
 
     async def _accepted(self, gate: str, answers: Sequence[tuple[str, Any]]) -> list[str]:
-        """Return the names of the answers that `verify` accepts. `answers` contains (name, answer)
-        pairs."""
         if not answers:
             return []
         verdicts = await self._verdicts(gate, [answer for _, answer in answers])
@@ -268,8 +262,6 @@ class TaskDraft:
 
 
 def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
-    """Return a random value for a schema generated from type hints, or None for any other
-    schema."""
     if not isinstance(schema, dict):
         return None
     schema = cast(Mapping[str, Any], schema)
@@ -341,8 +333,6 @@ def _map_leaves(change: _Leaf, value: Any) -> Any:
 
 
 def _halve_entries(value: Any) -> Any:
-    """Drop half of the entries so that counts change. An entry belongs to a list, to the lists in
-    an object or to a flat object, or is a line of a text."""
     if isinstance(value, list):
         each = cast(list[Any], value)
         return each[: len(each) // 2]

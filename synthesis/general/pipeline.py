@@ -79,7 +79,6 @@ class GeneralPipeline:
         await self._rooms.__aexit__(*error)
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        """Create one task as described in `keel.commands.synthesize.Make`."""
         done, path = self._done / key, self._rooms.making / key
         if done.exists():  # an earlier start ended before it wrote the ledger
             return None
@@ -109,7 +108,6 @@ class GeneralPipeline:
 
 
 _SHOWN = 6000
-"""Maximum number of characters of the database to show in later prompts."""
 _HEADING = re.compile(
     r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
 )
@@ -130,7 +128,6 @@ class _EnvironmentWriter:
     search: _Search | None
     seed: int
     drafts: list[Rejected] = field(default_factory=list[Rejected])
-    """Drafts rejected by a gate."""
 
     def __post_init__(self) -> None:
         self._files: dict[str, str] = dict.fromkeys(("tools.py", "solve.py", "verify.py"), "")
@@ -142,8 +139,6 @@ class _EnvironmentWriter:
         self._messages: list[Message] = []
 
     async def run(self) -> None:
-        """Build the environment and store it in its final folder. Raises Rejected if a gate rejects
-        it, or AuthorLost or BudgetSpent if a call to the author fails."""
         config = self.rooms.config
         kind = await self._database()
         (shown,) = await self.rooms.workshop(
@@ -233,7 +228,6 @@ class _EnvironmentWriter:
         return kind
 
     def _store_database(self, text: str) -> str:
-        """Decode the submitted database, which is untrusted, and return its file extension."""
         try:
             reply = json.loads(text)
             kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
@@ -245,8 +239,6 @@ class _EnvironmentWriter:
         return kind
 
     async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
-        """Ask the author, check the reply, and have the author revise it after each rejection.
-        Raises Rejected if no revisions are left."""
         for remaining in reversed(range(self.rooms.config.revisions + 1)):
             reply = await self.author.ask(self._messages, purpose=purpose)
             self._messages.append(reply.message())
@@ -398,14 +390,11 @@ _SEARCH = ToolSpec(
     },
 )
 _PASSAGE = 1200
-"""Length of a passage in characters."""
 _PASSAGES = 5
 _MAX_RESULT = 12_000
 
 
 def _search_of(config: GeneralConfig) -> _Search | None:
-    """Return a function that searches the passages of `general.documents` or `general.library`.
-    Returns None if there is neither."""
     if not (config.documents or config.library):
         return None
     index: Library

@@ -23,7 +23,6 @@ from keel.synthesis.ledger import Rejected
 _PACKAGE = "keel.agents.environments.general"
 _MEMORY_MIB = 2048
 _STARTING = 8
-"""Maximum number of sandboxes starting at the same time."""
 SLACK_S = 30.0
 """Seconds added to the timeouts that apply inside the sandbox."""
 
@@ -44,7 +43,6 @@ class GeneralSandboxes:
     manager."""
 
     def __init__(self, making: Path, config: GeneralConfig) -> None:
-        """Prepare the sandboxes. Raises ConfigError if this machine cannot run sandboxes."""
         self.making, self.config = making, config
         making.mkdir(parents=True, exist_ok=True)
         making.chmod(0o755)  # as root, Keel runs the sandbox as another user

@@ -17,7 +17,6 @@ from keel.synthesis.search.question import check_quote, normalize_answer
 from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 
 _MAX_ANSWER = 300
-"""Maximum length of an answer in characters."""
 _UNKNOWN = "unknown"
 _SYSTEM = """\
 Answer the question between the fences{how}. End with the answer alone, a name or a number as the \

@@ -47,8 +47,6 @@ from keel.synthesis.search.workspace import Workspace
 
 
 class Start(NamedTuple):
-    """The starting point of one task."""
-
     entity: str
     language: str
     open: bool
@@ -93,7 +91,6 @@ class SearchPipeline:
         self.keys: Sequence[str] = ()
 
     async def __aenter__(self) -> Self:
-        """Open the corpus or the library. Raises ConfigError if it cannot be used."""
         config = self._config
         value = Path(config.index).expanduser() if config.index else None
         library: Library
@@ -210,8 +207,6 @@ class SearchPipeline:
         }
 
     async def _filtered(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Turn a line of `search.prompts` into a task. Raises Rejected if search does not improve
-        the answers."""
         self._kept.check(task["prompt"], "", ())
         scores = await check_gain(
             self._desk, self._author, self._verifier, task["prompt"], _rubric_of(task)
@@ -306,7 +301,6 @@ class SearchPipeline:
 
 
 _MAX_DOCUMENTS = 50_000
-"""Maximum number of documents to search, counted from the first."""
 _MAX_NAME = 60
 _MIN_LETTERS, _MIN_SIGNS = 4, 2
 """Minimum number of letters in a name, and minimum number of characters in a CJK name."""
@@ -323,7 +317,6 @@ _ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
 
 
 def rare_entities(index: SearchIndex, *, count: int, most_documents: int, seed: int) -> list[str]:
-    """Return up to `count` rare entities, sampled with the given seed."""
     names = sorted(_candidates(index))
     random.Random(seed).shuffle(names)
     rare = (name for name in names if 1 <= index.frequency(name) <= most_documents)

@@ -46,12 +46,9 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A question that has not passed the gates yet."""
-
     question: str
     answer: str
     also: tuple[str, ...]
-    """Other correct spellings of the answer."""
     evidence: tuple[Evidence, ...]
 
     @property
@@ -125,7 +122,6 @@ def evidence_of(value: Mapping[str, Any]) -> tuple[Evidence, ...]:
 _NUMBER = re.compile(r"[-+−]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d*[1-9])?\s*%?")
 """Matches numbers that are compared by value. `3.10`, `007` and `192.168.0.1` count as names."""
 _SIGNS = ("'’‘ʼ`´", "-‐‑‒–—−", '"“”„')
-"""Interchangeable punctuation marks."""
 _ONE_OF = {sign: f"[{re.escape(signs)}]" for signs in _SIGNS for sign in signs}
 _FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
 
@@ -147,7 +143,6 @@ def rule_of(right: Sequence[str]) -> dict[str, str]:
 
 
 def accepts(rule: dict[str, str]) -> Callable[[str], bool]:
-    """Return a function that checks whether an answer scores 1 under `rule`."""
     verify = verifier_for({"kind": "answer", **rule})
     return lambda answer: verify(answer) == 1
 
@@ -208,7 +203,6 @@ def check_quote(gate: str, name: str, quote: str, search: Search) -> None:
 
 
 def _separate_quotes(evidence: Sequence[Evidence], search: Search) -> int:
-    """Return the number of quotes. Overlapping quotes in a document count as one."""
     places: list[tuple[str, int, int]] = []
     for one in evidence:
         start = squeeze(search.opened[one.document].text).find(squeeze(one.quote))
@@ -267,7 +261,6 @@ def check_answer(draft: Draft, library: Library, *, depth: int) -> None:
 
 
 def check_language(text: str, language: str) -> None:
-    """Check that a question is in the requested language. Raises Rejected if it is not."""
     best, likely = detected(text)
     if best != language and likely.get(language, 0.0) < _UNLIKELY:
         raise Rejected("language", f"the question is in {best!r} instead of {language!r}")
@@ -275,15 +268,10 @@ def check_language(text: str, language: str) -> None:
 
 @dataclass(slots=True)
 class AcceptedQuestions:
-    """The questions that have been accepted so far."""
-
     questions: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    """Maps each normalized question to its terms."""
     facts: set[tuple[str, frozenset[str]]] = field(default_factory=set[tuple[str, frozenset[str]]])
-    """The answers with the documents they come from."""
 
     def check(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        """Check that a question is new. Raises Rejected if it is a duplicate or near-duplicate."""
         reply, result = squeeze(question), frozenset(terms(question))
         if reply in self.questions:
             raise Rejected("duplicate", "the question exists already")

@@ -22,7 +22,6 @@ from keel.synthesis.search.workspace import Workspace, list_schema, object_schem
 
 _MIN_CRITERIA, _MAX_CRITERIA = 3, 8
 _READS = 3
-"""Maximum number of the judge's replies to try to parse."""
 _SYSTEM = """\
 You write requests to an assistant that can search: to explain, compare, summarize or advise. A \
 good request needs at least {breadth} facts from at least {depth} documents, which people do not \
@@ -59,7 +58,6 @@ class OpenRequest:
 
     text: str
     spec: Mapping[str, Any]
-    """Return the reward spec of kind `rubric`."""
     evidence: tuple[Evidence, ...]
 
 

@@ -39,8 +39,6 @@ opened. Raises Rejected if the submission is not accepted."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """The corpus and settings shared by all agents of a pipeline."""
-
     library: Library
     config: SearchTasksConfig
 
@@ -106,7 +104,6 @@ class Workspace:
 
 
 def object_schema(**properties: Any) -> dict[str, Any]:
-    """Return a JSON schema for an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.episode import SUMMARY, AskFirst, ContextManager, Method, Rewrite
+from keel.agents.episode import ContextManager, Method, Rewrite
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Unscored
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -338,14 +338,10 @@ def test_discard_removes_the_oldest_calls() -> None:
 
 def test_summary_is_asked_for_where_it_fits() -> None:
     view, plain = [*OPENING, *step(0, 1), *step(1, 1)], [*OPENING, *talk(0)]
-    question = rewrite("summary", view, 90)
-    assert question.before is None and rewrite("summary", plain, 90) is not None
-    assert rewrite("summary", view, 91).before == Rewrite(messages=(*OPENING,))
+    shorter = Rewrite(messages=(*OPENING,), ask=True)
+    assert rewrite("summary", view, 90) == shorter and rewrite("summary", plain, 90) is not None
+    assert rewrite("summary", view, 91) == replace(shorter, shorten_first=True)
     assert rewrite("summary", plain, 91) is None
-    summary = {"role": "user", "content": f"{SUMMARY}All well."}
-    expected = Rewrite(messages=(*OPENING, summary), added=(summary,))
-    assert question.rewritten_by(OPENING, " All well. ") == expected
-    assert question.rewritten_by(OPENING, " \n") == Rewrite(messages=(*OPENING,))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -374,14 +370,14 @@ def test_endless_policy_ends_with_calls_intact(
     while tokens() < context.window:
         assert turns <= 100 * (most + 1) + 1, "each turn takes a token, each rewrite counts"
         action = context.rewrite(OPENING, view, tokens=tokens(), rewrites=rewrites)
-        if isinstance(action, AskFirst):
-            if action.before:
-                view = check(action.before.messages)
-            action = action.rewritten_by(OPENING, "words")
-            size[id(action.added[0])] = data.draw(st.integers(1, 10))
-        if isinstance(action, Rewrite):
+        if action is not None:
+            messages = action.messages
+            if action.ask:
+                view = check(messages) if action.shorten_first else view
+                messages = (*OPENING, {"role": "user", "content": "a summary"})
+                size[id(messages[-1])] = data.draw(st.integers(1, 10))
             assert tokens() >= 0.8 * context.window or method == "summary"
-            shorter = check(action.messages)
+            shorter = check(messages)
             assert method == "summary" or len(shorter) < len(view)
             view = shorter
             rewrites += 1

@@ -39,7 +39,6 @@ output."""
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 _COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
 _Packages = dict[str, list[str]]
-"""Paths of packages, keyed by the normalized name (`normalize_name`)."""
 _PACKAGE_FOLDERS = (
     *("site-packages", "dist-packages", "node_modules", "extern", "third_party", "include"),
 )
@@ -133,8 +132,6 @@ class Repository:
         self._prefix = ""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
-        """Set up the repository. Raises RuntimeError if the toolchain does not work here or if the
-        policy could read an answer."""
         reward = task["reward"]
         if not processes.in_sandbox():
             raise RuntimeError("the code environment needs isolation: bubblewrap, with /proc")
@@ -166,8 +163,6 @@ class Repository:
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
     def _refuse_copies(self) -> None:
-        """Raise RuntimeError if the policy could read a copy of the project, in the packages of any
-        instance or of the system."""
         listed = sorted(Path(self._folder, "packages").iterdir())
         sources: list[_Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
         for packages in (*sources, _system_packages()):

@@ -17,7 +17,6 @@ from keel.agents.environments.code.languages import LANGUAGES, REPO, is_grading
 from keel.agents.environments.code.tree import Tree, erase, overlay, write_tree
 
 WRITABLE = ("/tmp", "/dev/shm")
-"""All folders in which an episode can write."""
 _WORDS = (
     "all any args base both call case cast copy date deep each edge empty end equal error extra "
     "false few file first flat float global group head index inner input int items iter join key "
@@ -25,7 +24,6 @@ _WORDS = (
     "nested next none null odd old only order other outer output pair part path plain raw repr "
     "right same short simple single size some space start step strict text time true type upper"
 )
-"""Words that are combined into natural-looking names for tests."""
 _MAX_BYTES = 32 << 20
 _RANK = ("failed", "skipped", "passed")
 """Order of precedence if a test has several results: the one that comes first here is used."""
@@ -40,7 +38,6 @@ class Results(NamedTuple):
     inside: bool = True
     """False if a canary at the end of a hidden test file has the wrong result."""
     seconds: float = 0.0
-    """Duration of the tests, without the preparation."""
 
 
 def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
@@ -150,8 +147,6 @@ def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[st
 
 
 def _read_results(folder: str) -> dict[str, str]:
-    """Read the result (passed, failed or skipped) of each test from the valid JUnit files in a
-    folder."""
     results: dict[str, str] = {}
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return results

@@ -29,12 +29,10 @@ class ProjectLanguage:
     setup: str
     test: str
     check: str
-    """A command that succeeds if the toolchain works."""
     canary: tuple[str, str] = ("", "")
     """The name and the text of a file with one test, which passes if WORTH is true. It is used to
     detect faked results."""
     canary_at_the_end: str = ""
-    """A canary that is appended to a hidden test file."""
     build_names_sources: bool = False
     """True if each new source file must be listed in one of the `steers` files."""
 

@@ -53,7 +53,6 @@ class Folder:
         return (self.path / name).read_text(encoding="utf-8")
 
     def tasks(self) -> list[dict[str, Any]]:
-        """Return the tasks in the order of task.json. Raises ValueError if the file is invalid."""
         try:
             tasks: list[dict[str, Any]] = json.loads(self.text("task.json"))["tasks"]
             for task in tasks:
@@ -178,8 +177,6 @@ def _complaint(node: ast.AST, part: Part) -> str:
 
 
 def _namespace(part: Part) -> dict[str, Any]:
-    """Return the global variables for an author's code, with only some of Python's builtins."""
-
     def import_module(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> ModuleType:
@@ -214,7 +211,6 @@ class AuthorChannel:
         self._end, self._received = end, b""
 
     def send(self, message: _Message) -> None:
-        """Send a message. Raises ChildEnded if the other end of the channel is closed."""
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             self._end.sendall(line)
@@ -222,8 +218,6 @@ class AuthorChannel:
             raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> _Message:
-        """Receive a message. Raises ChildEnded if the message is invalid or does not arrive in
-        time."""
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._received:
             remaining = None if until is None else max(0.0, until - time.monotonic())
@@ -256,9 +250,6 @@ class Child(AuthorChannel):
         super().__init__(ours)
 
     def ask(self, message: _Message, within_s: float | None = None) -> Any:
-        """Send a request and return its result. Raises ChildEnded if the child exits or times out,
-        InvalidEnvironment if it rejects the code, and AuthorCodeFailed if the code raises an
-        exception."""
         self.send(message)
         reply = self.receive(within_s)
         if "refused" in reply:

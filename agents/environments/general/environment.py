@@ -216,7 +216,6 @@ class AuthorWorkshop:
 
 
 def _tables(database: Any) -> list[tuple[str, str]]:
-    """Return the CREATE statement and the quoted name of each table in an SQLite database."""
     rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
     return [(sql, '"' + name.replace('"', '""') + '"') for name, sql in rows]
 

@@ -208,7 +208,6 @@ class _VisibleText(HTMLParser):
 
 
 def _text_of_html(source: str) -> tuple[str, str]:
-    """Return the title and the visible text of an HTML page."""
     parser = _VisibleText()
     parser.feed(source)
     parser.close()
@@ -300,13 +299,11 @@ def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
 
 
 _VERSION = 2
-"""Version of the index format. Increase it whenever the contents of an index change."""
 _PASSAGE = 900
 _SNIPPET = 280
 _MAX_TERMS = 48
 _SEARCH_S = 10.0
 _STEPS = 1000
-"""Number of SQLite instructions between two checks of the time limit."""
 _TABLES = """
 create table about (key text primary key, value text);
 create table documents (id integer primary key, name text unique, title text, text text);
@@ -368,7 +365,6 @@ class SearchIndex:
         return Document(name=row[0], title=row[1], text=row[2]) if row else None
 
     def documents(self) -> Iterator[Document]:
-        """Yield all documents in order."""
         for row in self._base.execute("select name, title, text from documents order by id"):
             yield Document(name=row[0], title=row[1], text=row[2])
 
@@ -459,12 +455,9 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
 
 
 def _expression(query: str) -> str:
-    """Return an FTS5 expression that matches any term of the query. Terms contain no FTS5
-    syntax."""
     words = list(dict.fromkeys(terms(query)))[:_MAX_TERMS]
     return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 
 
 def _alone(term: str) -> bool:
-    """Return whether a term is a single character of a script without spaces."""
     return len(term) == 1 and bool(signs(term))

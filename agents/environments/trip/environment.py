@@ -223,7 +223,6 @@ def _anything_goes(world: World, task: TripTask) -> bool:
 
 
 def _a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:
-    """Draw a random plan whose places are all in the right cities."""
     others = [city for city in world.cities if city != task.start]
     cities = task.cities or draw.sample(others, len(task.dates))
     plan: list[dict[str, str]] = []
@@ -279,7 +278,6 @@ def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
 
 
 def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]:
-    """Return, for each requirement, whether a well-formed plan meets it."""
     days = [{"time": date, **day} for date, day in zip(task.dates, plan, strict=True)]
     if task.cities is not None:
         days = [{"city": city, **day} for city, day in zip(task.cities, days, strict=True)]
@@ -333,8 +331,6 @@ def _band_of(bands: Sequence[Band], price: int) -> Band | None:
 
 
 def _band_holds(band: Band, meals: Sequence[Mapping[str, Any]], ticket: int) -> bool:
-    """Return whether the restaurants and the ticket of a day meet the requirements of a price
-    band."""
     ratings = [meal["rating"] for meal in meals]
     return (
         (band.meals_below is None or sum(meal["price"] for meal in meals) < band.meals_below)
@@ -392,8 +388,6 @@ def solve(task: TripTask) -> Calls:
 def _day(
     task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
-    """Return a plan for one day in a city that meets all requirements for that day, or None if
-    there is none."""
     lists: dict[str, list[dict[str, Any]]] = {}
     for kind in task.kinds:
         if (kind, city) not in known:

@@ -19,7 +19,6 @@ _FIRST_DAY = datetime.date(2025, 10, 1)
 KINDS = ("hotel", "restaurant", "attraction")
 MEALS = ("afternoon_restaurant", "evening_restaurant")
 KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
-"""The keys of each day in a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,6 @@ class Band:
     """The two restaurants must cost less than this together, in CNY."""
     both_rated: float | None = None
     one_rated: float | None = None
-    """Minimum rating that at least one of the restaurants must have."""
     ticket_below: int | None = None
 
 
@@ -53,10 +51,8 @@ class Level:
     price_step: int = 10
     """Difference between possible hotel prices, which start at 200 CNY."""
     routes: float = 1.0
-    """Fraction of all city pairs that are connected by a route."""
     days: int = 1
     keys: tuple[str, ...] = KEYS
-    """The keys that a plan must contain for each day."""
     plain: bool = False
     """If True, a list has one line per place, with its name and price, and an answer has one line
     per day, with names only."""
@@ -67,7 +63,6 @@ class Level:
     """True if the task names the city for each day."""
     connected: bool = False
     dry: bool = False
-    """True if outdoor attractions are forbidden on rainy days."""
     listing: bool = True
     """True if lists contain prices and ratings in addition to names."""
     tools: tuple[str, ...] | None = None
@@ -148,7 +143,6 @@ class World:
     """The facts about each place, by kind (hotel, restaurant or attraction) and name. Prices and
     tickets are in CNY, per night or per person."""
     routes: dict[tuple[str, str], dict[str, Any]]
-    """The routes in both directions, keyed by (from, to)."""
     transport: dict[str, tuple[str, ...]]
     weather: dict[tuple[str, str], str]
 
@@ -233,22 +227,18 @@ class TripTask:
     level: Level
     dates: tuple[str, ...]
     start: str
-    """The city where the trip starts, or "" if the task names the cities."""
     cities: tuple[str, ...] | None
     """The city for each day, or None if the policy chooses the cities."""
     rule_day: int
-    """Index of the day to which `bands` apply."""
     bands: tuple[Band, ...]
     hotel_at_most: int | None
 
     @property
     def place_keys(self) -> list[str]:
-        """The keys of a day whose values are places."""
         return [key for key in self.level.keys if key not in ("time", "city")]
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of places that the plan must name."""
         return [kind for kind in KINDS if any(kind in key for key in self.level.keys)]
 
     def text(self) -> str:
