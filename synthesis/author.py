@@ -354,6 +354,16 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
         raise
 
 
+def object_schema(**properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object with exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
 def tool_spec_of(value: Mapping[str, Any]) -> ToolSpec:
     return ToolSpec(
         name=value["name"], description=value["description"], parameters=value["parameters"]

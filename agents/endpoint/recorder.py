@@ -164,10 +164,6 @@ class TrajectoryRecorder:
         return segments_of(self._records)
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        return self.index.messages
-
-    @property
     def usage(self) -> Usage:
         idle_s = 0.0 if self._idle_since is None else monotonic() - self._idle_since
         return replace(

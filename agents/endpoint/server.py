@@ -8,8 +8,7 @@ import hmac
 import logging
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -178,12 +177,11 @@ class Endpoint:
             victim.transport.abort()  # `close` would wait for the client to read
             victim.force_close()
         self._accepting += 1
-
-        def listed() -> None:
-            self._accepting -= 1
-
-        asyncio.get_running_loop().call_soon(listed)
+        asyncio.get_running_loop().call_soon(self._accepted)
         return server()
+
+    def _accepted(self) -> None:
+        self._accepting -= 1
 
     @web.middleware
     async def _format_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -206,15 +204,14 @@ class Endpoint:
         body = anthropic.error(failure) if _is_anthropic(request) else failure.body()
         return web.json_response(body, status=failure.status)
 
-    @asynccontextmanager
-    async def _body_of(self, request: web.Request, place: _Place) -> AsyncGenerator[bytes]:
+    async def _body_of(self, request: web.Request, place: _Place) -> bytes:
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
         async with place.bodies:
             try:
                 async with asyncio.timeout(_READ_S):
-                    body = await request.read()
+                    return await request.read()
             except TimeoutError as error:
                 message = f"the request did not arrive within {_READ_S:g} s"
                 raise ApiError(408, message, code="too_slow") from error
@@ -224,7 +221,6 @@ class Endpoint:
             except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
                 message = f"the request's body is malformed: {error}"
                 raise ApiError(400, message, code="invalid_body") from error
-            yield body
 
     def _authenticate(self, request: web.Request, api_key: str = "") -> _Place:
         place = self._open.get(request.match_info["name"])
@@ -247,8 +243,7 @@ class Endpoint:
         place = self._authenticate(request, request.match_info["key"])
         if place.tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")
-        async with self._body_of(request, place) as received:
-            body = received
+        body = await self._body_of(request, place)
         try:
             answer = await place.tools.answer(body)
         except ValueError as error:
@@ -278,10 +273,9 @@ class Endpoint:
         recorder, tools = place.recorder, place.tools
         recorder.over = tools is not None and tools.over
         try:
-            async with self._body_of(request, place) as body:
-                fields = load_object(body)
-                chat = anthropic.as_chat_request(fields) if _is_anthropic(request) else fields
-                chat_request = read_request(chat)
+            fields = load_object(await self._body_of(request, place))
+            chat = anthropic.as_chat_request(fields) if _is_anthropic(request) else fields
+            chat_request = read_request(chat)
         except ApiError as error:
             recorder.record_error(error)
             raise
@@ -379,24 +373,17 @@ class McpTools:
 
     async def _handle(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         if method == "initialize":
-            return {
-                "result": {
-                    "protocolVersion": str(params.get("protocolVersion", _PROTOCOL)),
-                    "capabilities": {"tools": {}},
-                    "serverInfo": {"name": "keel", "version": "1"},
-                }
-            }
+            version = str(params.get("protocolVersion", _PROTOCOL))
+            about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "keel", "version": "1"}}
+            return {"result": {"protocolVersion": version, **about}}
         if method == "ping":
             return {"result": {}}
         if method == "tools/list":
-            tools = [
-                {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "inputSchema": {"type": "object", **tool.parameters},
-                }
-                for tool in self._tools
-            ]
+            tools: list[dict[str, Any]] = []
+            for tool in self._tools:
+                schema = {"type": "object", **tool.parameters}
+                about = {"name": tool.name, "description": tool.description, "inputSchema": schema}
+                tools.append(about)
             return {"result": {"tools": tools}}
         if method != "tools/call":
             return _error(_UNKNOWN_METHOD, f"there is no method {method}")

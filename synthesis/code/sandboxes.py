@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -39,7 +39,7 @@ from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
-from keel.synthesis.author import Author, work
+from keel.synthesis.author import Author, object_schema, work
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.ledger import Rejected
 
@@ -47,7 +47,6 @@ _OPEN_S = 180.0
 AROUND_S = 180.0
 """Seconds added to the test timeout of a call, for the work before and after the tests."""
 _SETUP_FILES_MIB = 2048
-_PACKAGE = "keel.agents.environments.code"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +64,7 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
     # Patterns for the name of a file, not of its folder.
     patterns = [one for one in candidate.language.tests if not one.endswith("/") and "*" in one]
     at_the_end = candidate.language.canary_at_the_end
+    harness, gone = _split(candidate.harness)
     return {
         "language": candidate.source.language,
         "project": candidate.project,
@@ -73,8 +73,8 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
         "tests_s": tests_s,
         "env": dict(candidate.source.env),
         "base": tree_as_json(base),
-        "harness": tree_as_json(_there(candidate.harness)),
-        "harness_gone": _gone(candidate.harness),
+        "harness": harness,
+        "harness_gone": gone,
         "canary_in": changed[0].rpartition("/")[0] if changed else "",
         "canary_at": [path for path in changed if at_the_end and matches(path, patterns)],
         "canary": False,
@@ -84,16 +84,14 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
 
 
 def with_gold(instance: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
-    gold = candidate.gold
-    return {**instance, "gold": tree_as_json(_there(gold)), "gold_gone": _gone(gold)}
+    gold, gone = _split(candidate.gold)
+    return {**instance, "gold": gold, "gold_gone": gone}
 
 
-def _there(changed: Mapping[str, Entry | None]) -> Tree:
-    return {path: entry for path, entry in changed.items() if entry is not None}
-
-
-def _gone(changed: Mapping[str, Entry | None]) -> list[str]:
-    return [path for path, entry in changed.items() if entry is None]
+def _split(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the new entries as JSON, and the removed paths."""
+    tree = {path: entry for path, entry in changed.items() if entry is not None}
+    return tree_as_json(tree), [path for path in changed if path not in tree]
 
 
 class CodeSandboxes:
@@ -120,11 +118,8 @@ class CodeSandboxes:
         assert wrap is not None
         return wrap
 
-    @asynccontextmanager
-    async def episode(self, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
-        program = self._program("environment:Repository", self._closed)
-        async with _opened(program, reward) as hosted:
-            yield hosted
+    def episode(self, reward: Mapping[str, Any]) -> AbstractAsyncContextManager[Hosted]:
+        return self._opened("Repository", reward, self._closed)
 
     @asynccontextmanager
     async def workshop(
@@ -140,11 +135,10 @@ class CodeSandboxes:
             prefix.chmod(0o777)
             wrap = self._wrap("host", writable=(prefix,), files_mib=_SETUP_FILES_MIB, processes=512)
             readable = tuple(map(Path, self._config.setup_readable))
-        program = self._program("environment:RepositoryWorkshop", wrap, readable)
         reward = self.sealed(f"draft-{secrets.token_hex(8)}", draft)
         path = self.folder / "sealed" / reward["instance"]
         try:
-            async with _opened(program, reward) as hosted:
+            async with self._opened("RepositoryWorkshop", reward, wrap, readable) as hosted:
                 yield hosted
         finally:
             path.unlink(missing_ok=True)
@@ -156,39 +150,35 @@ class CodeSandboxes:
         write(self.folder / "sealed" / name, seal(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
 
-    def _program(
-        self, target: str, wrap: EnvironmentSandbox, readable: Sequence[Path] = ()
-    ) -> Program:
-        within_s = self._config.tests_s + AROUND_S
-        return Program(
-            target=f"{_PACKAGE}.{target}",
+    @asynccontextmanager
+    async def _opened(
+        self,
+        target: str,
+        reward: Mapping[str, Any],
+        wrap: EnvironmentSandbox,
+        readable: Sequence[Path] = (),
+    ) -> AsyncGenerator[Hosted]:
+        program = Program(
+            target=f"keel.agents.environments.code.environment:{target}",
             python=self.python,
             folder=self.folder,
             arguments={"folder": str(self.folder)},
             readable=readable,
             memory_mib=self._config.memory_mib,
-            deadlines=Deadlines(open_s=_OPEN_S, verdict_s=within_s),
+            deadlines=Deadlines(open_s=_OPEN_S, verdict_s=self._config.tests_s + AROUND_S),
             wrap=wrap,
             preload=False,
         )
-
-
-@asynccontextmanager
-async def _opened(program: Program, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
-    hosted = Hosted(program)
-    task = Prompt(
-        prompt_id="task",
-        domain="code",
-        messages=({"role": "user", "content": "…"},),
-        reward=reward,
-    )
-    try:
-        await hosted.open(task, seed=0)
-        yield hosted
-    except EnvironmentLost as error:
-        raise Rejected("sandbox", f"{error.fault}: {error.detail[:300]}") from error
-    finally:
-        await hosted.close()
+        hosted = Hosted(program)
+        messages = ({"role": "user", "content": "…"},)
+        task = Prompt(prompt_id="task", domain="code", messages=messages, reward=reward)
+        try:
+            await hosted.open(task, seed=0)
+            yield hosted
+        except EnvironmentLost as error:
+            raise Rejected("sandbox", f"{error.fault}: {error.detail[:300]}") from error
+        finally:
+            await hosted.close()
 
 
 async def call_workshop(
@@ -216,25 +206,15 @@ _TOOLS = (
     ToolSpec(
         name="bash",
         description="Run a command in bash, in the repository, with network access.",
-        parameters={
-            "type": "object",
-            "properties": {"command": {"type": "string"}},
-            "required": ["command"],
-            "additionalProperties": False,
-        },
+        parameters=object_schema(command={"type": "string"}),
     ),
     ToolSpec(
         name="submit",
         description="Submit the set-up and the test command. Both run from scratch.",
-        parameters={
-            "type": "object",
-            "properties": {
-                "setup": {"type": "string", "description": "a bash script"},
-                "test": {"type": "string", "description": "a bash command"},
-            },
-            "required": ["setup", "test"],
-            "additionalProperties": False,
-        },
+        parameters=object_schema(
+            setup={"type": "string", "description": "a bash script"},
+            test={"type": "string", "description": "a bash command"},
+        ),
     ),
 )
 _TASK = """\

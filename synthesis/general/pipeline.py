@@ -35,7 +35,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
 from keel.rl.seeds import seed_of
 from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.synthesis.author import Author, AuthorReply, gather_or_cancel, work
+from keel.synthesis.author import Author, AuthorReply, gather_or_cancel, object_schema, work
 from keel.synthesis.general import gates
 from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
 from keel.synthesis.ledger import Rejected
@@ -382,12 +382,7 @@ _Search = Callable[[str], str]
 _SEARCH = ToolSpec(
     name="search",
     description="Search for passages of text.",
-    parameters={
-        "type": "object",
-        "properties": {"query": {"type": "string", "description": "A few words"}},
-        "required": ["query"],
-        "additionalProperties": False,
-    },
+    parameters=object_schema(query={"type": "string", "description": "A few words"}),
 )
 _PASSAGE = 1200
 _PASSAGES = 5

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from keel.agents.environments.search.environment import Search
 from keel.rewards.text import answer_in, outside_think
 from keel.rl.turns import ToolSpec
-from keel.synthesis.author import Author, gather_or_cancel
+from keel.synthesis.author import Author, gather_or_cancel, object_schema
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import check_quote, normalize_answer
-from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
+from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
 
 _MAX_ANSWER = 300
 _UNKNOWN = "unknown"

@@ -14,9 +14,9 @@ from keel.agents.environments.search.environment import Search, quote_fault
 from keel.rewards.language import detected
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rl.turns import ToolSpec
-from keel.synthesis.author import Author
+from keel.synthesis.author import Author, object_schema
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
+from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
 
 MOST = 12
 """Maximum number of facts in a question, and maximum number of spellings of an answer."""

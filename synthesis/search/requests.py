@@ -14,11 +14,11 @@ from keel.agents.environments.search.environment import Search
 from keel.rewards.judge.prompts import BadReply, Question, new_fence
 from keel.rewards.judge.specs import Rubric
 from keel.rl.turns import ToolSpec
-from keel.synthesis.author import Author, gather_or_cancel
+from keel.synthesis.author import Author, gather_or_cancel, object_schema
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, answer
 from keel.synthesis.search.question import EVIDENCE, MOST, Evidence, evidence_of
-from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
+from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
 
 _MIN_CRITERIA, _MAX_CRITERIA = 3, 8
 _READS = 3

@@ -103,15 +103,6 @@ class Workspace:
         return worked
 
 
-def object_schema(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
 def text_schema(most: int = 2000) -> dict[str, Any]:
     return {"type": "string", "minLength": 1, "maxLength": most}
 

@@ -99,7 +99,7 @@ async def test_openai_agents(python: str, tmp_path: Path) -> None:
         ended = await run_program(program, TASK, address, seed=5, until=late)
         (ended, finished) = ended, await endpoint.finish("p/0")
     check_law(policy, finished.segments)
-    assert ended.verdict == Verdict(parts={"correct": 1.0}), (ended, finished.messages)
+    assert ended.verdict == Verdict(parts={"correct": 1.0}), (ended, finished.index.messages)
     counts = finished.counts
     assert (finished.usage.turns, len(finished.segments)) == (7, 3)
     assert (counts["rendered"], counts["extended"], counts["branched"]) == (3, 4, 0)

@@ -69,7 +69,7 @@ def test_twelve_turns_form_one_segment() -> None:
     assert text.count("<|im_start|>assistant") == 12 == finished.usage.turns
     assert (finished.usage.calls, finished.usage.failed_calls) == (12, 0)
     assert (finished.counts["extended"], finished.counts["rendered"]) == (11, 1)
-    roles = [message["role"] for message in (*finished.index.opening, *finished.messages)]
+    roles = [message["role"] for message in (*finished.index.opening, *finished.index.messages)]
     assert roles[:6] == ["system", "user", "assistant", "user", "assistant", "tool"]
 
 
@@ -118,7 +118,7 @@ def test_assistant_messages_of_the_program_are_marked() -> None:
         invented = {"role": "assistant", "content": "made up"}
         await ask(recorder, [user("a"), turn, user("b"), invented, user("c")])
 
-    messages = record(Policy(["one", "two"]), work).messages
+    messages = record(Policy(["one", "two"]), work).index.messages
     assert [(m["content"], m.get("name")) for m in messages] == [
         *(("one", None), ("b", None), ("made up", PROGRAM), ("c", None), ("two", None))
     ]
@@ -250,7 +250,7 @@ def test_saved_conversations_render_as_sampled(tmp_path: Path, thinking: bool) -
         sibling=0,
         segments=finished.segments,
         finish_reason="stop",
-        messages=(*finished.index.opening, *finished.messages),
+        messages=(*finished.index.opening, *finished.index.messages),
         dialogues=finished.index.dialogues,
     )
     prompt = Prompt(prompt_id="p", domain="d", messages=(user("?"),), thinking=thinking)
