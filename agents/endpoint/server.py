@@ -374,16 +374,19 @@ class McpTools:
     async def _handle(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         if method == "initialize":
             version = str(params.get("protocolVersion", _PROTOCOL))
-            about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "keel", "version": "1"}}
-            return {"result": {"protocolVersion": version, **about}}
+            info: Any = {
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "keel", "version": "1"},
+            }
+            return {"result": {"protocolVersion": version, **info}}
         if method == "ping":
             return {"result": {}}
         if method == "tools/list":
             tools: list[dict[str, Any]] = []
             for tool in self._tools:
                 schema = {"type": "object", **tool.parameters}
-                about = {"name": tool.name, "description": tool.description, "inputSchema": schema}
-                tools.append(about)
+                about = {"name": tool.name, "description": tool.description}
+                tools.append({**about, "inputSchema": schema})
             return {"result": {"tools": tools}}
         if method != "tools/call":
             return _error(_UNKNOWN_METHOD, f"there is no method {method}")
