@@ -76,6 +76,7 @@ class SegmentRecord:
             ("version_N", result.version_N, sampled),
             ("sampling_mask", result.sampling_mask, sampled),
             ("routes_RLK", routes, rows - self._rows),
+            ("selected_RLb", result.selected_RLb, rows - self._rows),
         ):
             if values is not None and len(values) != expected:
                 raise ValueError(f"{name}: {field} has {len(values)} entries, expected {expected}")
@@ -118,6 +119,14 @@ class SegmentRecord:
         if parts:
             rows = np.concatenate(parts)[: tokens - 1].astype(np.int16)
             routes = np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
+        selected = None
+        if bitmaps := [r.selected_RLb for _, r in self._turns if r.selected_RLb is not None]:
+            selected = np.zeros((tokens, bitmaps[0].shape[1], bitmaps[-1].shape[2]), np.uint8)
+            start = 0
+            for bitmap in bitmaps:
+                part = selected[start : min(start + len(bitmap), tokens - 1)]
+                part[..., : bitmap.shape[2]] = bitmap[: len(part)]
+                start += len(bitmap)
         return Segment(
             prompt_id=self._prompt_id,
             token_ids_T=np.array(self.ids[:tokens], np.int32),
@@ -126,6 +135,7 @@ class SegmentRecord:
             version_T=versions,
             routes_TLK=routes,
             sampling_mask=SamplingMasks.concat(masks) if has_masks else None,
+            selected_TLb=selected,
         )
 
 

@@ -191,8 +191,8 @@ class TurnRequest:
     """Time limit for sampling the turn, in seconds, at most `rollout.timeout_s`. The turn is
     truncated when the time is up."""
     routes_from: int = 0
-    """The first position for which to return routes. Routes of earlier positions were returned by
-    previous turns."""
+    """The first position for which to return routes and selections. Those of earlier positions were
+    returned by previous turns."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the turn, in addition to the model's EOS. They are kept as part of the
     turn."""
@@ -214,6 +214,9 @@ class TurnResult:
     sampled token has no row because it was never an input. None if the model has no router."""
     sampling_mask: SamplingMasks | None = None
     """The sampling masks of the N tokens, or None if sampling was not truncated."""
+    selected_RLb: NDArray[np.uint8] | None = None
+    """[R, L, b] bitmaps of the positions that sparse attention selected at the positions of
+    `routes_RLK` (`keel.rl.types.Segment.selected_TLb`), or None if nothing was recorded."""
     cached_tokens: int = 0
     """Number of context tokens that were read from the prefix cache."""
     sampling_s: float = 0.0

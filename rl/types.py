@@ -166,7 +166,7 @@ class SamplingMasks:
 
 _PER_TOKEN = (
     *("trainable_T", "logp_old_T", "version_T"),
-    *("routes_TLK", "sampling_mask", "selected_TLk"),
+    *("routes_TLK", "sampling_mask", "selected_TLb"),
 )
 
 
@@ -191,10 +191,10 @@ class Segment:
     sampling_mask: SamplingMasks | None = None
     """The mask of each sampled token; all other tokens have an empty mask. None if sampling was not
     truncated."""
-    selected_TLk: NDArray[np.int32] | None = None
-    """[T, L, k] the positions in this segment selected by sparse attention, input-aligned and
-    padded with −1. A row of −1 means that nothing was recorded for that token. None if nothing was
-    recorded at all."""
+    selected_TLb: NDArray[np.uint8] | None = None
+    """[T, L, b] the positions in this segment selected by sparse attention, input-aligned, as
+    bitmaps: bit j % 8 of byte j // 8 is set if the token attends to position j. A row of zeros
+    means that nothing was recorded for that token. None if nothing was recorded at all."""
 
     def __post_init__(self) -> None:
         tokens, owner = len(self.token_ids_T), f"segment of {self.prompt_id}"
@@ -202,7 +202,7 @@ class Segment:
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise ValueError(f"{owner}: {name} has {len(value)} entries for {tokens} tokens")
-            if name.endswith(("_TLK", "_TLk")) and value is not None and value.ndim != 3:
+            if name.endswith(("_TLK", "_TLb")) and value is not None and value.ndim != 3:
                 raise ValueError(f"{owner}: {name} must have 3 dimensions, has shape {value.shape}")
         if tokens == 0 or self.trainable_T[0]:
             raise ValueError(
@@ -213,15 +213,15 @@ class Segment:
         if not np.isfinite(sampled).all() or (sampled > 1e-3).any():
             raise ValueError(f"{owner}: logp_old_T of sampled tokens must be finite and <= 0")
 
-    def selection(self, layers: int, width: int) -> NDArray[np.int32]:
-        """Return `selected_TLk`, padded with −1 to [T, layers, width]. Raises `ValueError` if the
-        number of layers differs or k exceeds `width`."""
-        recorded = self.selected_TLk
-        padded = np.full((len(self.token_ids_T), layers, width), -1, np.int32)
+    def selection(self, layers: int, width: int) -> NDArray[np.uint8]:
+        """Return `selected_TLb`, padded with zeros to [T, layers, width]. Raises `ValueError` if
+        the number of layers differs or b exceeds `width`."""
+        recorded = self.selected_TLb
+        padded = np.zeros((len(self.token_ids_T), layers, width), np.uint8)
         if recorded is not None:
             if recorded.shape[1] != layers or recorded.shape[2] > width:
                 raise ValueError(
-                    f"segment of {self.prompt_id}: selected_TLk has (L, k) = {recorded.shape[1:]}, "
+                    f"segment of {self.prompt_id}: selected_TLb has (L, b) = {recorded.shape[1:]}, "
                     f"others have {(layers, width)}"
                 )
             padded[..., : recorded.shape[2]] = recorded

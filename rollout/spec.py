@@ -32,6 +32,8 @@ class EngineSpec:
     """Whether to record routes. Ignored if the model has no experts."""
     keep_sampling_mask: bool
     """Whether to record the sampling masks of truncated requests."""
+    keep_selection: bool = False
+    """Whether to record the selections of sparse attention. Ignored if the model has none."""
     conversations: int = 0
     """Number of open conversations per engine. The KV cache also has room for conversations that
     are waiting for a tool."""
@@ -59,6 +61,7 @@ class EngineSpec:
             seed=config.run.seed,
             keep_routing=config.algorithm.keep_routing,
             keep_sampling_mask=config.algorithm.keep_sampling_mask,
+            keep_selection=config.algorithm.keep_selection,
             conversations=-(-config.agents.max_concurrent_episodes // config.rollout.engines)
             if config.with_agents
             else 0,

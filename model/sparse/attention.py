@@ -9,9 +9,9 @@ learns only from its own loss, and the other weights only from the language mode
 
 **Index replay.** The trainer attends to the positions that the rollout engine selected and computes
 everything else itself, as Keep Routing does for experts. The engine records, for each input token
-and each layer with an indexer, the positions in the token's segment that it attended to, as [T, L,
-k] padded with −1. A row of −1 means that nothing was recorded; the trainer then makes its own
-selection. Contexts with at most k tokens need no record, because all their tokens are selected.
+and each layer with an indexer, a bitmap of the positions in the token's segment that it attended
+to. A bitmap of zeros means that nothing was recorded; the trainer then makes its own selection.
+Tokens with at most k tokens in their context need no record, because all of them are selected.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class SparsePass:
     """If True, compute the indexers' loss. It is Eq. 4, or Eq. 3 with `dense`."""
     chunk: int | None = None
     """Number of queries in a chunk. By default, it is derived from `_CHUNK_BYTES`."""
-    recorded_LNk: Tensor | None = None
-    """The positions in the segment that an engine selected for each layer and token. For rows of
-    `NONE`, the trainer makes its own selection. `recorded_selection` builds this tensor."""
+    recorded_LNb: Tensor | None = None
+    """Bitmaps of the positions in the segment that an engine selected for each layer and token.
+    For rows of zeros, the trainer makes its own selection. `recorded_selection` builds this."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
     """Σ_t KL for each layer, with its autograd graph."""
     held: list[Tensor] = field(default_factory=list[Tensor])
@@ -169,8 +169,8 @@ def _attend(
     per_query = [x.index_select(0, rows) for x in (query, *index[:2])]
     per_key = [x.index_select(0, rows) for x in (key, index[2])]
     recorded = None
-    if sparse.recorded_LNk is not None and not sparse.dense:
-        recorded = sparse.recorded_LNk[layer.layer_idx].to(query.device).index_select(0, rows)
+    if sparse.recorded_LNb is not None and not sparse.dense:
+        recorded = sparse.recorded_LNb[layer.layer_idx].to(query.device).index_select(0, rows)
     run = ChunkAttention(layer.scaling, layer.kv_lora_rank, top_k, sparse.loss)
     outputs: list[tuple[Tensor, ...]] = []
     start = 0
@@ -185,8 +185,8 @@ def _attend(
         if sparse.dense or (longest <= top_k and recorded is None):
             parts = _by_chunks(run.dense, queries, keys, size=size)
         else:
-            live = selection(queries[1], queries[2], keys[1], top_k, size)
-            chosen = live if recorded is None else _replayed(block(recorded), live)
+            replayed = [] if recorded is None else [block(recorded)]
+            chosen = selection(*queries[1:], keys[1], top_k, size, recorded=replayed)
             parts = _by_chunks(run.chosen, [*queries, chosen], keys, size=size)
         outputs.append(tuple(part.flatten(0, 1) for part in parts))
         start = stop
@@ -264,24 +264,36 @@ class ChunkAttention:
 
 @torch.no_grad()
 def selection(
-    query: Tensor, weight: Tensor, key: Tensor, top_k: int, size: int, *, first: int = 0
+    query: Tensor,
+    weight: Tensor,
+    key: Tensor,
+    top_k: int,
+    size: int,
+    *,
+    first: int = 0,
+    recorded: Sequence[Tensor] = (),
 ) -> Tensor:
     """Select keys for all queries, one chunk at a time. Returns the keys' positions, [B, L, k]
-    int32. `first` is explained in `_by_chunks`."""
+    int32. `first` is explained in `_by_chunks`. `recorded` may have one element, the bitmaps [B, L,
+    b] of an engine's selection, which replaces the indexer's where a bitmap is not zero."""
 
-    def chunk(first: int, query: Tensor, weight: Tensor, key: Tensor) -> tuple[Tensor]:
-        chosen = select(first, index_scores(query, weight, key), top_k)
+    def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor]:
+        *bitmaps, key = others
+        scores = index_scores(query, weight, key)
+        for bitmap in bitmaps:
+            attended = _unpacked(bitmap, scores.shape[-1])
+            scores = scores.where(~attended.any(-1, keepdim=True), attended.to(scores.dtype))
+        chosen = select(first, scores, top_k)
         return (nn.functional.pad(chosen, (0, top_k - chosen.shape[-1]), value=NONE),)
 
-    return _by_chunks(chunk, [query, weight], [key], size=size, first=first)[0]
+    return _by_chunks(chunk, [query, weight, *recorded], [key], size=size, first=first)[0]
 
 
-def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
-    width = max(recorded.shape[-1], live.shape[-1])
-    recorded, live = (
-        nn.functional.pad(x, (0, width - x.shape[-1]), value=NONE) for x in (recorded, live)
-    )
-    return recorded.where((recorded != NONE).any(-1, keepdim=True), live)
+def _unpacked(bitmap: Tensor, count: int) -> Tensor:
+    """Convert bitmaps [..., b] uint8 to booleans [..., count]."""
+    bits = bitmap[..., None] >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)
+    bits = (bits & 1).bool().flatten(-2)
+    return nn.functional.pad(bits[..., :count], (0, max(0, count - bits.shape[-1])))
 
 
 def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
@@ -401,42 +413,36 @@ class _ByChunks(Function):
 
 
 def recorded_selection(
-    model: nn.Module, selected_NLk: NDArray[Any], position_N: NDArray[Any]
+    model: nn.Module, selected_NLb: NDArray[np.uint8], position_N: NDArray[Any]
 ) -> Tensor:
-    """Validate the positions that an engine selected, and convert them to the layout of
-    `SparsePass.recorded_LNk`. `selected_NLk` has the positions selected for the N tokens in a
-    packed row, and `position_N` the tokens' own positions. Raises ValueError if the number of
-    layers is wrong or a selection is invalid, naming the first such token and layer. A selection is
-    invalid if it contains later tokens or repeated positions, or has the wrong number of positions.
-    """
+    """Validate the bitmaps of the positions that an engine selected, and convert them to the layout
+    of `SparsePass.recorded_LNb`. `position_N` has the tokens' own positions. Raises ValueError if
+    the number of layers is wrong or a selection is invalid, naming the first such token and layer.
+    A selection is invalid if it contains later tokens or has the wrong number of positions."""
     modules = indexers(model)
-    if selected_NLk.ndim != 3 or selected_NLk.shape[:2] != (len(position_N), len(modules)):
+    if selected_NLb.ndim != 3 or selected_NLb.shape[:2] != (len(position_N), len(modules)):
         raise ValueError(
-            f"recorded selection has shape {selected_NLk.shape} for {len(position_N)} tokens and "
+            f"recorded selection has shape {selected_NLb.shape} for {len(position_N)} tokens and "
             f"{len(modules)} layers with an indexer"
         )
     top_k = int(getattr(modules[0], "index_topk", 0)) if modules else 0
-    by_layer = np.empty((len(modules), len(position_N), selected_NLk.shape[2]), np.int32)
-    for layer, selected_Nk in enumerate(by_layer):  # one at a time, since all can be gigabytes
-        selected_Nk[:] = selected_NLk[:, layer]
-        _check_selection(selected_Nk, position_N, top_k, layer)
+    by_layer = np.ascontiguousarray(selected_NLb.transpose(1, 0, 2))
+    for layer, selected_Nb in enumerate(by_layer):
+        _check_selection(selected_Nb, position_N, top_k, layer)
     return torch.from_numpy(by_layer)
 
 
 def _check_selection(
-    selected_Nk: NDArray[np.int32], position_N: NDArray[Any], top_k: int, layer: int
+    selected_Nb: NDArray[np.uint8], position_N: NDArray[Any], top_k: int, layer: int
 ) -> None:
-    ordered = np.sort(selected_Nk, -1)
-    count = (ordered != NONE).sum(-1)
-    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NONE)
-    faults = {
-        "a position before the segment": ordered[:, 0] < NONE,
-        "a later token": ordered[:, -1] > position_N,
-        "a repeated position": repeated.any(-1),
+    attended = np.unpackbits(selected_Nb, axis=-1, bitorder="little")
+    count = attended.sum(-1, dtype=np.int64)
+    last = np.where(count > 0, attended.shape[-1] - 1 - attended[:, ::-1].argmax(-1), -1)
+    for fault, where in {
+        "a later token": last > position_N,
         f"not min(position + 1, {top_k}) positions": (count > 0)
         & (count != np.minimum(position_N + 1, top_k)),
-    }
-    for fault, where in faults.items():
+    }.items():
         if where.any():
             token = int(where.argmax())
             raise ValueError(

@@ -41,9 +41,9 @@ class MicroBatch:
     """The recorded experts of each token, input-aligned. Where a row is −1, the trainer's own
     router chooses the experts."""
     sampling_mask: SamplingMasks | None = None
-    selected_NLk: NDArray[np.int32] | None = None
-    """The positions that sparse attention selected during sampling, input-aligned. Where a row is
-    −1, the trainer makes its own selection."""
+    selected_NLb: NDArray[np.uint8] | None = None
+    """Bitmaps of the positions that sparse attention selected during sampling, input-aligned. Where
+    a row is zero, the trainer makes its own selection."""
     split_S: NDArray[np.int64] | None = None
     """Numbers the trajectories that span several micro-batches, 0 … P−1 over the whole step. It is
     −1 for a trajectory that is complete in this micro-batch. None means that all are complete."""
@@ -61,7 +61,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         tokens, sequences = len(self.token_ids_N), len(self.sequence_tokens_S)
-        for name in (*_PER_TOKEN, "routes_NLK", "sampling_mask", "selected_NLk"):
+        for name in (*_PER_TOKEN, "routes_NLK", "sampling_mask", "selected_NLb"):
             value = getattr(self, name)
             if value is not None and len(value) != tokens:
                 raise ValueError(

@@ -128,7 +128,7 @@ class BatchFormat:
     """(L, K) of the recorded routes, or None if none were recorded."""
     sampling_mask: bool
     selected: tuple[int, int] | None = None
-    """(L, k) of the recorded sparse attention selections, or None if none were recorded."""
+    """(L, b) of the recorded sparse attention selections, or None if none were recorded."""
     loss: Loss = "grpo"
     watched: Mapping[int, int] = field(default_factory=dict[int, int])
     """The index of each watched segment in the `watched` argument of `pack`, keyed by the segment's
@@ -150,7 +150,7 @@ class BatchFormat:
                     f"segment of {segment.prompt_id}: routes_TLK has (L, K) = {shape}, but another "
                     f"segment of the batch has {routes}. Record routes for all or for none"
                 )
-        shapes = [s.selected_TLk.shape[1:] for s in segments if s.selected_TLk is not None]
+        shapes = [s.selected_TLb.shape[1:] for s in segments if s.selected_TLb is not None]
         return BatchFormat(
             routes=None if routes is None else (routes[0], routes[1]),
             sampling_mask=any(segment.sampling_mask is not None for segment in segments),
@@ -242,7 +242,7 @@ def _join(groups: Sequence[PrefixGroup], batch_format: BatchFormat) -> MicroBatc
         sequence_weight_S=np.asarray([item.weight for item in items], np.float32),
         routes_NLK=routes,
         sampling_mask=masks,
-        selected_NLk=selected,
+        selected_NLb=selected,
         reference_S=np.asarray([item.reference for item in items], np.int64)
         if any(item.reference for item in items)
         else None,

@@ -280,7 +280,7 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
 def _common(one: Segment, other: Segment, limit: int) -> int:
     """Return the length of the common prefix, up to `limit`. Both the tokens and the recorded
     experts must match."""
-    if one.selected_TLk is not None or other.selected_TLk is not None:
+    if one.selected_TLb is not None or other.selected_TLb is not None:
         return 0
     limit = _equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
     if one.routes_TLK is not None and other.routes_TLK is not None:

@@ -174,6 +174,8 @@ class GroupJob(_Job):
         routes, masks = recording.routes, recording.sampling_mask
         if routes is not None:  # [P+G−1, L, K], aligned with the input: the last token has none
             routes = np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
+        if (selected := recording.selected) is not None:
+            selected = np.pad(selected, ((0, 1), (0, 0), (0, 0)))
         if masks is not None:
             masks = SamplingMasks.concat([SamplingMasks.empty(prompt), masks])
         segment = Segment(
@@ -184,6 +186,7 @@ class GroupJob(_Job):
             version_T=np.concatenate([np.full(prompt, -1, np.int32), completion.versions]),
             routes_TLK=routes,
             sampling_mask=masks,
+            selected_TLb=selected,
         )
         self.done[sibling] = Trajectory(
             prompt_id=prompt_id,
@@ -214,6 +217,7 @@ class TurnJob(_Job):
             finish_reason=completion.finish_reason,
             routes_RLK=recording.routes,
             sampling_mask=recording.sampling_mask,
+            selected_RLb=recording.selected,
             cached_tokens=completion.cached_tokens,
         )
 

@@ -99,12 +99,17 @@ class VllmEngine:
         text = config.get_text_config()
         self._routes = spec.keep_routing and is_moe(text)
         self._masks = spec.keep_sampling_mask
+        # Contexts of at most this many tokens are attended to whole.
+        top_k = getattr(text, "index_topk", 0)
+        self._selection = spec.keep_selection and 0 < top_k < spec.max_model_len
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
         kind: type[Recorder] = getattr(
             import_module(f"keel.rollout.recording.{name}"), f"{name.capitalize()}Recorder"
         )
         self._recorder = kind(
-            routes=self._routes, sampling_mask=self._masks and spec.config.sampling.truncated
+            routes=self._routes,
+            sampling_mask=self._masks and spec.config.sampling.truncated,
+            selection=self._selection,
         )
         self._no_copies = "" if spec.config.copy_weights else "it is switched off"
         if spec.batch_invariant:
@@ -152,9 +157,10 @@ class VllmEngine:
         recording = RecordingOptions(
             routes=record and self._routes,
             sampling_mask=record and self._masks and sampling.truncated,
+            selection=record and self._selection,
         )
         if isinstance(request, TurnRequest):
-            if recording.routes:
+            if recording.routes or recording.selection:
                 recording = replace(recording, routes_from=request.routes_from)
             turn = TurnJob(
                 label=f"conversation {request.conversation}",

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
     from vllm.outputs import CompletionOutput
 
-_Read = Callable[[Sequence[int], int, int], NDArray[np.int16]]
-"""`read(blocks, first, tokens)` returns the rows [tokens − first, L, K] of the request that has
-these cache blocks, starting at position `first`."""
+_Read = Callable[[Sequence[int], int, int], NDArray[Any]]
+"""`read(blocks, first, tokens)` returns the rows [tokens − first, …] of the request that has these
+cache blocks, starting at position `first`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,9 @@ class Recording:
     Each row was computed with the weights that sampled the next token. Rows for prompt positions
     were computed with the weights that sampled the completion's first token. None if the model has
     no experts or if routes are not recorded."""
+    selected: NDArray[np.uint8] | None = None
+    """[P+G−1−F, L, b] bitmaps of the positions that sparse attention selected at the same positions
+    as `routes`. None if they are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +52,21 @@ class RecordingOptions:
 
     routes: bool
     sampling_mask: bool
+    selection: bool = False
     routes_from: int = 0
-    """First position whose routes are recorded. Earlier positions were already recorded by earlier
-    turns."""
+    """First position whose routes and selections are recorded. Earlier positions were already
+    recorded by earlier turns."""
 
 
 class Recorder(ABC):
     """Records the requests of one engine. Requests are identified by vLLM's internal ids."""
 
-    def __init__(self, *, routes: bool, sampling_mask: bool) -> None:
-        self._routes, self._masks = routes, sampling_mask
+    def __init__(self, *, routes: bool, sampling_mask: bool, selection: bool = False) -> None:
+        self._routes, self._masks, self._selection = routes, sampling_mask, selection
         self._options: dict[str, RecordingOptions] = {}
         """Maps each unfinished request to its recording options."""
-        self._saved: dict[str, NDArray[np.int16]] = {}
-        """Routes of unfinished requests that were saved before a preemption."""
+        self._saved: dict[str, NDArray[Any]] = {}
+        """Rows of unfinished requests that were saved before a preemption."""
 
     def engine_args(self) -> dict[str, Any]:
         """Return additional arguments for vLLM's engine."""
@@ -95,9 +99,10 @@ class Recorder(ABC):
         return len(self._options)
 
     def _save_before_preemption(self, scheduler: Any, read: _Read, *, group: int = 0) -> None:
-        """Save the routes of requests just before vLLM preempts them. A preempted request loses its
-        keys and values. They are computed again later, possibly with new weights. Recorders that
-        read routes from the same cache slots must therefore read them before the preemption."""
+        """Save the routes or selections of requests just before vLLM preempts them. A preempted
+        request loses its keys and values. They are computed again later, possibly with new weights.
+        Recorders that read rows from the same cache slots must therefore read them before the
+        preemption."""
         preempt = scheduler._preempt_request
 
         def patched(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +110,7 @@ class Recorder(ABC):
             options = self._options.get(name)
             # A first token in flight counts: it is delivered after the preemption.
             begun = request.num_output_tokens + request.num_output_placeholders
-            if begun and options is not None and options.routes:
+            if begun and options is not None and (options.routes or options.selection):
                 first = options.routes_from
                 if tokens - first > len(self._saved.get(name, ())):
                     blocks = scheduler.kv_cache_manager.get_block_ids(name)[group]
@@ -116,8 +121,8 @@ class Recorder(ABC):
 
     def _rows(
         self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _Read
-    ) -> NDArray[np.int16]:
-        """Return the routes [tokens − first, L, K] of a request, and delete those saved before a
+    ) -> NDArray[Any]:
+        """Return the rows [tokens − first, …] of a request, and delete those saved before a
         preemption. Rows that were not saved are read with `read`. If a completion was preempted
         while its last token was in flight, it has no blocks left. All of its rows have been saved
         in that case."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.types import SamplingMasks
@@ -17,6 +19,7 @@ from keel.rollout.recording.base import (
     check_routed,
 )
 from keel.rollout.spec import RecordingError
+from keel.rollout.vllm_internals import scheduler_of
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -30,14 +33,38 @@ such a bound. Must equal `keel.rollout.vllm_fast.sample_kernels.WIDEST_TOP_K`.""
 
 class NativeRecorder(Recorder):
     """Records from vLLM's outputs: checks and reshapes `routed_experts`, `sampling_mask` and
-    `logprobs`."""
+    `logprobs`. vLLM does not return the selections of sparse attention, so `SelectionExtension`
+    records them."""
 
     def engine_args(self) -> dict[str, Any]:
-        return {"enable_return_routed_experts": self._routes, "return_sampling_mask": self._masks}
+        extension = "keel.rollout.recording.selection.SelectionExtension"
+        return {
+            "enable_return_routed_experts": self._routes,
+            "return_sampling_mask": self._masks,
+            **({"worker_extension_cls": extension} if self._selection else {}),
+        }
 
     def attach(self, engine: LLMEngine) -> None:
         layers = engine.collective_rpc("keel_moe_layers")[0]
         self._moe_layers = np.asarray(layers, np.int64)
+        self._engine = engine
+        self._blocks: dict[str, list[int]] = {}
+        """Cache blocks of requests that finished in the last step and have a selection."""
+        if self._selection:
+            scheduler = scheduler_of(engine)
+            self._save_before_preemption(scheduler, self._selected)
+            free = scheduler._free_request
+
+            def patched(request: Any, *args: Any, **kwargs: Any) -> Any:
+                name = request.request_id
+                if (options := self._options.get(name)) is not None and options.selection:
+                    self._blocks[name] = scheduler.kv_cache_manager.get_block_ids(name)[0]
+                return free(request, *args, **kwargs)
+
+            scheduler._free_request = patched
+
+    def _selected(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.uint8]:
+        return self._engine.collective_rpc("keel_selections", args=(blocks, first, tokens))[0]
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
         bound = bounded_top_k(sampling, options) if self._masks else {}
@@ -46,6 +73,7 @@ class NativeRecorder(Recorder):
 
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
         options, sampled = self._options.pop(request_id), len(output.token_ids)
+        blocks = self._blocks.pop(request_id, [])
         flat = cast("FlatLogprobs | None", output.logprobs)  # requested in `sampling_args`
         if flat is None:
             raise RecordingError(f"request {request_id}: the engine returned no logprobs")
@@ -76,7 +104,16 @@ class NativeRecorder(Recorder):
             # The engine also returns zeros for every dense layer.
             routes = output.routed_experts[:, self._moe_layers].astype(np.int16)
             check_routed(request_id, routes)
-        return Recording(logp=logp, sampling_mask=masks, routes=routes)
+        selected = None
+        if options.selection:
+            tokens = prompt_tokens + sampled - 1
+            rows = self._rows(request_id, blocks, options.routes_from, tokens, self._selected)
+            selected = rows[..., : -(-tokens // 8)]
+        return Recording(logp=logp, sampling_mask=masks, routes=routes, selected=selected)
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self._blocks.pop(request_id, None)
 
 
 def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:

@@ -220,6 +220,12 @@ def drawn() -> NDArray[Any]:
     return selected
 
 
+def bitmaps(selected: NDArray[Any]) -> NDArray[np.uint8]:
+    """Convert positions [N, L, k], padded with −1, to bitmaps [N, L, b]."""
+    attended = (selected[..., None] == np.arange(selected.max(initial=0) + 1)).any(2)
+    return np.packbits(attended, axis=-1, bitorder="little")
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_recorded_positions_match_transformers(recomputed: bool) -> None:
     plain, ids, selected = theirs(), segments_of_ids(), drawn()
@@ -237,8 +243,8 @@ def test_recorded_positions_match_transformers(recomputed: bool) -> None:
         alone.append(plain.get_decoder()(part, use_cache=False).last_hidden_state[0])
         start = stop
     expected = torch.cat(alone)
-    recorded = recorded_selection(model, selected, POSITIONS)
-    sparse = SparsePass(loss=True, chunk=5, recorded_LNk=recorded)
+    recorded = recorded_selection(model, bitmaps(selected), POSITIONS)
+    sparse = SparsePass(loss=True, chunk=5, recorded_LNb=recorded)
     hidden = run(model, ids, sparse)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
     weighted(expected).backward()
@@ -250,12 +256,16 @@ def test_recorded_positions_match_transformers(recomputed: bool) -> None:
 
 
 def test_unrecorded_rows_use_the_live_selection() -> None:
-    model, ids, selected = ours(theirs()), segments_of_ids(), drawn()
+    model, ids = ours(theirs()), segments_of_ids()
     live = run(model, ids, SparsePass())
-    selected[:] = -1
-    none = recorded_selection(model, selected, POSITIONS)
-    torch.testing.assert_close(run(model, ids, SparsePass(recorded_LNk=none)), live)
-    selected[:22] = drawn()[:22]  # the first two segments
-    some = run(model, ids, SparsePass(recorded_LNk=recorded_selection(model, selected, POSITIONS)))
+
+    def replayed(recorded: NDArray[np.uint8]) -> Tensor:
+        selection = recorded_selection(model, recorded, POSITIONS)
+        return run(model, ids, SparsePass(recorded_LNb=selection))
+
+    recorded = bitmaps(drawn())
+    torch.testing.assert_close(replayed(np.zeros_like(recorded)), live)
+    recorded[22:] = 0  # only the first two segments are recorded
+    some = replayed(recorded)
     assert not torch.allclose(some[:22], live[:22], atol=1e-3)
     torch.testing.assert_close(some[22:], live[22:])

@@ -144,8 +144,8 @@ def test_two_kinds_of_routes_form_two_clusters() -> None:
 
 
 def test_recorded_selections_prevent_sharing() -> None:
-    chosen = np.full((50, 2, 3), -1, np.int32)
-    (batch,) = packed([replace(one, selected_TLk=chosen) for one in same_prompt()])
+    chosen = np.zeros((50, 2, 7), np.uint8)
+    (batch,) = packed([replace(one, selected_TLb=chosen) for one in same_prompt()])
     assert batch.follows is None
 
 

@@ -263,10 +263,10 @@ def test_large_items_need_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(first: int, tokens: int, width: int) -> Segment:
-    """Build a segment whose selections repeat the token id, to expose misalignment."""
+    """Build a segment whose bitmaps repeat the token id, to expose misalignment."""
     plain = segment(first, tokens)
-    rows = np.tile(plain.token_ids_T[:, None, None], (1, 2, width))
-    return replace(plain, selected_TLk=rows)
+    rows = np.tile(plain.token_ids_T[:, None, None], (1, 2, width)).astype(np.uint8)
+    return replace(plain, selected_TLb=rows)
 
 
 def test_selections_stay_aligned_and_padded() -> None:
@@ -276,25 +276,25 @@ def test_selections_stay_aligned_and_padded() -> None:
         batches = pack([group], ranks=1, micro_batch_tokens=capacity)
         seen = 0
         for row in batches[0].micro_batches:
-            assert row.selected_NLk.shape == (len(row.token_ids_N), 2, 4)
-            for token, rows in zip(row.token_ids_N, row.selected_NLk, strict=True):
+            assert row.selected_NLb.shape == (len(row.token_ids_N), 2, 4)
+            for token, rows in zip(row.token_ids_N, row.selected_NLb, strict=True):
                 width = 4 if token < 30 else 3 if token < 50 else 0
-                assert (rows[:, :width] == token).all() and (rows[:, width:] == -1).all()
+                assert (rows[:, :width] == token).all() and (rows[:, width:] == 0).all()
                 seen += 1
         assert seen == batches[0].total_tokens == 14
     (plain,) = pack([scored([trajectory(none)], [1.0])], ranks=1, micro_batch_tokens=9)
-    assert plain.micro_batches[0].selected_NLk is None
+    assert plain.micro_batches[0].selected_NLb is None
 
 
 def test_invalid_selections_are_refused() -> None:
     one = recorded(0, 4, 2)
-    other = replace(one, selected_TLk=np.zeros((4, 3, 2), np.int32))
+    other = replace(one, selected_TLb=np.zeros((4, 3, 2), np.uint8))
     group = scored([trajectory(one), trajectory(other, sibling=1)], [1.0, 0.0])
-    with pytest.raises(ValueError, match="selected_TLk"):
+    with pytest.raises(ValueError, match="selected_TLb"):
         pack([group], ranks=1, micro_batch_tokens=9)
     for shape in ((3, 2, 2), (4, 2)):
-        with pytest.raises(ValueError, match="selected_TLk"):
-            replace(one, selected_TLk=np.zeros(shape, np.int32))
+        with pytest.raises(ValueError, match="selected_TLb"):
+            replace(one, selected_TLb=np.zeros(shape, np.uint8))
 
 
 def test_invalid_arguments_are_named() -> None:

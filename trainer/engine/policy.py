@@ -109,7 +109,7 @@ class Inputs:
     split_S: Tensor | None
     reference_S: Tensor | None
     routes_NLK: Tensor | None
-    selected_NLk: NDArray[np.int32] | None
+    selected_NLb: NDArray[np.int32] | None
     position_N: NDArray[np.int32]
     watched: bool = False
     """True if a segment will be saved to disk, so that `seen_tokens` is needed."""
@@ -165,7 +165,7 @@ class Inputs:
             split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
             reference_S=None if batch.reference_S is None else moved(batch.reference_S, torch.long),
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
-            selected_NLk=batch.selected_NLk,
+            selected_NLb=batch.selected_NLb,
             position_N=batch.position_N,
             watched=batch.watched is not None,
             truncated=batch.sampling_mask is not None,
@@ -257,9 +257,9 @@ class PolicyNetwork(nn.Module):
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
         warming = self._dense and self.learning_indexers > 0  # measured without gradient, too
         sparse = SparsePass(dense=self._dense, loss=learning or warming)
-        if self._sparse and self.replays and inputs.selected_NLk is not None:
-            sparse.recorded_LNk = recorded_selection(
-                self.model, inputs.selected_NLk, inputs.position_N
+        if self._sparse and self.replays and inputs.selected_NLb is not None:
+            sparse.recorded_LNb = recorded_selection(
+                self.model, inputs.selected_NLb, inputs.position_N
             )
         options = {"sparse": sparse} if self._sparse else {}
         hidden = self.model.get_decoder()(

@@ -221,7 +221,7 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
 TOKENS = 20
 
 
-def sparse_step(selected_TLk: Any) -> TrainBatch:
+def sparse_step(selected_TLb: Any) -> TrainBatch:
     random = np.random.default_rng(0)
     trainable = np.arange(TOKENS) >= 4
     segment = Segment(
@@ -230,15 +230,16 @@ def sparse_step(selected_TLk: Any) -> TrainBatch:
         trainable_T=trainable,
         logp_old_T=np.where(trainable, -1.0, 0.0).astype(np.float32),
         version_T=np.where(trainable, 0, -1).astype(np.int32),
-        selected_TLk=selected_TLk,
+        selected_TLb=selected_TLb,
     )
     return pack([scored([trajectory(segment)], [1.0])], ranks=1, micro_batch_tokens=64)[0]
 
 
 def latest(top_k: int) -> Any:
     """Select the last `top_k` positions of each token in both layers."""
-    places = np.arange(TOKENS)[:, None] - np.arange(top_k)
-    return np.repeat(np.maximum(places, -1)[:, None], 2, 1).astype(np.int32)
+    distance = np.arange(TOKENS)[:, None] - np.arange(TOKENS)
+    rows = np.packbits((distance >= 0) & (distance < top_k), axis=-1, bitorder="little")
+    return np.repeat(rows[:, None], 2, 1)
 
 
 @pytest.mark.e2e
@@ -259,10 +260,10 @@ def test_policy_replays_selections_and_reference_does_not() -> None:
     (live,), (recorded,) = sparse_step(None).micro_batches, sparse_step(latest(TOP_K)).micro_batches
     assert not torch.allclose(logp(recorded), logp(live), atol=1e-3)
     torch.testing.assert_close(logp(recorded, reference=True), logp(live))
-    unrecorded = replace(recorded, selected_NLk=np.full_like(recorded.selected_NLk, -1))
+    unrecorded = replace(recorded, selected_NLb=np.zeros_like(recorded.selected_NLb))
     torch.testing.assert_close(logp(unrecorded), logp(live))
     with pytest.raises(ValueError, match="recorded selection: token 0"):
-        logp(replace(recorded, selected_NLk=np.zeros_like(recorded.selected_NLk)))
+        logp(replace(recorded, selected_NLb=np.full_like(recorded.selected_NLb, 255)))
 
 
 @pytest.fixture
