@@ -62,11 +62,14 @@ class Arm:
     """`model.batch_invariant`"""
     residual: Literal["model", "float32"] = "model"
     """`model.residual_dtype`"""
+    selection: bool = True
+    """`algorithm.keep_selection`"""
 
 
 ARMS: Mapping[str, Arm] = {
     "bfloat16-head-rounded": Arm("bfloat16", "bfloat16", head="model"),
     "bfloat16": Arm("bfloat16", "bfloat16"),
+    "bfloat16-own-selection": Arm("bfloat16", "bfloat16", selection=False),
     "bfloat16-compiled": Arm("bfloat16", "bfloat16", compiled=True),
     "bfloat16-invariant": Arm("bfloat16", "bfloat16", invariant=True),
     "float16": Arm("float16", "float16"),
@@ -122,6 +125,7 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
         seed=size.seed,
         keep_routing=True,
         keep_sampling_mask=True,
+        keep_selection=arm.selection,
         batch_invariant=arm.invariant,
         residual_dtype=arm.residual,
     )
@@ -163,6 +167,7 @@ def scores(
         wide_residual=arm.residual == "float32",
     )
     network = network.to(device).train()
+    network.replays = arm.selection
     if arm.compiled:
         compile_layers(network.model)
     (batch,) = pack([unscored(group) for group in groups], ranks=1, micro_batch_tokens=8192)
@@ -262,12 +267,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--size", type=json.loads, default={}, help="fields of Size, as JSON")
+    parser.add_argument("--words", action="store_true", help="prompts of random words")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = replace(Size(), **options.size)
     folder: Path = options.model or options.out / "model"
     if options.child:
-        results = measure(ARMS[options.child], folder, size, words=options.model is None)
+        results = measure(
+            ARMS[options.child], folder, size, words=options.words or options.model is None
+        )
         (options.out / f"{options.child}.json").write_text(json.dumps(results) + "\n")
         sys.stdout.flush()
         os._exit(0)  # without waiting for vLLM's threads
