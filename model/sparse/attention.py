@@ -186,7 +186,7 @@ def _attend(
             parts = _by_chunks(run.dense, queries, keys, size=size)
         else:
             replayed = [] if recorded is None else [block(recorded)]
-            chosen = selection(*queries[1:], keys[1], top_k, size, recorded=replayed)
+            chosen = selection(queries[1], queries[2], keys[1], top_k, size, recorded=replayed)
             parts = _by_chunks(run.chosen, [*queries, chosen], keys, size=size)
         outputs.append(tuple(part.flatten(0, 1) for part in parts))
         start = stop

@@ -13,7 +13,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.models.deepseek_v32 import attention as _attention
+from vllm.models.deepseek_v32 import attention
 
 from keel.weights.loader import WeightsExtension
 
@@ -47,9 +47,8 @@ class SelectionTable:
         """Store the selections of a step: the positions chosen [n, k] int32, padded with −1, of the
         tokens in slots [n]. Tokens with slot −1 are padding."""
         words, top_k = self.bitmaps.shape[1], chosen.shape[1]
-        _store[(len(chosen),)](
-            chosen, slots, self.bitmaps, chosen.stride(0), top_k, words, BLOCK=_BLOCK
-        )
+        sizes: dict[str, Any] = {"BLOCK": _BLOCK}
+        _store[(len(chosen),)](chosen, slots, self.bitmaps, chosen.stride(0), top_k, words, **sizes)
 
 
 @triton.jit
@@ -71,6 +70,7 @@ def _store(chosen, slots, bitmaps, stride, top_k, words, BLOCK: tl.constexpr):
 
 _tables: dict[str, SelectionTable] = {}
 """Table of each layer with an indexer, by the name of its key cache, in layer order."""
+_attention: Any = attention
 _select = _attention.sparse_attn_indexer
 
 

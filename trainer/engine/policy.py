@@ -109,7 +109,7 @@ class Inputs:
     split_S: Tensor | None
     reference_S: Tensor | None
     routes_NLK: Tensor | None
-    selected_NLb: NDArray[np.int32] | None
+    selected_NLb: NDArray[np.uint8] | None
     position_N: NDArray[np.int32]
     watched: bool = False
     """True if a segment will be saved to disk, so that `seen_tokens` is needed."""
