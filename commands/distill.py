@@ -42,8 +42,6 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Link:
-    """One stage of the distillation pipeline."""
-
     name: str
     command: tuple[str, ...] = ()
     """Arguments for the `keel` command. Empty for the selection stage, which runs in this
@@ -145,10 +143,6 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
 
 
 def _report(config: DistillConfig, root: Path) -> list[str]:
-    """Return two tables. The first shows pass@1 by source, with confidence intervals, for the
-    specialists, the distilled model and the mixed model. The second shows the cost of each training
-    stage."""
-
     def cell(stage: str, source: str) -> str:
         path = root / "eval" / stage / "results.json"
         if not path.exists():
@@ -166,7 +160,6 @@ def _report(config: DistillConfig, root: Path) -> list[str]:
 
 
 def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
-    """Return the config for the distill stage and the names of its `auto` knobs."""
     recipe = load_config(config.recipe, config.overrides)
     holdouts = {source.name: source.holdout for source in recipe.data.sources}
     for each in config.specialists:
@@ -215,7 +208,6 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
 
 
 def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, frozenset[str]]:
-    """Return a recipe without rewards in which each source is taught by its specialist."""
     recipe, auto = load_recipe(config.recipe, [*base, *config.on_policy_overrides])
     root = Path(config.dir).expanduser()
     teachers = {
@@ -255,7 +247,6 @@ def _check_waiting(links: Sequence[_Link], lessons: Config) -> None:
 
 
 def _base(config: DistillConfig) -> list[str]:
-    """Return the overrides that apply to every stage."""
     taught = [name for each in config.specialists for name in each.sources]
     return [*config.overrides, f"data.only={json.dumps(taught)}"]
 
@@ -269,9 +260,6 @@ def _path(path: Path) -> str:
 
 
 class _Commands:
-    """Runs `keel` commands in subprocesses. Signals are forwarded to them, so that they save and
-    exit."""
-
     def __init__(self) -> None:
         self.status = 0
         """Exit status after a signal, or 0 if no signal has arrived."""
@@ -290,8 +278,6 @@ class _Commands:
             signal.signal(number, handler)
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a command and return its exit status. There is no timeout here, because the command
-        limits its own waiting times."""
         with subprocess.Popen([*self.start, *words]) as self._process:
             status = self._process.wait()
         self._process = None
@@ -313,8 +299,6 @@ _LEFT_OUT = (*_SAMPLED, "same prompt", "for balance")
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A completion from a specialist model."""
-
     kind: _Kind
     prompt: str
     why_not: str
@@ -374,7 +358,6 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
 
 
 def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidate]:
-    """Yield all completions, ordered by specialist and then by prompt."""
     for specialist, folder in sampled.items():
         for request in read_evaluation(folder):
             for sample in request.samples:

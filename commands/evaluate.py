@@ -81,8 +81,6 @@ def _check_comparable(
 def _summary(
     out: EvaluationFolder, policy: SampledPolicy, *, complete: bool, baseline: Sequence[Asked]
 ) -> list[str]:
-    """Return the result tables. If the results are complete, also write them to the folder. Prompts
-    that no longer belong to any set are ignored."""
     config = policy.config
     ids = {prompt.prompt_id for prompts in policy.sets.values() for prompt in prompts}
     request = [one for one in out.asked if one.id in ids]
@@ -205,7 +203,6 @@ def _check_room(
 
 
 def _as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
-    """Return the prompt with the variant's extra line and thinking mode applied."""
     thinking = prompt.thinking if variant.thinking == "as-asked" else variant.thinking == "with"
     messages = [dict(message) for message in prompt.messages]
     last = next((m for m in reversed(messages) if m.get("role") == "user"), None)

@@ -93,8 +93,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """One entry in `data.sources`, with comments for some of its knobs."""
-
     knobs: Mapping[str, Any]
     comments: Mapping[str, str]
     learns: str
@@ -112,7 +110,6 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
     terminal = not flags.yes and sys.stdin.isatty() and sys.stdout.isatty()
 
     def ask(question: str, default: object, read: Callable[[str], T]) -> T:
-        """Ask the user until the reply is valid. Without a terminal, return the default."""
         while terminal:
             try:
                 return read(input(f"{question} [{default}] ").strip() or str(default))
@@ -323,8 +320,6 @@ def _commented(line: str, comment: str) -> str:
 
 
 def _weights(reward: str, *, judged: bool) -> dict[str, float]:
-    """Return the reward weights. If `judged` is set, correctness is decided elsewhere and the
-    reward function only adds to it."""
     if reward in ("", "correct"):
         return {"correct": 1.0}
     return {"correct": 1.0, reward: _EXTRA_REWARD} if judged else {reward: 1.0}
@@ -368,7 +363,6 @@ def _free(path: str) -> str:
 
 
 def _flow(value: object) -> str:
-    """Format a value as a single line of YAML that OmegaConf reads back unchanged."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{scalar(str(k))}: {_flow(v)}' for k, v in value.items())}}}"
     if isinstance(value, float) and 0 < value < 1e-3:

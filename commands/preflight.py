@@ -101,6 +101,5 @@ def _soon_known(part: str) -> bool:
 
 
 def _soon_read(path: Path) -> bool:
-    """Return whether a path is missing, or small enough to read now."""
     files = path.rglob("*") if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files if file.is_file()) <= SOON

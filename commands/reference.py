@@ -73,8 +73,6 @@ _WHOLE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Knob:
-    """A knob as described in the reference."""
-
     name: str
     """Dotted path of the knob. For `distill` and `synthesize` it starts with the kind of recipe."""
     kind: str
@@ -85,13 +83,28 @@ class _Knob:
     text: str
     resume: str
     """Whether a resumed run may change the value: yes, no, or under a condition."""
-    page: str
+
+    @property
+    def page(self) -> str:
+        return _page_of(self.name, self.text)
+
+    def line(self) -> tuple[str, str]:
+        return f"{self.name}: {self.default}", _first(self.text)
+
+    def describe(self) -> str:
+        resume = {"yes": "may change", "no": "fixed; another value needs another folder"}
+        rows = [
+            ("type", self.kind),
+            ("allowed", self.allowed),
+            ("default", self.default or "none: required"),
+            ("on resume", resume.get(self.resume, "may change for stages that have not run")),
+            ("more", f"docs/{self.page}.md" if self.page else ""),
+        ]
+        return _entry(self.name, self.text, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnobSection:
-    """A group of knobs with its description."""
-
+class _Section:
     name: str
     path: str
     cls: type
@@ -99,9 +112,14 @@ class KnobSection:
     text: str
     knobs: tuple[_Knob, ...]
 
+    def describe(self) -> str:
+        lines = [knob.line() for knob in self.knobs]
+        rows = [(head.removeprefix(f"{self.name}."), text) for head, text in lines]
+        return _entry(self.name, self.text, rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
+class _Metric:
     """A metric, or a family of metrics whose name contains `<…>`."""
 
     name: str
@@ -111,32 +129,46 @@ class Metric:
     otherwise: str = ""
     page: str = ""
 
+    def line(self) -> tuple[str, str]:
+        return self.name, self.text
+
+    def describe(self) -> str:
+        mentions = [knob.name for knob in all_knobs() if f"`{self.name}`" in knob.text]
+        rows = [
+            ("unit", self.unit),
+            ("healthy", self.healthy),
+            ("if not", self.otherwise),
+            ("knobs", ", ".join(mentions)),
+            ("more", f"docs/{self.page}.md" if self.page else ""),
+        ]
+        return _entry(f"{self.name} (metric)", self.text, rows)
+
 
 @cache
-def _metric_groups() -> Mapping[str, tuple[Metric, ...]]:
+def _metric_groups() -> Mapping[str, tuple[_Metric, ...]]:
     tables = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
     return {
-        title: tuple(Metric(name=name, **entry) for name, entry in table.items())
+        title: tuple(_Metric(name=name, **entry) for name, entry in table.items())
         for title, table in tables.items()
     }
 
 
-def metrics() -> tuple[Metric, ...]:
-    return tuple(metric for group in _metric_groups().values() for metric in group)
+def _metrics() -> list[_Metric]:
+    return [metric for group in _metric_groups().values() for metric in group]
 
 
-def find_metric(name: str) -> Metric | None:
+def find_metric(name: str) -> _Metric | None:
     """Return the most specific metric description that matches `name`."""
     matches = [
         metric
-        for metric in metrics()
+        for metric in _metrics()
         if re.fullmatch(".+".join(map(re.escape, re.split(r"<\w+>", metric.name))), name)
     ]
     return min(matches, key=lambda metric: metric.name.count("<"), default=None)
 
 
 @cache
-def sections() -> tuple[KnobSection, ...]:
+def sections() -> tuple[_Section, ...]:
     """Return all sections in the order of the schema. Nested sections follow their parent."""
     return tuple(s for recipe, (root, _) in _RECIPES.items() for s in _sections(recipe, root, ""))
 
@@ -146,9 +178,10 @@ def all_knobs() -> tuple[_Knob, ...]:
     return tuple(knob for section in sections() for knob in section.knobs)
 
 
-def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterator[KnobSection]:
+def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterator[_Section]:
+    prefix = "" if recipe == "train" else f"{recipe}."
     hints, (title, texts) = knob_types(cls), _docstrings(cls)
-    nested: list[Iterator[KnobSection]] = []
+    nested: list[Iterator[_Section]] = []
     knobs: list[_Knob] = []
     for field in fields(cls):
         hint, here = hints[field.name], f"{path}.{field.name}".lstrip(".")
@@ -169,36 +202,33 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
             resume = "no" if decides_tasks(here) else "yes"
         if recipe == "distill":
             resume = "no" if here == "dir" else "for later stages"
-        name = _qualified(recipe, here)
         knobs.append(
             _Knob(
-                name=name,
+                name=prefix + here,
                 kind=_kind(hint) + f", or {AUTO}" * (auto and origin is not Literal),
                 allowed=allowed,
                 default=AUTO if auto else default,
                 text=text,
                 resume=resume,
-                page=_page_of(name, text),
             )
         )
     if knobs:
-        name, text = _qualified(recipe, path), f"{about} {title}".strip()
-        yield KnobSection(
-            name=name, path=path, cls=cls, recipe=recipe, text=text, knobs=tuple(knobs)
+        yield _Section(
+            name=f"{prefix}{path}".rstrip("."),
+            path=path,
+            cls=cls,
+            recipe=recipe,
+            text=f"{about} {title}".strip(),
+            knobs=tuple(knobs),
         )
     for each in nested:
         yield from each
 
 
-def _qualified(recipe: _Recipe, path: str) -> str:
-    return path if recipe == "train" else f"{recipe}.{path}".rstrip(".")
-
-
 def _docstrings(cls: type) -> tuple[str, dict[str, str]]:
-    (node,) = ast.parse(inspect.getsource(cls)).body
-    body = cast(ast.ClassDef, node).body
+    node = cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0])
     texts: dict[str, str] = {}
-    for field, after in pairwise(body):
+    for field, after in pairwise(node.body):
         match field, after:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
@@ -207,7 +237,7 @@ def _docstrings(cls: type) -> tuple[str, dict[str, str]]:
                 texts[name] = " ".join(text.split())
             case _:
                 pass
-    return " ".join((ast.get_docstring(cast(ast.ClassDef, node)) or "").split()), texts
+    return " ".join((ast.get_docstring(node) or "").split()), texts
 
 
 _PLAIN = {
@@ -230,7 +260,7 @@ def _kind(hint: Any) -> str:
         return "one of"
     if origin is tuple:
         return f"list of {_PLAIN.get(inner[0], ('', 'values'))[1]}"
-    if origin is not None and issubclass(origin, Mapping):
+    if origin is not None:
         return f"mapping of names to {_PLAIN.get(inner[1], ('', 'values'))[1]}"
     return _PLAIN[hint][0]
 
@@ -269,21 +299,21 @@ def describe(name: str = "") -> str:
     if not query:
         return _overview()
     inside = [
-        section
+        section.describe()
         for section in sections()
         if section.recipe == query
         or section.name.removesuffix("[]") == query.removesuffix("[]")
         or section.name.startswith((f"{query}.", f"{query}[]."))
     ]
     if inside:
-        return "\n\n".join(map(_section, inside))
+        return "\n\n".join(inside)
     knobs = [knob for knob in all_knobs() if knob.name == query]
     knobs = knobs or [knob for knob in all_knobs() if f".{knob.name}".endswith(f".{query}")]
     metric = find_metric(name)
     if knobs or metric:
         return _entries([*knobs, *([metric] if metric else [])])
     words = re.split(r"[\s_.-]+", query.lower())
-    entries = [*all_knobs(), *metrics()]
+    entries = [*all_knobs(), *_metrics()]
     partial = [each for each in entries if all(word in each.name.lower() for word in words)]
     if partial:
         return f"No knob or metric is called {name}. In their names:\n\n{_entries(partial)}"
@@ -295,7 +325,7 @@ def _unknown(name: str, query: str) -> str:
         if foreign.name == name and not foreign_hint(name):
             return f"no such metric; {foreign.hint}"
     if "/" in name:
-        near = difflib.get_close_matches(name, [metric.name for metric in metrics()], n=3)
+        near = difflib.get_close_matches(name, [metric.name for metric in _metrics()], n=3)
         return "no such metric" + f"; did you mean {' or '.join(near)}?" * bool(near)
     parent, _, key = query.rpartition(".")
     for section in sections():
@@ -303,12 +333,6 @@ def _unknown(name: str, query: str) -> str:
             prefix, root = f"{section.path}.".lstrip("."), _RECIPES[section.recipe][0]
             return f"no such knob; {suggest(key, section.cls, prefix, root)}"
     return f"no such knob or metric; {suggest(query.partition('.')[0], Config, '', Config)}"
-
-
-def _entries(entries: Sequence[_Knob | Metric]) -> str:
-    if len(entries) <= _WHOLE:
-        return "\n\n".join(_knob(e) if isinstance(e, _Knob) else _metric(e) for e in entries)
-    return _rows([_line(e) if isinstance(e, _Knob) else (e.name, e.text) for e in entries])
 
 
 def _overview() -> str:
@@ -320,41 +344,15 @@ def _overview() -> str:
     return "\n\n".join([*parts, f"Metrics\n{_rows(groups)}", "keel knobs NAME describes one."])
 
 
+def _entries(entries: Sequence[_Knob | _Metric]) -> str:
+    if len(entries) <= _WHOLE:
+        return "\n\n".join(entry.describe() for entry in entries)
+    return _rows([entry.line() for entry in entries])
+
+
 def _first(text: str) -> str:
+    """Return the first sentence."""
     return re.split(r"(?<=[a-z)`]\.)(?<!Eq\.) (?=[A-Zβ`0-9])", text)[0]
-
-
-def _section(section: KnobSection) -> str:
-    rows = [_line(knob, knob.name.rpartition(".")[2]) for knob in section.knobs]
-    return _entry(section.name, section.text, rows)
-
-
-def _line(knob: _Knob, name: str = "") -> tuple[str, str]:
-    return f"{name or knob.name}: {knob.default}", _first(knob.text)
-
-
-def _knob(knob: _Knob) -> str:
-    resume = {"yes": "may change", "no": "fixed; another value needs another folder"}
-    rows = [
-        ("type", knob.kind),
-        ("allowed", knob.allowed),
-        ("default", knob.default or "none: required"),
-        ("on resume", resume.get(knob.resume, "may change for stages that have not run")),
-        ("more", f"docs/{knob.page}.md" if knob.page else ""),
-    ]
-    return _entry(knob.name, knob.text, rows)
-
-
-def _metric(metric: Metric) -> str:
-    mentions = [knob.name for knob in all_knobs() if f"`{metric.name}`" in knob.text]
-    rows = [
-        ("unit", metric.unit),
-        ("healthy", metric.healthy),
-        ("if not", metric.otherwise),
-        ("knobs", ", ".join(mentions)),
-        ("more", f"docs/{metric.page}.md" if metric.page else ""),
-    ]
-    return _entry(f"{metric.name} (metric)", metric.text, rows)
 
 
 def _entry(title: str, text: str, rows: Sequence[tuple[str, str]]) -> str:
@@ -368,17 +366,16 @@ def _width() -> int:
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:
     wide = max((len(name) for name, _ in rows), default=0) + 2
+    wrapper = textwrap.TextWrapper(
+        max(_width(), wide + 30),
+        subsequent_indent=" " * (wide + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     lines: list[str] = []
     for name, text in rows:
-        head, indent = f"  {name:<{wide}}", " " * (wide + 2)
-        lines += textwrap.wrap(
-            text,
-            max(_width(), wide + 30),
-            initial_indent=head,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [head]
+        wrapper.initial_indent = f"  {name:<{wide}}"
+        lines += wrapper.wrap(text) or [wrapper.initial_indent]
     return "\n".join(lines)
 
 
@@ -400,17 +397,13 @@ the applicable metrics of this page. `<set>`, `<domain>` and `<part>` stand for 
 
 
 def pages() -> Mapping[str, str]:
-    """Return the text of each generated file in docs/, keyed by file name."""
-    made = {"knobs.md": _knobs_page(), "metrics.md": _metrics_page()}
-    return {**made, "coming-from.md": _coming_from_page()}
-
-
-def _knobs_page() -> str:
-    parts, recipe = [_KNOBS], "train"
+    """Return the text of each generated file in docs/, keyed by file name. The text of
+    `coming-from.md` before its first table is kept from the existing page."""
+    knobs, recipe = [_KNOBS], "train"
     for section in sections():
         if section.recipe != recipe:
             recipe = section.recipe
-            parts.append(f"# {_RECIPES[recipe][1]}\n")
+            knobs.append(f"# {_RECIPES[recipe][1]}\n")
         rows: list[tuple[str, ...]] = []
         for knob in section.knobs:
             values = ", ".join(filter(None, (knob.kind, knob.allowed))).replace("one of, ", "")
@@ -419,33 +412,23 @@ def _knobs_page() -> str:
             rows.append((name, default, values, knob.resume, _linked(knob.text)))
         page = _page_of(section.name, "")
         more = f" More: [{page}]({page}.md)." if page else ""
-        table = _table(("knob", "default", "values", "resume", ""), rows)
         title = f"`{section.path}`" if section.path else "Top level"
-        parts.append(f"## {title}\n\n{_linked(section.text)}{more}\n\n{table}")
-    return "\n".join(parts)
-
-
-def _metrics_page() -> str:
-    parts = [_METRICS]
+        table = _table(("knob", "default", "values", "resume", ""), rows)
+        knobs.append(f"## {title}\n\n{_linked(section.text)}{more}\n\n{table}")
+    metrics = [_METRICS]
     for title, group in _metric_groups().items():
-        rows: list[tuple[str, ...]] = []
+        rows = []
         for metric in group:
             more = f" ([{metric.page}]({metric.page}.md))" if metric.page else ""
             row = (f"`{metric.name}`", metric.unit, metric.text + more)
             rows.append((*row, metric.healthy, metric.otherwise))
-        head = ("metric", "unit", "", "healthy", "otherwise")
-        parts.append(f"## {title}\n\n{_table(head, rows)}")
-    return "\n".join(parts)
-
-
-def _coming_from_page() -> str:
-    """Return the page with new tables. The text before the first table is kept from the existing
-    page."""
+        table = _table(("metric", "unit", "", "healthy", "otherwise"), rows)
+        metrics.append(f"## {title}\n\n{table}")
     old = (_DOCS / "coming-from.md").read_text(encoding="utf-8")
-    parts = [old.partition("\n## ")[0]]
+    others = [old.partition("\n## ")[0]]
     for kind in ("words", "metrics"):
         if kind == "metrics":
-            parts.append("## Metrics\n\n[Metrics](metrics.md) lists all of ours.\n")
+            others.append("## Metrics\n\n[Metrics](metrics.md) lists all of ours.\n")
         for framework, names in other_frameworks().items():
             rows = [
                 (f"`{each.name}`", ", ".join(f"`{k}`" for k in each.here) or "–", each.note)
@@ -454,8 +437,9 @@ def _coming_from_page() -> str:
             ]
             title = f"## {framework} ({names['config']})\n\n" * (kind == "words")
             if rows:
-                parts.append(title + _table((framework, "Keel", ""), rows))
-    return "\n".join(parts)
+                others.append(title + _table((framework, "Keel", ""), rows))
+    texts = {"knobs.md": knobs, "metrics.md": metrics, "coming-from.md": others}
+    return {name: "\n".join(parts) for name, parts in texts.items()}
 
 
 def _linked(text: str) -> str:

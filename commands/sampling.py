@@ -77,7 +77,6 @@ class SampledPolicy:
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Prompts of each source for `keel eval`."""
         settings, dataset = self.config.eval, self.dataset
         heldout = settings.prompts == "heldout"
         sets = dataset.heldout if heldout else dataset.train.sources
@@ -85,7 +84,6 @@ class SampledPolicy:
 
     @contextmanager
     def running(self, out: Path) -> Iterator[tuple[AnyRuntime, Interrupt]]:
-        """Start `sampling`. The interrupt returned with it becomes true after a signal."""
         with (
             self.sampling(out) as runtime,
             Interrupt(print, _STOPPING, preempted_first=_PREEMPTED) as stop,
@@ -213,7 +211,6 @@ def max_prompts_in_flight(config: Config, samples: int) -> int:
 
 
 def _group_timeout(config: Config) -> float:
-    """Return the maximum number of seconds between two finished groups."""
     endpoint = config.endpoint
     if not endpoint.base_url:
         return config.group_timeout_s + GRACE_S
@@ -289,7 +286,6 @@ def _gather(groups: Sequence[Future[ScoredGroup]]) -> Future[list[ScoredGroup]]:
 
 
 def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
-    """Return whether completions are missing because an endpoint was overloaded."""
     dropped = [reason for group in groups for reason in group.group.dropped]
     return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
 

@@ -287,8 +287,6 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
 
 
 def _check_writable(task: Task | SftTask) -> list[str]:
-    """Raise ConfigError if the run folder cannot be written. If the run is planned for another
-    machine, only print a warning."""
     path = Path(task.config.run.dir).expanduser()
     if not (why := unwritable(path)):
         return []

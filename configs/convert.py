@@ -256,8 +256,6 @@ class _Builder:
         return value if hint is Any else self.scalar(hint, value, at, key)
 
     def scalar(self, hint: type, value: Any, at: str, key: str, words: Sequence[str] = ()) -> Any:
-        """Convert a value to the type `hint`. `words` lists other allowed values for the error
-        message."""
         if hint is float:
             number = _as_float(value)
             if number is not None and math.isfinite(number):
@@ -300,8 +298,6 @@ def _as_float(value: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ForeignName:
-    """A knob or metric of another framework."""
-
     framework: str
     name: str
     """Dotted path in the other framework, without the leading dashes of an option."""
@@ -312,7 +308,6 @@ class _ForeignName:
 
     @property
     def hint(self) -> str:
-        """Return advice for the error message when a recipe uses this name."""
         note = re.sub(r"\[[^]]*\]\(([\w-]+\.md)\)", r"docs/\1", self.note).replace("`", "")
         origin = f"{self.framework}'s {self.name}"
         if not self.here:

@@ -81,8 +81,6 @@ def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> Distil
 def _tree(
     root: type, path: Path, overrides: Sequence[str], folder: str = ""
 ) -> tuple[dict[str, Any], dict[str, str], str]:
-    """Return the recipe as plain data, the origin of each key (file and line, or override), and the
-    file's path. `folder` is the subfolder with Keel's recipes of this kind."""
     recipe = find(path, folder)
     layers, where = _read(recipe, (), folder)
     if root is not Config and (foreign := {"data", "model", "trainer"} & layers[-1].keys()):
@@ -120,8 +118,6 @@ def _tree(
 
 
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
-    """Add a held-out source for `eval.file`. It is read and scored in the same way as the recipe's
-    first file source."""
     section, data = tree.get("eval"), tree.get("data")
     if not isinstance(section, dict) or not isinstance(data, dict):
         return tree
@@ -177,7 +173,6 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
-    """Add the schema's defaults to `tree`, so that references to them can be resolved."""
     hints, complete = knob_types(section), dict(tree)
     for field in fields(section):
         inner = section_type(hints[field.name])
@@ -258,7 +253,6 @@ def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
 # Cached, because parsing dominates loading and tests load the same recipes many times.
 @lru_cache(maxsize=64)
 def _composed(text: str) -> Sequence[tuple[str, yaml.Node, int]] | None:
-    """Return each dotted key with its value and line, or None if the document is not a mapping."""
     root = _parse_yaml(text)
     return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
 
@@ -326,7 +320,6 @@ def split_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _parsed(override: str) -> tuple[list[str], Any, str]:
-    """Parse an override. Return the parts of its key, its value, and its origin for messages."""
     origin = f"override {override!r}"
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -358,7 +351,6 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
 
 
 def _walk(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
-    """Raise ConfigError if the key names a list entry that does not exist."""
     node: Any = tree
     for position, step in enumerate(steps):
         if isinstance(node, list):

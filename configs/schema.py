@@ -156,8 +156,6 @@ class Config(Section):
             )
 
     def _check_invariant(self) -> None:
-        """Check the rules for `model.batch_invariant`. Other settings must not change the order of
-        floating-point operations."""
         kernels = self.trainer.attention_kernels
         for knob, value, expected in (
             ("rollout.dtype", self.engine_dtype, self.model.dtype),
@@ -174,8 +172,6 @@ class Config(Section):
             require(value == expected, knob, value, rule)
 
     def _check_budget(self, source: SourceConfig) -> None:
-        """Check that the source's limits do not exceed those of the whole run, on which the engines
-        and timeouts are based."""
         budget, agents = source.budget, self.agents
         most = self.rollout.sampling.max_tokens
         rule = f"must be at most rollout.sampling.max_tokens = {most}"
@@ -219,7 +215,6 @@ class Config(Section):
 
     @property
     def with_agents(self) -> bool:
-        """Whether any source has an environment."""
         return any(source.environment.enabled for source in self.data.sources)
 
     @property
@@ -244,7 +239,6 @@ class Config(Section):
 
     @property
     def max_context_source(self) -> str:
-        """The knobs that determine `max_context`, together with its value. For use in messages."""
         if not self.data.sources:
             return f"sft.max_context_tokens = {self.max_context}"
         if self.with_agents and self.agents.window == self.max_context:
@@ -265,7 +259,6 @@ class Config(Section):
 
     @property
     def engine_dtype(self) -> Dtype:
-        """Precision of the engines, and of the weights sent to them."""
         return self.rollout.dtype or self.model.dtype
 
     def budget(self, domain: str) -> BudgetConfig:
@@ -281,8 +274,6 @@ class Config(Section):
         )
 
     def with_max_tokens(self, most: int) -> Config:
-        """Return a copy in which completions and turns are limited to `most` tokens in every
-        domain."""
         sources = tuple(
             replace(each, budget=replace(each.budget, max_tokens=min(each.budget.max_tokens, most)))
             for each in self.data.sources
@@ -295,15 +286,12 @@ class Config(Section):
         )
 
     def in_variant(self, variant: EvalVariant) -> Config:
-        """Return a copy with the variant's limits. Raises ConfigError if they conflict with this
-        config."""
         config = self.with_max_tokens(variant.max_tokens) if variant.max_tokens else self
         if variant.context == "as-in-training":
             return config
         return replace(config, agents=replace(config.agents, context=variant.context))
 
     def check_variant(self, variant: EvalVariant) -> None:
-        """Raise ConfigError if a variant exceeds the engines' limits or has no effect."""
         most, endpoint = self.rollout.sampling.max_tokens, self.endpoint
         rule = f"must be at most rollout.sampling.max_tokens = {most}"
         variant.require(variant.max_tokens <= most, "max_tokens", rule)
@@ -335,7 +323,6 @@ class Config(Section):
 
     @property
     def scoring_timeout_s(self) -> float:
-        """Maximum number of seconds for scoring one group."""
         judge = self.rewards.judge
         judging = (1 + judge.retries) * judge.timeout_s if judge.model else 0.0
         each = max(self.rewards.timeout_s, self.rewards.code.completion_s)

@@ -26,8 +26,6 @@ class WorkFolder:
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:
-        """Create and lock the folder. Raises ConfigError if the folder is in use or cannot be
-        written to."""
         self._stack = ExitStack()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -66,11 +64,9 @@ class WorkFolder:
         ]
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings that determine the contents of the folder."""
         self.write(_SETTINGS, json.dumps(settings, indent=1) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically. Raises ConfigError if writing fails."""
         try:
             temporary = self.path / f".{name}.tmp"
             temporary.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -97,8 +93,6 @@ class Lines:
         self._file = file
 
     def read(self) -> list[Any]:
-        """Return the contents of all lines. If a line is invalid, raises ValueError with the file
-        and line number."""
         self._file.seek(0)
         values: list[Any] = []
         for number, line in enumerate(self._file, start=1):

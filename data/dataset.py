@@ -24,8 +24,6 @@ _CountTokens = Callable[[Prompt], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SourceReport:
-    """Number of prompts in a source, and how many were dropped for each reason."""
-
     train: int
     heldout: int
     dropped: Mapping[str, int]
@@ -51,8 +49,6 @@ class Dataset:
 
 @dataclass(slots=True)
 class _Split:
-    """A source while the dataset is being loaded."""
-
     loaded: Loaded
     heldout: list[Item]
     train: list[Item]

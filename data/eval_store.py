@@ -85,7 +85,6 @@ class Asked:
 
     @property
     def answers(self) -> list[str]:
-        """The answer in each completion. It is empty for a missing completion."""
         given = [RIGHT if passed(s["correct"]) else str(s["answer"]) for s in self.samples]
         return given + [""] * len(self.missing)
 
@@ -170,8 +169,6 @@ class EvaluationFolder:
     """The result folder of one evaluation. It is a context manager that locks the folder."""
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
-        """Choose the folder `eval.dir`, or `name` under `run.dir`/eval, without opening it.
-        `policy` is a readable name for the model."""
         self._given = bool(config.eval.dir)
         under = Path(config.run.dir).expanduser() / "eval" / name
         self.path = Path(config.eval.dir).expanduser() if self._given else under
@@ -225,7 +222,6 @@ class EvaluationFolder:
         return [prompt for prompt in prompts if prompt.prompt_id not in known]
 
     def add(self, request: Asked) -> None:
-        """Append the completions for one prompt in one variant."""
         self._lines.add(asdict(request))
         self.asked.append(request)
         self._number += request.number
@@ -237,6 +233,5 @@ class EvaluationFolder:
         return f"pass@1 so far {self._passes / self._number:.3f}"
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the results file. Its existence marks the evaluation as complete."""
         content = {"settings": self._settings, "results": result}
         self._folder.write("results.json", json.dumps(content, indent=1) + "\n")

@@ -37,7 +37,6 @@ class Item:
 
     @property
     def questions(self) -> frozenset[str]:
-        """Return the digests of the question with and without its template."""
         templated = {question_of(self.prompt.messages)} if self.bare else set[str]()
         return frozenset({self.question, *templated})
 

@@ -118,8 +118,6 @@ def load_jsonl(
 
 
 class _Row(NamedTuple):
-    """A row whose columns have been mapped to keys."""
-
     known: dict[str, Any]
     as_text: dict[str, Any]
     """Values of the known keys, with numbers written as in the file."""
@@ -131,8 +129,6 @@ class _Row(NamedTuple):
 
 
 class _Reader:
-    """Builds prompts from the rows of a source, and records the columns that nothing uses."""
-
     def __init__(self, source: SourceConfig, check_reward: _CheckReward) -> None:
         self._source, self._check_reward = source, check_reward
         self._knob = f"data.sources[{source.name}]"
@@ -151,7 +147,6 @@ class _Reader:
         """Maps each unused column to the location where it first occurred."""
 
     def item(self, read: ReadRow) -> Item:
-        """Build a prompt from a row. Raises BadLine if the row is malformed."""
         source, row = self._source, self._keyed(read)
         record = row.known
         label = row.as_text.get("id", str(read.number))
@@ -269,8 +264,6 @@ class _Reader:
         return {"kind": "answer", "answer": answer, "match": match, **more}
 
     def _messages(self, row: _Row) -> list[dict[str, Any]]:
-        """Return a row's messages, or an empty list if the row has no prompt and the source has a
-        template."""
         record, source = row.known, self._source
         prompt = record.get("prompt")
         if "messages" in record and "prompt" in record:

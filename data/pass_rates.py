@@ -56,7 +56,6 @@ class PassRate:
         return self.unscored < self.samples
 
     def within(self, least: float, most: float) -> bool:
-        """Return whether the prompt was solved at least once and its pass rate is within bounds."""
         return self.passes > 0 and least <= self.rate <= most
 
     def line(self) -> dict[str, Any]:
@@ -123,8 +122,6 @@ class FilterFolder:
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
     ) -> None:
-        """Prepare the folder without opening it. `prompts` maps each training source to the prompts
-        to sample. `policy` is a readable name for the model."""
         run = Path(config.run.dir).expanduser()
         self.path = Path(config.filter.dir).expanduser() if config.filter.dir else run / "filter"
         self._table_path = self.path / "pass_rates.jsonl"
@@ -177,12 +174,10 @@ class FilterFolder:
 
     @property
     def waiting(self) -> list[Prompt]:
-        """Return the prompts without a scored completion, in the order of their sources."""
         known = {name for name, rate in self._rates.items() if rate.known}
         return [prompt for name, (prompt, _) in self._prompts.items() if name not in known]
 
     def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
-        """Append a prompt's pass rate to the table."""
         rate = pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
         self._lines.add(rate.line())
         self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
@@ -192,7 +187,6 @@ class FilterFolder:
         return f"{self._number:,} kept so far"
 
     def finish(self) -> str:
-        """Write the kept prompts and return a report for the user."""
         kept = self._kept()
         folder = self.path / "kept"
         folder.mkdir(exist_ok=True)

@@ -140,7 +140,6 @@ def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
 
 
 def _sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
-    """Return the prompt indices of each source, each domain with several sources, and `all`."""
     domain_of = {one.source: one.domain for one in asked}
     sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in domain_of}
     for domain in domains_to_show(domain_of):

@@ -48,16 +48,13 @@ class Stream(Generic[T]):
         self._identity: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of distinct prompts."""
         return sum(map(len, self._sources.values()))
 
     @property
     def sources(self) -> Mapping[str, Sequence[T]]:
-        """The prompts of each source that is used for training."""
         return self._sources
 
     def take(self, n: int) -> list[T]:
-        """Return the next `n` prompts and advance the position."""
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
@@ -86,7 +83,6 @@ class Stream(Generic[T]):
         self._requeued = deque(known[prompt_id] for prompt_id in state["unfinished"])
 
     def _current_identity(self) -> dict[str, Any]:
-        """Return a digest of each source's data, which shows whether a saved position is valid."""
         if self._identity is None:
             self._identity = {"seed": self._seed}
             for name, prompts in self._sources.items():

@@ -53,8 +53,6 @@ _UNREADABLE = (
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """An entry in the page's list of trajectories: the group of one prompt."""
-
     step: int
     chunk: str
     """Name of the chunk that contains the trajectories."""
@@ -79,7 +77,6 @@ class _Chunk:
     """Size in bytes, known before the chunk is read."""
 
     def data(self) -> bytes:
-        """Read and return the chunk. Raises OSError if that fails for any reason."""
         try:
             return self.read()
         except _UNREADABLE as error:
@@ -115,7 +112,6 @@ class RunData:
 
     @property
     def costs(self) -> dict[str, float]:
-        """The run's total costs, by metric. Empty if none were recorded."""
         return {
             name: sum(filter(None, values))
             for name, values in self.metrics.items()
@@ -134,8 +130,6 @@ class RunData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepFile:
-    """The contents of a trajectory file."""
-
     stamp: tuple[int, int] = (0, 0)
     """Modification time in nanoseconds and size in bytes when the file was read."""
     groups: Sequence[_Group] = ()
@@ -192,8 +186,6 @@ def _read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
 
 
 def _json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects in a JSON lines file, without an incomplete last line. Unreadable lines are
-    skipped and listed in `notes`."""
     for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             value = _loads(text)
@@ -214,7 +206,6 @@ def _as_json(config: Config) -> dict[str, str]:
 
 @cache
 def _defaults() -> Mapping[str, str]:
-    """Return the default value of each knob. List entries are named like `data.sources[]`."""
     source = SourceConfig(name="a", source="jsonl", path="a")
     lesson = ConversationsConfig(name="a", source="jsonl", path="a")
     config = Config(data=DataConfig(sources=(source,)), sft=SftConfig(sources=(lesson,)))
@@ -275,7 +266,6 @@ def _read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
 
 
 def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
-    """Read a trajectory file, or return `known` if the file has not changed since it was read."""
     stamp = (0, 0)
     try:
         of = path.stat()
@@ -292,8 +282,6 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
 
 
 def _without_nan(path: Path) -> bytes:
-    """Return the contents of a trajectory file, with null for numbers that browsers cannot
-    parse."""
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     return _packed([as_json(_loads(line)) for line in lines])
 
@@ -371,8 +359,6 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
 
 
 def _plot_steps(run: RunData, asked: Sequence[Asked]) -> None:
-    """Plot score against steps for an evaluation of agents, with one curve for each variant and
-    prompt set."""
     curves: dict[str, dict[int, float]] = {}
     for variant, source in sorted({(one.variant, one.source) for one in asked}):
         same = [one for one in asked if (one.variant, one.source) == (variant, source)]
@@ -391,7 +377,6 @@ def _chunk_name(at: int) -> str:
 
 
 def _from_repr(text: str) -> str:
-    """Convert the `repr` of a Python value to JSON. Any other text is returned unchanged."""
     try:
         return json.dumps(ast.literal_eval(text), default=str, ensure_ascii=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -399,7 +384,6 @@ def _from_repr(text: str) -> str:
 
 
 def _group_of(asked: Asked) -> dict[str, Any]:
-    """Convert a line to the group format written by `keel.trainer.run.trajectory_files`."""
     trajectories: list[dict[str, Any]] = [
         {
             "sibling": at,
@@ -426,8 +410,6 @@ def _group_of(asked: Asked) -> dict[str, Any]:
 
 
 def _listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> _Group:
-    """Parse one line of a chunk into the list entry of a group. Raises one of `_UNREADABLE` if the
-    line does not hold a valid group."""
     return _Group(
         step=step,
         chunk=chunk,
@@ -441,8 +423,6 @@ def _listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> _Grou
 
 
 def _question(group: Mapping[str, Any]) -> str:
-    """Return the last message before the policy's first turn. For an episode, it is taken from the
-    transcript."""
     messages = list(group.get("messages") or ())
     for one in group["trajectories"]:
         messages = messages or list(one.get("messages") or ())[: one.get("opening") or 0]

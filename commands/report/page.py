@@ -88,9 +88,6 @@ def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
 
 
 def _policy(scripts: Sequence[str], *, live: bool) -> str:
-    """Return the Content-Security-Policy. It allows only the page's own scripts. Only a live page
-    may connect to a server, namely the one it came from. Inline styles are allowed because
-    plotly.js writes them."""
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     connect = "'self'" if live else "'none'"
     ours = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -101,8 +98,6 @@ def _policy(scripts: Sequence[str], *, live: bool) -> str:
 
 
 def _fewer_points(run: RunData) -> RunData:
-    """Reduce each curve to the lowest and highest value in each of `PARTS` intervals. The values
-    stay at their original steps."""
     kept = {name: _extremes(values) for name, values in run.metrics.items()}
     stacked = set[int]().union(*(kept.get(name, ()) for name in _STACKED))
     kept |= {name: stacked for name in _STACKED if name in kept}
@@ -188,8 +183,6 @@ class Follower:
     change."""
 
     def __init__(self, folders: Sequence[str]) -> None:
-        """Read the folders for the first time. Raises ConfigError if one of them contains no
-        run."""
         self._folders = [Path(folder) for folder in folders]
         self._lock = Lock()
         self._mark = ""
@@ -221,8 +214,6 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, follower: Follower, port: int) -> None:
-        """Listen on `port`, or on any free port if it is 0. Raises ConfigError if the port is in
-        use."""
         self.follower = follower
         self.token = secrets.token_urlsafe(24)
         try:

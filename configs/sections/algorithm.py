@@ -91,7 +91,6 @@ class AlgorithmConfig(Section):
         return _PROBES if self.kept_mass_coef > 0 else 1
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `ConfigError` if it is not possible to train on tokens sampled with `sampling`."""
         drawn = f"rollout.sampling.top_p = {sampling.top_p}, top_k = {sampling.top_k}"
         if sampling.truncated and not self.keep_sampling_mask and not self.allow_unsound:
             raise ConfigError(

@@ -102,8 +102,6 @@ class Section:
         """Check the rules between knobs. Each number is already known to be within its bounds."""
 
     def require(self, ok: bool, name: str, rule: str) -> None:
-        """If `ok` is false, raise a `ConfigError` about the knob with the dotted `name` in this
-        section."""
         if not ok:
             value: Any = attrgetter(name)(self)
             if isinstance(value, tuple):  # as in YAML

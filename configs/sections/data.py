@@ -248,7 +248,6 @@ class SourceConfig(Section):
 
     @property
     def has_rows(self) -> bool:
-        """True if the prompts are rows in files."""
         return self.source in ROWS
 
     @property
@@ -330,7 +329,6 @@ class DataConfig(Section):
 
     @property
     def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:
-        """The weights of the reward parts in each domain."""
         return {source.domain_name: source.rewards for source in reversed(self.sources)}
 
     @property
@@ -346,7 +344,6 @@ class DataConfig(Section):
 
     @property
     def uses_initial_model(self) -> bool:
-        """Whether any source's KL term uses the initial model as its reference."""
         return any(source.kl_coef > 0 and not source.teacher for source in self.sources)
 
     @property

@@ -146,7 +146,6 @@ class EvalConfig(Section):
 
     @property
     def each_pass_at(self) -> tuple[int, ...]:
-        """The values of k in ascending order."""
         powers = [2**n for n in range(self.samples.bit_length()) if 2**n <= self.samples]
         return tuple(sorted({*(self.pass_at or (*powers, self.samples))}))
 

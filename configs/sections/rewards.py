@@ -125,7 +125,6 @@ class JudgeConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the judge's servers need if the run uses GPUs."""
         return self.server.replicas * self.server.tensor_parallel if self.serve else 0
 
     def check_used(self, *, judged: bool, gpu: bool) -> None:

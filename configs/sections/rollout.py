@@ -35,7 +35,6 @@ class SamplingConfig(Section):
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are sampled from only a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
 
     @property

@@ -85,7 +85,6 @@ class RunConfig(Section):
 
     @property
     def describes_gpus(self) -> bool:
-        """True if the recipe sets the GPU memory or the number of GPUs."""
         return self.gpu_gib > 0 or self.gpus_per_node > 0
 
 

@@ -146,5 +146,4 @@ class SftConfig(Section):
 
     @property
     def only_text(self) -> bool:
-        """True if every source is plain text, as `keel pretrain` requires."""
         return bool(self.sources) and all(source.is_text for source in self.sources)

@@ -67,8 +67,6 @@ def read_rows(
 
 
 def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Rename a row's columns to the keys of a conversation, and parse the cells of a table. Raises
-    BadLine if the row cannot be read."""
     if isinstance(row.record, BadLine):
         raise row.record
     renamed = {*columns, *columns.values()}
@@ -199,8 +197,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:
-    """Return the reason a trajectory is excluded from training, or "" if it is kept. Raises BadLine
-    if it is malformed."""
     parts = record.get("parts")
     if not isinstance(parts, dict) or "messages" not in record:
         raise BadLine("is not a trajectory: it needs `messages` and the `parts` of its reward")

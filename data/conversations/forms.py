@@ -286,7 +286,6 @@ class Example:
 
     @property
     def content(self) -> str:
-        """Return a digest of the whole conversation, which finds duplicates."""
         if self.document:
             return f"{self.document}/{self.window}"
         whole = [list(self.messages), self.tools, self.trained, self.thinking]

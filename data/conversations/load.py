@@ -48,7 +48,6 @@ class Report:
         return max((lesson.longest for lesson in self.lessons), default=0)
 
     def lines(self, name: str) -> Iterator[str]:
-        """Return lines that describe the source `name` to the user."""
         kind = "windows" if self.documents else "conversations"
         line = f"{name}: {self.learned:,} {kind} to learn from, {self.heldout:,} held out"
         if self.documents:
@@ -88,8 +87,6 @@ class _Usable(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A source that has been read but not yet split."""
-
     usable: list[_Usable]
     left_out: Mapping[str, int]
     skipped: list[str]
@@ -288,8 +285,6 @@ _Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) -> ReadSource:
-    """Generate `source.size` questions and keep those whose solution is known. The seed is
-    `params.seed` if set, otherwise the run's."""
     knob = f"sft.sources[{source.name}]"
     task_seed = _SEED_OFFSET + seed * _SEED_STRIDE
     entries = list(build_task(source.task, source.params, source.size, task_seed, knob))

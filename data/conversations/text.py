@@ -169,7 +169,6 @@ def _is_whole(file: Path) -> bool:
 
 
 def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
-    """Yield each document's location and its text, or an error for a malformed document."""
     if _is_whole(file):
         check_file(file, knob)
         try:
@@ -197,7 +196,6 @@ def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
 def _windows(
     at: str, document: str, tokens: Sequence[int], unlearned: int, size: int
 ) -> Iterator[Example]:
-    """Split a document into windows. Its first `unlearned` tokens are not trained on."""
     name = digest(document)
     step = max(1, size - 1)
     for index, start in enumerate(range(0, len(tokens) - 1, step)):

@@ -46,8 +46,6 @@ class _FilesNotFound(ValueError):
 
 
 class _Source(Protocol):
-    """Settings that say where to find a source's files."""
-
     @property
     def name(self) -> str: ...
     @property
@@ -128,7 +126,6 @@ def _stem(name: str) -> str:
 
 
 def _split_of(name: str) -> str:
-    """Return the split named in a file or folder name, or "" if it is missing."""
     stem = _stem(name)
     if _SHARD.fullmatch(name):
         return _SPLITS.get(stem, stem)
@@ -144,7 +141,6 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _saved(folder: Path, split: str) -> list[Path]:
-    """Return the files that `save_to_disk` wrote to a folder, or an empty list if it wrote none."""
     try:
         if (index := folder / "dataset_dict.json").is_file():
             splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]

@@ -244,7 +244,6 @@ def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _table_rows(path: Path, knob: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet or Arrow file as JSON data, without binary columns."""
     try:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
