@@ -27,8 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from math import isfinite, isnan
+from math import isnan
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -59,10 +58,6 @@ _SOURCE = {"name": "prompts", "source": "jsonl"}
 _HOLDOUT = re.compile(r"\bdata\.sources\[prompts\]\.holdout = (\d+)")
 _AGAIN = "make the same call of keel.train again"
 _RESUME = "progress is saved; the same call resumes"
-_REWARDS = (
-    "a function, a list of them, or weights of functions and of parts: "
-    '{"correct": 1.0, my_function: 0.2}'
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +105,12 @@ def train(
         KeyboardInterrupt: Ctrl-C stopped the run after a checkpoint. If SIGTERM, SIGHUP or SIGUSR1
             stopped it, the subclass `keel.Preempted` is raised.
     """
-    if not isinstance(cast(object, recipe), (str, Path, Mapping)) or recipe == "":
+    if not recipe:
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
-    overrides, calls = _overrides(knobs), _Callbacks(callbacks)
-    number = _plain(holdout)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ConfigError(f"keel.train(holdout={holdout!r:.60}): must be a number of at least 0")
-    if number and prompts is None:
+    overrides, called = _overrides(knobs), _Callbacks(callbacks)
+    if isinstance(holdout, bool) or holdout < 0:
+        raise ConfigError(f"keel.train(holdout={holdout!r}): must be a number of at least 0")
+    if holdout and prompts is None:
         raise ConfigError("keel.train(holdout=…): needs prompts=…; set it in the recipe's sources")
     weights = [] if rewards is None else _weights(rewards)
     with ExitStack() as stack:
@@ -131,7 +125,7 @@ def train(
                 raise ConfigError(f"keel.train(prompts=…, knobs={_SOURCES}): keep one")
             folder = Path(load_config(path, others).run.dir).expanduser()
             file = _kept(folder / _PASSED, _as_jsonl(prompts), "prompts.jsonl")
-            source = {**_SOURCE, "path": str(file), "holdout": number}
+            source = {**_SOURCE, "path": str(file), "holdout": int(holdout)}
             overrides.insert(0, f"{_SOURCES}={quoted([source])}")
             stack.enter_context(_by_row(file))
         if weights:
@@ -142,23 +136,25 @@ def train(
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
             used = {source.name for source in load_config(path, overrides).data.sources}
             every = load_config(path, [*overrides, "data.only=[]"]).data.sources
-            for index, source in enumerate(every):
-                if source.name in used:
-                    overrides.append(f"{_SOURCES}.{index}.rewards={quoted(names)}")
+            value = quoted(_plain_data(names, "rewards=…"))
+            overrides += [
+                f"{_SOURCES}.{index}.rewards={value}"
+                for index, source in enumerate(every)
+                if source.name in used
+            ]
+        run = RunFolder(load_config(path, overrides))
         try:
-            drive = partial(_driven, calls=calls)
-            main.train(str(path), overrides, drive=drive, again=_AGAIN)
+            main.train(str(path), overrides, drive=called.drive, again=_AGAIN)
         except KeyboardInterrupt as error:
             if signal := preempted():  # Ray turns it into a KeyboardInterrupt
                 raise Preempted(f"stopped by {signal}; {_RESUME}") from error
             raise
         if signal := preempted():
-            raise Preempted(f"stopped by {signal}; {_RESUME}") from calls.error
+            raise Preempted(f"stopped by {signal}; {_RESUME}") from called.error
         if stop_requested():
-            raise KeyboardInterrupt(f"stopped; {_RESUME}") from calls.error
-        if calls.error is not None:
-            raise calls.error
-    run = RunFolder(load_config(path, overrides))
+            raise KeyboardInterrupt(f"stopped; {_RESUME}") from called.error
+        if called.error is not None:
+            raise called.error
     return Run(
         folder=run.path,
         metrics=tuple(steps_of(run.path / "metrics.jsonl").values()),
@@ -179,11 +175,7 @@ def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
     return split_overrides(cast(list[str], words))
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _plain_data(value: Any, of: str) -> Any:
+def _plain_data(value: Any, argument: str) -> Any:
     def plain(one: Any) -> Any:
         if hasattr(one, "tolist"):
             return one.tolist()
@@ -196,10 +188,11 @@ def _plain_data(value: Any, of: str) -> Any:
     try:
         return json.loads(json.dumps(value, default=plain))
     except (TypeError, ValueError) as error:  # also circular values
-        raise ConfigError(f"keel.train({of}): {error}") from error
+        raise ConfigError(f"keel.train({argument}): {error}") from error
 
 
-def _weights(rewards: Any) -> list[tuple[Any, float]]:
+def _weights(rewards: Any) -> list[tuple[Any, Any]]:
+    """Return (reward function or part name, weight) pairs. Functions may be unhashable."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(rewards, Mapping):
         pairs = list(cast(Mapping[Any, Any], rewards).items())
@@ -208,16 +201,11 @@ def _weights(rewards: Any) -> list[tuple[Any, float]]:
     elif isinstance(rewards, Iterable) and not isinstance(rewards, str):
         pairs = [(one, 1.0) for one in cast(Iterable[Any], rewards)]
     if not pairs or not all(callable(part) or isinstance(part, str) for part, _ in pairs):
-        raise ConfigError(f"keel.train(rewards={rewards!r:.60}): must be {_REWARDS}")
-    weights = [(part, _plain(weight)) for part, weight in pairs]
-    for part, weight in weights:
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
-            name = part if isinstance(part, str) else getattr(part, "__name__", repr(part))
-            raise ConfigError(
-                f"keel.train(rewards=…): the weight of {name} is {weight!r:.60}: must be a finite "
-                "number, such as 0.2"
-            )
-    return weights
+        raise ConfigError(
+            f"keel.train(rewards={rewards!r:.60}): must be a function, a list of them, or weights "
+            'of functions and of parts: {"correct": 1.0, my_function: 0.2}'
+        )
+    return pairs
 
 
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
@@ -254,40 +242,31 @@ def _as_jsonl(prompts: Any) -> str:
     if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # pandas
         prompts = prompts.to_dict(orient="records")
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
-        kind = type(cast(object, prompts)).__name__
         raise ConfigError(
-            f"{_PROMPTS}: must be rows, not one {kind}. Give a list, "
+            f"{_PROMPTS}: must be a list of rows, "
             '[{"prompt": "…", "answer": "…"}, …]. A file of prompts is a source of the recipe '
             "(data.sources, docs/data.md)"
         )
     lines: list[str] = []
     for number, row in enumerate(cast(Iterable[Any], prompts), start=1):
         try:
-            lines.append(json.dumps(_row(row), ensure_ascii=False, default=_as_json) + "\n")
+            columns = _filled({"prompt": row} if isinstance(row, str) else row)
+            if isinstance(columns.get("prompt"), (list, tuple)):  # TRL's format
+                columns["messages"] = columns.pop("prompt")
+            if isinstance(turns := columns.get("messages"), (list, tuple)):
+                columns["messages"] = [_filled(turn) for turn in cast(Sequence[Any], turns)]
+            lines.append(json.dumps(columns, ensure_ascii=False, default=str) + "\n")
             lines[-1].encode()
-        except (TypeError, ValueError) as error:  # such as keys that are not text, or surrogates
+        except (AttributeError, TypeError, ValueError) as error:  # no mapping, or surrogates
             raise ConfigError(f"{_PROMPTS}: row {number}: {error}") from error
     if not lines:
         raise ConfigError(f"{_PROMPTS}: is empty")
     return "".join(lines)
 
 
-def _row(row: Any) -> dict[str, Any]:
-    if isinstance(row, str):
-        row = {"prompt": row}
-    if not isinstance(row, Mapping):
-        raise TypeError(f"is a {type(row).__name__}. Give a mapping of columns, or a text")
-    columns = _filled(cast(Mapping[str, Any], row))
-    if isinstance(columns.get("prompt"), (list, tuple)):  # TRL's format
-        columns["messages"] = columns.pop("prompt")
-    if isinstance(turns := columns.get("messages"), (list, tuple)):
-        each = cast(Sequence[Any], turns)
-        columns["messages"] = [_filled(m) if isinstance(m, Mapping) else m for m in each]
-    return columns
-
-
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    columns = {key: _plain(one) for key, one in row.items()}
+    """Convert values of numpy, and drop missing ones: None, NaN, and pandas' NaT or NA."""
+    columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
     return {
         key: one
         for key, one in columns.items()
@@ -295,10 +274,6 @@ def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
         and not (isinstance(one, float) and isnan(one))
         and type(one).__name__ not in ("NaTType", "NAType")
     }
-
-
-def _as_json(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
@@ -318,22 +293,32 @@ def _kept(folder: Path, text: str, name: str) -> Path:
 
 
 class _Callbacks:
+    """A progress view that also calls the callbacks after each training step. Standalone
+    evaluations do not trigger them."""
+
+    view: View
+
     def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
-        functions: object = [callbacks] if callable(callbacks) else callbacks
-        if not isinstance(functions, Iterable):
-            raise ConfigError(f"keel.train(callbacks={functions!r}): must be a list of functions")
+        functions = [callbacks] if callable(callbacks) else callbacks
         self._callbacks = list(cast(Iterable[Callback], functions))
         for one in self._callbacks:
-            if not _is_callback(one):
-                raise ConfigError(
-                    f"keel.train(callbacks=…): {one!r} must be a function def callback(step, "
-                    "metrics)"
-                )
+            try:
+                inspect.signature(one, follow_wrapped=False).bind(1, {})
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"keel.train(callbacks=…): {one!r}: {error}") from error
+            if inspect.iscoroutinefunction(one):
+                raise ConfigError(f"keel.train(callbacks=…): {one!r} must not be async")
         self.enough = False
         self.error: Exception | SystemExit | None = None
         """The first exception raised by a callback. It is raised once the run has been saved."""
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.view, name)
+
+    def record(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.view.record(step, numbers)
+        if "time/step" not in numbers:
+            return
         for callback in self._callbacks:
             try:
                 result = callback(step, numbers)
@@ -342,38 +327,7 @@ class _Callbacks:
             except (Exception, SystemExit) as error:  # any error of user code
                 self.enough, self.error = True, self.error or error
 
-
-def _is_callback(one: Any) -> bool:
-    try:
-        inspect.signature(one, follow_wrapped=False).bind(1, {})
-    except (TypeError, ValueError):
-        return False
-    suspends = (
-        inspect.iscoroutinefunction,
-        inspect.isasyncgenfunction,
-        inspect.isgeneratorfunction,
-    )
-    return not inspect.isclass(one) and not any(check(one) for check in suspends)
-
-
-class _CallbackView:
-    """A progress view that also calls the callbacks after each training step. Standalone
-    evaluations do not trigger them."""
-
-    def __init__(self, view: View, callbacks: _Callbacks) -> None:
-        self._view, self._callbacks = view, callbacks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)
-
-    def record(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._view.record(step, numbers)
-        if "time/step" in numbers:
-            self._callbacks.step(step, numbers)
-
-
-def _driven(
-    system: Runtime, folder: RunFolder, view: View, start: int, *, calls: _Callbacks
-) -> int:
-    both = cast(View, _CallbackView(view, calls))
-    return main.run_loop(system, folder, both, start, should_end=lambda: calls.enough)
+    def drive(self, system: Runtime, folder: RunFolder, view: View, start: int) -> int:
+        self.view = view
+        both = cast(View, self)
+        return main.run_loop(system, folder, both, start, should_end=lambda: self.enough)

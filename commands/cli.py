@@ -71,8 +71,49 @@ class _Parser(argparse.ArgumentParser):
         super().error(message.replace(", key=value", ""))  # overrides are optional
 
 
-def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, settings
+def _option(name: str, metavar: str | None, text: str, **settings: Any) -> tuple[str, Any]:
+    return name, {"metavar": metavar, "help": text, **settings}
+
+
+_NEW = (
+    _option("file", "FILE", "output file (default: named after the data)", nargs="?"),
+    _option("--model", "NAME", "a folder, a name of the hub, or tiny"),
+    _option("--data", "FILE", "prompts: a file, a folder, or a dataset of the hub"),
+    _option("--subset", "NAME", "subset of a dataset that has several", default=""),
+    _option("--prompt", "COLUMN", "column of the prompts", default=""),
+    _option("--answer", "COLUMN", "column of the answers", default=""),
+    _option("--task", "NAME", "task of reasoning_gym instead of --data"),
+    _option("--environment", "TARGET", "environment, module:Class", default=""),
+    _option("--reward", "NAME", "your reward function module.function", default=""),
+    _option("--gpus", "N", "GPUs per machine (default: those here)", type=int),
+    _option("--nodes", "N", "number of machines", type=int, default=1),
+    _option("--gpu-gib", "GIB", "memory per GPU, if none is here", type=float),
+    _option("--steps", "N", "training steps (default: 200; 50 on a CPU)", type=int),
+    _option(
+        "--max-tokens",
+        "N",
+        "tokens per completion (default: 1024 or 4096; 128 or 256 on a CPU)",
+        type=int,
+    ),
+    _option("--eval", "FILE", "evaluate on this file instead of held-out rows"),
+    ("--think", {"action": "store_true", "default": None, "help": "think before answering"}),
+    ("--yes", {"action": "store_true", "help": "ask nothing and use defaults"}),
+)
+_SERVE = "start vLLM's server of --model"
+_JUDGE = (  # no overrides, because argparse would drop any that follow an option
+    _option("file", None, "JSONL: prompt, answer and, without --rubric, criteria"),
+    _option("--rubric", "FILE", "YAML or JSON: criteria for every line"),
+    _option("--recipe", None, "take rewards.judge from this recipe"),
+    _option("--base-url", "URL", "OpenAI-compatible endpoint"),
+    (
+        "--serve",
+        {"action": "store_true", "default": None, "help": "start vLLM's server of --model"},
+    ),
+    _option("--model", "NAME", "model name at the endpoint"),
+    _option("--api-key-env", "VAR", "environment variable with the API key"),
+    _option("--samples", "K", "judgements per answer", type=int),
+    _option("--out", "FILE", "results (default: FILE.judged.jsonl)"),
+)
 
 
 @cache
@@ -86,14 +127,14 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true", help="print the version and stop")
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, text: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> None:
+    def add(name: str, text: str, *options: tuple[str, Any]) -> None:
         command = commands.add_parser(name, help=text, description=text)
-        for names, settings in options:
-            command.add_argument(*names, **settings)
+        for option, settings in options:
+            command.add_argument(option, **settings)
 
-    recipe = _option("recipe", help="a YAML file, a run folder, or the name of a bundled recipe")
-    knobs = _option("override", nargs="*", metavar="key=value", help="change a knob")
-    file = _option("--eval", metavar="FILE", help="evaluate on this file, too (eval.file)")
+    recipe = _option("recipe", None, "a YAML file, a run folder, or the name of a bundled recipe")
+    knobs = _option("override", "key=value", "change a knob", nargs="*")
+    file = _option("--eval", "FILE", "evaluate on this file, too (eval.file)")
     text = "train a recipe; resumes a run folder with a checkpoint"
     add("train", text, recipe, knobs, file)
     add("sft", "supervised fine-tuning on conversations", recipe, knobs)
@@ -109,85 +150,38 @@ def parser() -> argparse.ArgumentParser:
     add("synthesize", text, recipe, knobs)
     text = "specialists, supervised distillation and mixed RL as one chain of commands"
     add("distill", text, recipe, knobs)
-    step = _option("step", nargs="?", type=_step, help="step of the batch (default: the newest)")
+    run = _option("run", None, "the run folder")
+    step = _option("step", None, "step of the batch (default: the newest)", nargs="?", type=_step)
     text = "repeat a step whose gradient was not finite, from its saved batch"
-    add("replay", text, _option("run", help="the run folder"), step, knobs)
-    both = [
-        _option(name, metavar="DIR", help="folder of `keel eval`") for name in ("first", "second")
-    ]
+    add("replay", text, run, step, knobs)
+    both = [_option(name, "DIR", "folder of `keel eval`") for name in ("first", "second")]
     add("compare", "compare two evaluations of the same prompts, paired by prompt", *both)
     add("new", "write a short recipe from a few questions or flags, and check it", *_NEW)
-    name = _option("name", nargs="?", default="", help="print this one")
+    name = _option("name", None, "print this one", nargs="?", default="")
     add("recipes", "list the bundled recipes, or print one", name)
-    name = _option("name", nargs="*", help="name of a section, knob or metric, or part of one")
+    name = _option("name", None, "name of a section, knob or metric, or part of one", nargs="*")
     add("knobs", "describe a knob or metric: type, default, unit, effect on resume", name)
-    runs = _option("run", nargs="+", metavar="DIR", help="folder of `keel train` or `keel eval`")
-    out = _option("--out", metavar="FILE", help="(default: report.html in the run folder)")
+    runs = _option("run", "DIR", "folder of `keel train` or `keel eval`", nargs="+")
+    out = _option("--out", "FILE", "(default: report.html in the run folder)")
     text = "write an HTML report: curves, differences, and trajectories with tokens"
     add("report", text, runs, out)
-    port = _option("--port", type=int, default=0, help="(default: a free one)")
+    port = _option("--port", None, "(default: a free one)", type=int, default=0)
     add("watch", "serve the report to a local browser and follow running runs", runs, port)
     model = "run folder with an exported model, or model folder"
-    add(
-        "serve",
-        "serve a trained model with vLLM's OpenAI-compatible server",
-        _option("folder", help=model),
-        _option("--host", default="127.0.0.1", help="address (default: 127.0.0.1)"),
-        _option("--port", type=int, default=8000, help="(default: 8000; 0: a free one)"),
-        _option(
-            "override",
-            nargs="*",
-            metavar="key=value",
-            help="temperature, top_p, top_k, thinking, or an option of vLLM: max_model_len=4096",
-        ),
-    )
-    add(
-        "chat",
-        "talk to a trained model in the terminal",
-        _option("folder", nargs="?", help=model),
-        _option("--url", default="", help="use a running server, such as keel serve"),
-        _option("--prompt", metavar="TEXT", help="answer this and exit"),
-    )
-    add("judge", "score a file of answers by a rubric, with a model as the judge", *JUDGE)
+    folder = _option("folder", None, model)
+    host = _option("--host", None, "address (default: 127.0.0.1)", default="127.0.0.1")
+    port = _option("--port", None, "(default: 8000; 0: a free one)", type=int, default=8000)
+    text = "temperature, top_p, top_k, thinking, or an option of vLLM: max_model_len=4096"
+    options = _option("override", "key=value", text, nargs="*")
+    text = "serve a trained model with vLLM's OpenAI-compatible server"
+    add("serve", text, folder, host, port, options)
+    folder = _option("folder", None, model, nargs="?")
+    url = _option("--url", None, "use a running server, such as keel serve", default="")
+    prompt = _option("--prompt", "TEXT", "answer this and exit")
+    add("chat", "talk to a trained model in the terminal", folder, url, prompt)
+    add("judge", "score a file of answers by a rubric, with a model as the judge", *_JUDGE)
     add("doctor", "check that this machine can run Keel, and run one step")
     return root
-
-
-_NEW = (
-    _option("file", nargs="?", metavar="FILE", help="output file (default: named after the data)"),
-    _option("--model", metavar="NAME", help="a folder, a name of the hub, or tiny"),
-    _option("--data", metavar="FILE", help="prompts: a file, a folder, or a dataset of the hub"),
-    _option("--subset", default="", metavar="NAME", help="subset of a dataset that has several"),
-    _option("--prompt", default="", metavar="COLUMN", help="column of the prompts"),
-    _option("--answer", default="", metavar="COLUMN", help="column of the answers"),
-    _option("--task", metavar="NAME", help="task of reasoning_gym instead of --data"),
-    _option("--environment", default="", metavar="TARGET", help="environment, module:Class"),
-    _option("--reward", default="", metavar="NAME", help="your reward function module.function"),
-    _option("--gpus", type=int, metavar="N", help="GPUs per machine (default: those here)"),
-    _option("--nodes", type=int, default=1, metavar="N", help="number of machines"),
-    _option("--gpu-gib", type=float, metavar="GIB", help="memory per GPU, if none is here"),
-    _option("--steps", type=int, metavar="N", help="training steps (default: 200; 50 on a CPU)"),
-    _option(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="tokens per completion (default: 1024 or 4096; 128 or 256 on a CPU)",
-    ),
-    _option("--eval", metavar="FILE", help="evaluate on this file instead of held-out rows"),
-    _option("--think", action="store_true", default=None, help="think before answering"),
-    _option("--yes", action="store_true", help="ask nothing and use defaults"),
-)
-JUDGE = (  # no overrides, because argparse would drop any that follow an option
-    _option("file", help="JSONL: prompt, answer and, without --rubric, criteria"),
-    _option("--rubric", metavar="FILE", help="YAML or JSON: criteria for every line"),
-    _option("--recipe", help="take rewards.judge from this recipe"),
-    _option("--base-url", metavar="URL", help="OpenAI-compatible endpoint"),
-    _option("--serve", action="store_true", default=None, help="start vLLM's server of --model"),
-    _option("--model", metavar="NAME", help="model name at the endpoint"),
-    _option("--api-key-env", metavar="VAR", help="environment variable with the API key"),
-    _option("--samples", type=int, metavar="K", help="judgements per answer"),
-    _option("--out", metavar="FILE", help="results (default: FILE.judged.jsonl)"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,18 +191,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     run. If `argv` is None, the arguments come from the command line and the process exits
     afterwards."""
     if argv is not None:
-        return command(argv, lambda _: None)
+        return _command(argv, lambda _: None)
     sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
-    status = command(argv, fix_exit_status)
+    status = _command(argv, fix_exit_status)
     fix_exit_status(status)
     return status
 
 
-def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> int:
-    """Parse the command line and run the command. If a signal stops it, `fix_status` is called with
-    the exit status before the last output."""
+def _command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> int:
     root = parser()
-    arguments = parsed(root, argv)
+    arguments = _parsed(root, argv)
     if arguments.version:
         print(f"keel {metadata.version('keel-rl')}")
         return 0
@@ -217,13 +209,13 @@ def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> in
         return REFUSED
     try:
         if arguments.command in _LIGHT:
-            return refused(arguments) or _light(arguments)
+            return _refused(arguments) or _light(arguments)
         with watching():
             try:
                 with waiting("reading the recipe") as wait:
-                    status = refused(arguments)
+                    status = _refused(arguments)
                     wait.quiet = bool(status)  # the error stays the last line
-                return status or heavy(arguments)
+                return status or _heavy(arguments)
             except KeyboardInterrupt:  # while libraries load
                 if not preempted():
                     raise
@@ -236,15 +228,14 @@ def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> in
         return INTERRUPTED
 
 
-def heavy(arguments: argparse.Namespace) -> int:
-    """Run a command that loads torch and Ray, and return its exit status."""
+def _heavy(arguments: argparse.Namespace) -> int:
     # Set before torch loads: threads that spin while waiting starve other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if os.environ.get("XDG_CACHE_HOME") == "":  # vLLM takes this for the working folder
         del os.environ["XDG_CACHE_HOME"]
     # vLLM is not needed without sampling on this machine.
     needed = _LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
-    if missing(needed):
+    if _missing(needed):
         return REFUSED
     if _engine_for_cpus():
         # A CUDA build of torch would report GPUs that this engine cannot use.
@@ -264,8 +255,7 @@ def heavy(arguments: argparse.Namespace) -> int:
     return run(arguments.command, *words)
 
 
-def missing(libraries: Sequence[str]) -> bool:
-    """Print which libraries are not installed, and return whether any are missing."""
+def _missing(libraries: Sequence[str]) -> bool:
     absent = [name for name in libraries if find_spec(name) is None]
     if absent:
         print(f"keel: {', '.join(absent)} not installed. {_CURE}", file=sys.stderr)
@@ -283,7 +273,7 @@ def _light(arguments: argparse.Namespace) -> int:
     try:
         result = run(import_module(f"keel.{name}"), arguments)
     except (ConfigError, RuntimeError) as error:
-        print(f"keel {arguments.command}: {shown(error)}", file=sys.stderr)
+        print(f"keel {arguments.command}: {_shown(error)}", file=sys.stderr)
         return REFUSED if isinstance(error, ConfigError) else 1
     if not isinstance(result, str):
         return result or 0
@@ -299,7 +289,7 @@ def _served(module: Any, arguments: argparse.Namespace) -> int | None:
     if bool(folder) == bool(getattr(arguments, "url", "")):
         print("keel chat: name either a folder or the --url of a server", file=sys.stderr)
         return REFUSED
-    if folder and missing(("vllm",)):
+    if folder and _missing(("vllm",)):
         return REFUSED
     gpu = not _engine_for_cpus()
     if arguments.command == "chat":
@@ -308,33 +298,24 @@ def _served(module: Any, arguments: argparse.Namespace) -> int | None:
     return module.serve(folder, arguments.override, host=host, port=port, gpu=gpu)
 
 
-def _chained(module: Any, arguments: argparse.Namespace) -> int:
-    from keel.configs.load import load_distillation, load_synthesis  # noqa: PLC0415
-
-    if arguments.command == "distill":
-        return module.distill(load_distillation(arguments.recipe, arguments.override))
-    return module.synthesize(load_synthesis(arguments.recipe, arguments.override))
-
-
 _LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
     "chat": ("commands.serve", _served),
     "compare": ("data.results", lambda module, a: module.compare(a.first, a.second)),
-    "distill": ("commands.distill", _chained),
+    "distill": ("commands.distill", lambda module, a: module.distill(a.config)),
     "doctor": ("commands.doctor", lambda module, _: module.doctor()),
     "knobs": ("commands.reference", lambda module, a: module.describe(" ".join(a.name))),
     "new": ("commands.new", lambda module, a: module.new(a, lambda path: main(["check", path]))),
     "recipes": ("configs.paths", lambda module, a: module.list_recipes(a.name)),
     "report": ("commands.report.page", lambda module, a: module.report(a.run, a.out)),
     "serve": ("commands.serve", _served),
-    "synthesize": ("commands.synthesize", _chained),
+    "synthesize": ("commands.synthesize", lambda module, a: module.synthesize(a.config)),
     "watch": ("commands.report.page", lambda module, a: module.watch(a.run, a.port)),
 }
 """The module and function of each command that does not wait for torch and Ray. Each function
 returns an exit status, None, or text to print."""
 
 
-def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line and turn `--eval FILE` into an override."""
+def _parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = root.parse_known_args(argv)
     if "override" in arguments:  # argparse drops overrides after an option
         arguments.override += [word for word in rest if re.match(r"\w[^\s=]*=", word)]
@@ -356,14 +337,13 @@ def _step(word: str) -> int | str:
     return int(word)
 
 
-def shown(message: object) -> str:
+def _shown(message: object) -> str:
     """Escape control characters in a message, because the message may quote untrusted files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
-def refused(arguments: argparse.Namespace) -> int:
-    """Check the recipe and print its error, if any. Returns the exit status, which is 0 if the
-    recipe is valid."""
+def _refused(arguments: argparse.Namespace) -> int:
+    """Check the recipe and print its error, if any. Returns the exit status, 0 if it is valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return 0
     # OmegaConf: a tenth of a second
@@ -373,9 +353,9 @@ def refused(arguments: argparse.Namespace) -> int:
     command, overrides = arguments.command, getattr(arguments, "override", ())
     try:
         if command == "distill":
-            load_distillation(arguments.recipe, overrides)
+            arguments.config = load_distillation(arguments.recipe, overrides)
         elif command == "synthesize":
-            load_synthesis(arguments.recipe, overrides)
+            arguments.config = load_synthesis(arguments.recipe, overrides)
         else:
             config, auto = load_recipe(arguments.recipe, overrides)
             if command != "judge":
@@ -390,7 +370,7 @@ def refused(arguments: argparse.Namespace) -> int:
         message = f"{error.filename}: cannot be read ({error.strerror})"
     else:
         return 0
-    print(f"keel {command}: {shown(message)}", file=sys.stderr)
+    print(f"keel {command}: {_shown(message)}", file=sys.stderr)
     return REFUSED
 
 

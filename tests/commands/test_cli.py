@@ -6,7 +6,7 @@ import pytest
 
 from keel.commands import doctor
 from keel.commands.cli import main
-from keel.commands.doctor import verdict
+from keel.commands.doctor import _verdict
 from keel.commands.preflight import SOON, check_continued, check_named
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config, load_recipe
@@ -37,19 +37,19 @@ def test_mistyped_command_lines_get_a_hint(capsys: pytest.CaptureFixture[str]) -
 def test_mismatch_of_engine_and_trainer() -> None:
     zeros = ("routing/fallback_fraction", "rollout/dropped_completions")
     well = {"mismatch/logp_abs": 1e-7, **dict.fromkeys(zeros, 0.0)}
-    assert verdict(well, 30.0)[0] == "ok"
-    assert all(verdict({**well, name: 1.0}, 30.0)[0] == "WRONG" for name in well)
+    assert _verdict(well, 30.0)[0] == "ok"
+    assert all(_verdict({**well, name: 1.0}, 30.0)[0] == "WRONG" for name in well)
 
 
 @pytest.mark.e2e
 def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    *looks, _ = doctor.LOOKS  # other tests run steps
-    monkeypatch.setattr(doctor, "LOOKS", looks)
+    *looks, _ = doctor._LOOKS  # other tests run steps
+    monkeypatch.setattr(doctor, "_LOOKS", looks)
     status = main(["doctor"])
     output = capsys.readouterr()
     assert status == 0, output.out + output.err
     looked = {line.split()[0] for line in output.out.splitlines()}
-    assert {look.__name__ for look in looks} <= looked
+    assert {look.__name__[1:] for look in looks} <= looked
 
 
 def said(folder: Path, *overrides: str, recipe: str = "quickstart", command: str = "check") -> str:
