@@ -25,11 +25,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.conversations.forms import ROLES, calls_of, entries_of, text_of
 from keel.data.items import MAX_MALFORMED, Item, Loaded, malformed, prompt_of, with_source_system
-from keel.data.rows.places import files_of
+from keel.data.rows.places import rows_of
 from keel.data.rows.read import (
     MISSING,
     BadLine,
@@ -38,8 +37,6 @@ from keel.data.rows.read import (
     look_up,
     parse_json,
     picked,
-    rows_of_files,
-    rows_of_lines,
     without_nulls,
 )
 from keel.data.rows.read import Row as ReadRow
@@ -84,10 +81,7 @@ def load_jsonl(
     malformed lines, unless `on_bad_line: skip` is set.
     """
     knob = f"data.sources[{source.name}]"
-    if source.source == "jsonl":
-        rows = rows_of_lines(data_path(source.path), f"{knob}.path")
-    else:
-        rows = rows_of_files(files_of(source, hub_answers), f"{knob}.path")
+    rows = rows_of(source, hub_answers, f"{knob}.path")
     reader, strict = _Reader(source, check_reward), source.on_bad_line == "error"
     items: dict[str, Item] = {}
     skipped: list[str] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from keel.configs.paths import data_path
@@ -21,7 +20,7 @@ from keel.data.conversations.forms import (
 )
 from keel.data.eval_store import trajectory_of
 from keel.data.items import MAX_MALFORMED, malformed
-from keel.data.rows.places import files_of
+from keel.data.rows.places import rows_of
 from keel.data.rows.read import (
     BadLine,
     Row,
@@ -31,8 +30,6 @@ from keel.data.rows.read import (
     object_of,
     parse_json,
     picked,
-    rows_of_files,
-    rows_of_lines,
     without_nulls,
 )
 from keel.rl.evaluation import FAIL
@@ -58,11 +55,7 @@ def read_rows(
     location of a malformed row, unless `on_bad_line: skip` is set."""
     knob = f"sft.sources[{source.name}]"
     check_keys(source.columns, KNOWN, knob)
-    if source.source == "jsonl":
-        rows = rows_of_lines(data_path(source.path), f"{knob}.path")
-    else:
-        rows = rows_of_files(files_of(source, hub_answers, "sft.sources"), f"{knob}.path")
-    placed = ((row.at, row) for row in rows)
+    placed = ((row.at, row) for row in rows_of(source, hub_answers, f"{knob}.path"))
     return _read(source, placed, lambda at, row: [(at, _keyed(row, source.columns))])
 
 
@@ -74,14 +67,12 @@ def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
     keyed |= picked(row.record, columns)
     if row.written is not None:
         return keyed
-    cells: dict[str, Any] = {}
-    for key, value in without_nulls(keyed).items():
-        if key in _PARSED and isinstance(value, str) and value:
+    cells = {key: value for key, value in without_nulls(keyed).items() if value != ""}
+    for key, value in cells.items():
+        if key in _PARSED and isinstance(value, str):
             cells[key] = parse_json(key, value)
-        elif key == "thinking" and isinstance(value, str) and value:
+        elif key == "thinking" and isinstance(value, str):
             cells[key] = {"true": True, "false": False}.get(value.strip().lower(), value)
-        elif value != "":
-            cells[key] = value
     return cells
 
 
@@ -97,7 +88,11 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     path, knob = data_path(source.path), f"sft.sources[{source.name}].path"
     if not path.is_dir():
         check_file(path, knob)
-    files = [path] if path.is_file() else _files(path)
+    files = [path]
+    if path.is_dir():  # other files `step_*` were unpacked by `keel report`
+        patterns = ("samples.jsonl", "trajectories/step_*.jsonl", "step_*.jsonl")
+        found = (sorted(f for f in path.glob(p) if "." not in f.stem) for p in patterns)
+        files = next(filter(None, found), [])
     if not files:
         raise ConfigError(
             f"{knob} = {source.path!r} has no trajectories; name the folder of a run "
@@ -182,18 +177,6 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
         prompt_id=str(record.get("id") or "") if is_sampled else "",
         unread=unread_of(record, _TRAJECTORY_KEYS if is_sampled else KNOWN),
     )
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the trajectory files of a run or an evaluation in the order of their steps. Files
-    unpacked by `keel report` are excluded."""
-    samples = folder / "samples.jsonl"
-    if samples.is_file():
-        return [samples]
-    for pattern in ("trajectories/step_*.jsonl", "step_*.jsonl"):
-        if files := sorted(path for path in folder.glob(pattern) if "." not in path.stem):
-            return files
-    return []
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:

@@ -40,10 +40,6 @@ class Report:
         return len(self.lessons)
 
     @property
-    def learned_tokens(self) -> int:
-        return sum(lesson.learned_tokens for lesson in self.lessons)
-
-    @property
     def longest(self) -> int:
         return max((lesson.longest for lesson in self.lessons), default=0)
 
@@ -53,12 +49,11 @@ class Report:
         if self.documents:
             line += f"; of {self.documents:,} documents"
         if self.lessons:
+            learned = sum(lesson.learned_tokens for lesson in self.lessons)
             tokens = sum(lesson.total_tokens for lesson in self.lessons)
             contexts = sum(len(lesson.segments) for lesson in self.lessons)
-            line += (
-                f"; {self.learned_tokens:,} of {tokens:,} tokens learned, in {contexts:,} contexts "
-                f"of at most {self.longest:,}"
-            )
+            line += f"; {learned:,} of {tokens:,} tokens learned, in {contexts:,} contexts "
+            line += f"of at most {self.longest:,}"
         if self.sampled:
             line += f"; {self.sampled:,} with the exact tokens that were sampled"
         yield line
@@ -90,7 +85,8 @@ class _Part(NamedTuple):
     usable: list[_Usable]
     left_out: Mapping[str, int]
     skipped: list[str]
-    unread: frozenset[str]
+    held: set[str]
+    """The keys to hold out."""
 
 
 def load_lessons(
@@ -111,8 +107,8 @@ def load_lessons(
     for the held-out set, only its last windows are held out. `reserved` contains the questions of
     the recipe's held-out prompts, and `reserved_ids` their IDs, because an environment may change
     the first message. `tokenizer` is a digest of the model's tokenizer, `solve` is described in
-    `_worked_solutions`, and `encoded` tokenizes text sources. If `hub_answers` returns False, no
-    hub is contacted.
+    `_Solve`, and `encoded` tokenizes text sources. If `hub_answers` returns False, no hub is
+    contacted.
 
     Raises ConfigError if a source is empty or cannot be read, or if a conversation cannot be
     rendered with the chat template or is too long (under `long_conversations: error`).
@@ -130,15 +126,15 @@ def load_lessons(
             return read_text(source, encoded, window=config.max_context_tokens)
         return made_texts(source, encoded, seed=seed)
 
-    parts = {s.name: _part(s, config, read(s), render) for s in config.sources}
-    held = {s.name: _held(s, parts[s.name], seed) for s in config.sources}
-    every_held = {key for keys in held.values() for key in keys}
+    sources = {source.name: read(source) for source in config.sources}
+    parts = {s.name: _part(s, config, sources[s.name], render, seed) for s in config.sources}
+    every_held = {key for part in parts.values() for key in part.held}
     train: dict[str, list[SftExample]] = {}
     heldout: dict[str, tuple[SftExample, ...]] = {}
     report: dict[str, Report] = {}
     for source in config.sources:
         part = parts[source.name]
-        own = tuple(one.lesson for one in part.usable if one.key in held[source.name])
+        own = tuple(one.lesson for one in part.usable if one.key in part.held)
         not_held = [one for one in part.usable if one.key not in every_held]
         kept = [
             one
@@ -168,25 +164,24 @@ def load_lessons(
             sampled=sum(bool(e.segments) and not e.document for _, e, _, _ in kept),
             left_out=counts,
             skipped=part.skipped,
-            unread=part.unread,
+            unread=frozenset(key for e in sources[source.name].examples for key in e.unread),
         )
+
+    def content(lesson: SftExample) -> str:
+        """Return a text that changes if the conversation's tokens change."""
+        tokens = hashlib.blake2b(digest_size=16)
+        for segment in lesson.segments:
+            tokens.update(segment.token_ids_T.tobytes())
+            tokens.update(segment.trainable_T.tobytes())
+        return f"{lesson.prompt_id} {tokens.hexdigest()}"
+
     shares = {s.name: s.repeat * len(train[s.name]) for s in config.sources}
-    stream = Stream(train, weights=shares, seed=seed, content=_content_of)
+    stream = Stream(train, weights=shares, seed=seed, content=content)
     return Lessons(train=stream, heldout=heldout, report=report)
 
 
-def _content_of(lesson: SftExample) -> str:
-    """Return a text that changes if the conversation's tokens change. A resumed run uses it to
-    detect changed data."""
-    tokens = hashlib.blake2b(digest_size=16)
-    for segment in lesson.segments:
-        tokens.update(segment.token_ids_T.tobytes())
-        tokens.update(segment.trainable_T.tobytes())
-    return f"{lesson.prompt_id} {tokens.hexdigest()}"
-
-
 def _part(
-    source: ConversationsConfig, config: SftConfig, read: ReadSource, render: Render
+    source: ConversationsConfig, config: SftConfig, read: ReadSource, render: Render, seed: int
 ) -> _Part:
     knob = f"sft.sources[{source.name}]"
     skipped = list(read.skipped)
@@ -236,11 +231,12 @@ def _part(
         f"beyond {most} of a prompt": beyond,
         "too long": long,
     }
-    unread = frozenset(key for example in read.examples for key in example.unread)
-    return _Part(usable, left_out, skipped, unread)
+    return _Part(usable, left_out, skipped, _held(source, usable, skipped, seed))
 
 
-def _held(source: ConversationsConfig, part: _Part, seed: int) -> set[str]:
+def _held(
+    source: ConversationsConfig, usable: list[_Usable], skipped: list[str], seed: int
+) -> set[str]:
     """Choose which `_Usable.key` values to hold out.
 
     Whole questions and documents are taken in a seeded order as long as they fit. The rest of the
@@ -248,14 +244,14 @@ def _held(source: ConversationsConfig, part: _Part, seed: int) -> set[str]:
     has the fewest conversations.
     """
     missing = source.holdout
-    if missing > len(part.usable):
+    if missing > len(usable):
         raise ConfigError(
-            f"sft.sources[{source.name}].holdout = {missing}: there are only {len(part.usable)} "
-            f"usable {'windows' if source.is_text else 'conversations'} and {len(part.skipped)} "
-            f"malformed ones{''.join(f' ({one})' for one in part.skipped[:1])}; lower it"
+            f"sft.sources[{source.name}].holdout = {missing}: there are only {len(usable)} "
+            f"usable {'windows' if source.is_text else 'conversations'} and {len(skipped)} "
+            f"malformed ones{''.join(f' ({one})' for one in skipped[:1])}; lower it"
         )
     groups: dict[str, list[str]] = {}
-    for one in part.usable:
+    for one in usable:
         groups.setdefault(one.question, []).append(one.key)
     order = sorted(groups, key=lambda question: digest(f"{seed}/{source.name}/{question}"))
     held: set[str] = set()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
@@ -23,8 +23,8 @@ from huggingface_hub.errors import (
 )
 
 from keel.configs.paths import data_path
-from keel.configs.schema import ConfigError
-from keel.data.rows.read import kind_of_file
+from keel.configs.schema import ConfigError, ConversationsConfig, SourceConfig
+from keel.data.rows.read import Row, kind_of_file, rows_of_files, rows_of_lines
 
 _HUB_TIMEOUT_S = 30.0
 _CONVERTED = "refs/convert/parquet"
@@ -45,25 +45,19 @@ class _FilesNotFound(ValueError):
     """Raised if the split or subset has no files, or if one of several subsets must be chosen."""
 
 
-class _Source(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def split(self) -> str: ...
-    @property
-    def subset(self) -> str: ...
+_Source = SourceConfig | ConversationsConfig
 
 
-def files_of(
-    source: _Source, hub_answers: Callable[[], bool], sources: str = "data.sources"
-) -> list[Path]:
-    """Return a source's files in order. `sources` is the setting that contains the source. Raises
-    ConfigError that lists the existing alternatives if nothing matches."""
-    knob = f"{sources}[{source.name}]"
+def rows_of(source: _Source, hub_answers: Callable[[], bool], knob: str) -> Iterator[Row]:
+    """Yield a source's rows. `knob` is the setting of its path. Raises ConfigError that lists the
+    existing alternatives if no file matches."""
+    if source.source == "jsonl":
+        return rows_of_lines(data_path(source.path), knob)
+    return rows_of_files(_files_of(source, hub_answers, knob), knob)
+
+
+def _files_of(source: _Source, hub_answers: Callable[[], bool], knob: str) -> list[Path]:
+    """Return a source's files in order."""
     try:
         if source.source == "hub":
             return _of_hub(source, hub_answers)
@@ -71,14 +65,15 @@ def files_of(
         if not path.is_dir():
             if source.subset or source.split:
                 name = "subset" if source.subset else "split"
-                raise ConfigError(f"{knob}.{name} is for folders, but {source.path!r} is a file")
+                knob = f"{knob.removesuffix('.path')}.{name}"
+                raise ConfigError(f"{knob} is for folders, but {source.path!r} is a file")
             return [path]
         if saved := _saved(path, source.split):
             return saved
         names = _choose_files(_list_files(path), source.split, source.subset)
         return [path / name for name in names]
     except _FilesNotFound as error:
-        raise ConfigError(f"{knob}.path = {source.path!r}: {error}") from error
+        raise ConfigError(f"{knob} = {source.path!r}: {error}") from error
 
 
 def _choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:

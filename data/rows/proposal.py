@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.rows.places import files_of
-from keel.data.rows.read import BadLine, kind_of_file, rows_of_files, rows_of_lines
+from keel.data.rows.places import rows_of
+from keel.data.rows.read import BadLine, kind_of_file
 
 Kind = Literal["jsonl", "file", "hub"]
 Judged = Literal["maths", "text", "tests", "criteria", "refuse", "reward", "nothing"]
@@ -83,11 +83,7 @@ def propose(
     """
     kind, knob = _kind(path), f"--data {path}"
     source = SourceConfig(name="data", source=kind, path=path, subset=subset)
-    if kind == "jsonl":
-        rows = rows_of_lines(data_path(path), knob)
-    else:
-        rows = rows_of_files(files_of(source, hub_answers), knob)
-    first = list(islice(rows, _MAX_ROWS + 1))
+    first = list(islice(rows_of(source, hub_answers, knob), _MAX_ROWS + 1))
     records = [_flat(r.record) for r in first[:_MAX_ROWS] if not isinstance(r.record, BadLine)]
     if not records:
         raise ConfigError(f"{knob}: no row of it can be read")
