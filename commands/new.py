@@ -15,14 +15,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from keel.configs.load import load_config
 from keel.configs.paths import data_path
-from keel.configs.schema import ConfigError
+from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.model.hub import check_path, hub_answers, is_hub_name
 
@@ -63,6 +64,30 @@ results."""
 _EXTRA_REWARD = 0.2
 """Weight for a reward function that is used in addition to a correctness check."""
 _STOPPED = 130
+_MAX_ROWS = 2_000
+"""Maximum number of rows to read."""
+_PROMPTS = (
+    *("prompt", "messages", "question", "problem", "query", "instruction", "input", "task"),
+    *("conversation", "conversations", "text"),
+)
+"""Column names that probably contain the prompt, most likely first."""
+_ANSWERS = (
+    *("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "expected_answer"),
+    *("target", "label", "solution", "gold", "output", "response", "completion", "reply"),
+)
+"""Column names that probably contain the answer, most likely first."""
+_JUDGED = ("tests", "criteria", "refuse", "reward")
+"""Keys other than `answer` that can be used to judge a completion."""
+_MARKS = ("####", "Answer:", "answer is")
+"""Markers that precede the answer in worked solutions."""
+_MIN_SHARE = 0.9
+"""Minimum fraction of answers that must be mathematical or contain a marker."""
+_PROSE_CHARACTERS = 100
+"""Answers with at least this average length count as prose, which cannot be compared as text."""
+_NUMBER = re.compile(
+    r"[-+−$€£(\[{]*\s*(\\[a-zA-Z]+|\d|\.\d|[a-zA-Z](?![a-zA-Z])).{0,60}", flags=re.DOTALL
+)
+_WORD = re.compile(r"(?<!\\)\b(?!sqrt|frac|pi|sin|cos|tan|log|ln|exp|cm|km|kg)[^\W\d_]{3,}")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {
         "steps": 200,
@@ -252,58 +277,133 @@ def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
 def _rows(
     data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, heldout: int
 ) -> _Source:
-    from keel.data.rows.proposal import JUDGED, propose  # noqa: PLC0415  takes half a second
+    """Suggest a source from the first rows of a file, a folder or a dataset on the hub."""
+    from keel.data.rows.places import rows_of  # noqa: PLC0415  takes half a second
+    from keel.data.rows.read import BadLine, kind_of_file  # noqa: PLC0415
 
-    rows = propose(
-        data, subset=flags.subset, prompt=flags.prompt, answer=flags.answer, hub_answers=hub_answers
-    )
+    file, kind, knob = data_path(data), "jsonl", f"--data {data}"
+    known = file.is_dir() or kind_of_file(file)
+    if known and not file.name.endswith((".jsonl", ".ndjson")):
+        kind = "file"
+    elif not known and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and not file.exists():
+        kind = "hub"
+    source = SourceConfig(name="data", source=kind, path=data, subset=flags.subset)
+    first = list(islice(rows_of(source, hub_answers, knob), _MAX_ROWS + 1))
+    records = [_flat(r.record) for r in first[:_MAX_ROWS] if not isinstance(r.record, BadLine)]
+    if not records:
+        raise ConfigError(f"{knob}: no row of it can be read")
+    names = list(dict.fromkeys(name for record in records for name in record))
+    for flag, name in (("--prompt", flags.prompt), ("--answer", flags.answer)):
+        if name and name not in names:
+            raise ConfigError(f"{flag} {name}: {knob} has only the columns {', '.join(names)}")
+    prompt = flags.prompt or next((name for name in _PROMPTS if name in names), "")
+    if not prompt:
+        raise ConfigError(
+            f"{knob}: no column looks like a prompt; it has {', '.join(names)}. Name one: --prompt "
+            "COLUMN"
+        )
+    judged, column, mark = _judged(records, names, flags.answer)
     reward, environment = flags.reward, flags.environment
-    if rows.environment and not environment:
+    if "environment" in names and not environment:
         raise ConfigError(
             f"{data}: has a column `environment`. Name its reader with --environment, such as "
             "my_env:Shop"
         )
-    if rows.judged == "nothing" and not reward and not environment:
+    if not judged and not reward and not environment:
         if ask is None:
             raise ConfigError(
-                f"{data}: no column looks like an answer; it has {', '.join(rows.names)}. Name one "
+                f"{data}: no column looks like an answer; it has {', '.join(names)}. Name one "
                 "with --answer, or a function with --reward (docs/rewards.md)"
             )
         question = "No column looks like an answer. Reward function"
         reward = ask(question, "my_rewards.reward", str)
-    judged = {
-        "maths": "answers are compared as mathematics",
-        "text": "answers are compared as text",
-        "nothing": "",
-        **{key: f"judged by the column `{key}`" for key in JUDGED},
-    }[rows.judged]
+    columns = {} if prompt in ("prompt", "messages") else {"prompt": prompt}
+    if column and column != "answer":
+        columns["answer"] = column
+    # A row has one prompt and one thing to be judged by: exclude other columns with such names.
+    others = {"answer", *_JUDGED} if column else set(_JUDGED) - {judged}
+    others |= {"messages"} - {prompt}
+    if prompt == "messages" or "prompt" in columns:
+        others |= {"prompt"}
+    columns |= {key: "" for key in sorted(others - {*columns}) if key in names and key != column}
+    texts = [_text(record.get(prompt)) for record in records]
+    asks_boxed = _mostly(["boxed" in text for text in texts])
+    longest = max(len(text.encode()) for text in texts)
+    number, whole = min(len(first), _MAX_ROWS), len(first) <= _MAX_ROWS
+    count = f"{number:,} rows" if whole else f"more than {number:,} rows"
+    about = f"judged by the column `{judged}`" if judged in _JUDGED else ""
+    if judged in ("mathematics", "text"):
+        about = f"answers are compared as {judged}"
     stem = Path(data.rstrip("/")).name.partition(".")[0]
-    parts = [judged, "your function: docs/rewards.md" if reward else ""]
-    boxed = rows.judged == "maths" and not rows.boxed and not environment
-    count = f"{rows.rows:,} rows" if rows.whole else f"more than {rows.rows:,} rows"
+    boxed = judged == "mathematics" and not asks_boxed and not environment
     return _Source(
         knobs={
             "name": re.sub(r"[^\w-]+", "-", stem).strip("-") or "data",
-            "source": rows.kind,
+            "source": kind,
             "path": data,
             "subset": flags.subset,
-            "columns": dict(rows.columns),
-            "answer_after": rows.answer_after,
+            "columns": columns,
+            "answer_after": mark,
             "template": "boxed" if boxed else "",
             "environment": {"target": environment} if environment else {},
-            "holdout": min(heldout, -(-rows.rows // 10)) if rows.rows > 1 else 0,
-            "rewards": _weights(reward, judged=rows.judged != "nothing" or bool(environment)),
+            "holdout": min(heldout, -(-number // 10)) if number > 1 else 0,
+            "rewards": _weights(reward, judged=bool(judged or environment)),
         },
         comments={
             "template": "asks for the answer in \\boxed{}",
             "holdout": f"of {count}; never trained on",
-            "rewards": "; ".join(filter(None, parts)),
+            "rewards": "; ".join(
+                filter(None, [about, "your function: docs/rewards.md" if reward else ""])
+            ),
         },
         learns=f"from {data}",
-        prompt_tokens=max(256, -(-(rows.longest // 2 + 64) // 128) * 128),
-        about_prompts=f"the longest one found has {rows.longest:,} bytes",
-        drop_long=not rows.whole,
+        prompt_tokens=max(256, -(-(longest // 2 + 64) // 128) * 128),
+        about_prompts=f"the longest one found has {longest:,} bytes",
+        drop_long=not whole,
     )
+
+
+def _judged(
+    records: Sequence[Mapping[str, Any]], names: Sequence[str], answer: str
+) -> tuple[str, str, str]:
+    """Return how to judge completions ("mathematics", "text", a key in `_JUDGED` or "" if nothing
+    is known), the column of the answers, and the mark before them."""
+    if not answer and "answer" not in names:
+        for key in _JUDGED:
+            if key in names:
+                return key, "", ""
+    column = answer or next((name for name in _ANSWERS if name in names), "")
+    answers = [str(r[column]).strip() for r in records if r.get(column) is not None]
+    if not answers:
+        return "", answer, ""
+    mark = next((mark for mark in _MARKS if _mostly([mark in a for a in answers])), "")
+    finals = [each.rpartition(mark)[2] if mark else each for each in answers]
+    if _mostly([bool(_NUMBER.fullmatch(a.strip())) and not _WORD.search(a) for a in finals]):
+        return "mathematics", column, mark
+    if sum(map(len, finals)) > _PROSE_CHARACTERS * len(finals):
+        return "", answer, mark
+    return "text", column, mark
+
+
+def _mostly(flags: Sequence[bool]) -> bool:
+    return bool(flags) and sum(flags) >= _MIN_SHARE * len(flags)
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the values of nested objects under dotted names such as `reward_model.ground_truth`."""
+    inner = {
+        f"{name}.{key}": each
+        for name, value in record.items()
+        if isinstance(value, Mapping)
+        for key, each in value.items()
+    }
+    return {**record, **inner}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(str(each.get("content") or "") for each in value if isinstance(each, dict))
+    return str(value or "")
 
 
 def _entry(knobs: Mapping[str, Any], comments: Mapping[str, str]) -> str:

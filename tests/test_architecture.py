@@ -280,7 +280,6 @@ def lines_of(program: str) -> list[str]:
             "keel.commands.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
             "keel.commands.reference": ("torch", "numpy", "rich", "yaml", "omegaconf"),
             "keel.commands.new": ("torch", "numpy", "ray", *ENGINES),
-            "keel.data.rows.proposal": ("torch", "numpy", "ray", *ENGINES),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
             "keel.rollout.engine.worker": ("torch", *ENGINES),

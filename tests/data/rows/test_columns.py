@@ -1,17 +1,18 @@
 """Columns as keys, in templates and for functions, and the source that keel new proposes."""
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keel.commands.new import _rows, _Source
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.sections.evaluation import BOXED
 from keel.data.items import Loaded
 from keel.data.jsonl import load_jsonl
-from keel.data.rows.proposal import Proposal, propose
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 
@@ -96,24 +97,31 @@ def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jso
     return str(path)
 
 
-def of(folder: Path, *rows: Mapping[str, Any], **known: str) -> Proposal:
-    return propose(lines(folder, rows), **known)
+def of(folder: Path, *rows: Mapping[str, Any]) -> _Source:
+    flags = Namespace(subset="", prompt="", answer="", reward="mine.brief", environment="")
+    return _rows(lines(folder, rows), flags, None, 10)
 
 
+MATHS = "answers are compared as mathematics"
 WORKED = "Half of 48 is 24, and 48 + 24 = 72.\n#### "
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
-    "Keel's own": ({"prompt": "2+2?", "answer": "4"}, "maths", {}, ""),
-    "gsm8k": ({"question": "?", "answer": f"{WORKED}72"}, "maths", {"prompt": "question"}, "####"),
+    "Keel's own": ({"prompt": "2+2?", "answer": "4"}, MATHS, {}, ""),
+    "gsm8k": ({"question": "?", "answer": f"{WORKED}72"}, MATHS, {"prompt": "question"}, "####"),
     "formulas": (
-        *({"problem": "?", "final_answer": "\\frac{1}{2}", "solution": "By parts."}, "maths"),
+        *({"problem": "?", "final_answer": "\\frac{1}{2}", "solution": "By parts."}, MATHS),
         *({"prompt": "problem", "answer": "final_answer"}, ""),
     ),
     "verl": (
-        *({"prompt": "?", "reward_model": {"ground_truth": "-1,5"}}, "maths"),
+        *({"prompt": "?", "reward_model": {"ground_truth": "-1,5"}}, MATHS),
         *({"answer": "reward_model.ground_truth"}, ""),
     ),
-    "two verdicts": ({"prompt": "?", "answer": "1", "tests": "x"}, "maths", {"tests": ""}, ""),
-    "whole solutions": ({"prompt": "?", "solution": "First we note that " * 12}, "nothing", {}, ""),
+    "two verdicts": ({"prompt": "?", "answer": "1", "tests": "x"}, MATHS, {"tests": ""}, ""),
+    "whole solutions": (
+        {"prompt": "?", "solution": "First we note that " * 12},
+        "your function",
+        {},
+        "",
+    ),
 }
 
 
@@ -121,5 +129,6 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
 def test_columns_and_reward(case: str, tmp_path: Path) -> None:
     row, judged, columns, after = CASES[case]
     found = of(tmp_path, row, row, row)
-    assert (found.judged, dict(found.columns), found.answer_after) == (judged, columns, after)
-    assert (found.kind, found.rows, found.whole) == ("jsonl", 3, True)
+    assert found.comments["rewards"].startswith(judged)
+    assert (found.knobs["columns"], found.knobs["answer_after"]) == (columns, after)
+    assert found.knobs["source"] == "jsonl" and "of 3 rows" in found.comments["holdout"]
