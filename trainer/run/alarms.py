@@ -121,21 +121,19 @@ class Alarms:
                 f"{missing:g} completions are missing from the batch{reasons and ': ' + reasons} "
                 f"(alarms.missing = {limit:g})"
             )
-        lines = [reason] if (reason := self._too_low(step, numbers)) else []
-        self.ends = reason or self.ends
+        lines: list[str] = []
+        for name, limit in self._config.stop_below.items():
+            if (value := numbers.get(f"eval/{name}/pass@1", limit)) < limit:
+                unscored = numbers.get(f"eval/{name}/unscored", 0)
+                note = f"; {unscored:.0f} completions had no score: counted wrong"
+                self.ends = (
+                    f"step {step}: held-out {name}/pass@1 is {value:.3f}, below {limit:g} "
+                    f"(alarms.stop_below){note if unscored else ''}"
+                )
+                lines = [self.ends]
+                break
         for knob, text in active.items():
             if step - self._last_line.get(knob, -self._config.every) >= self._config.every:
                 self._last_line[knob] = step
                 lines.append(f"step {step}: {text}")
         return len(active) + bool(self.ends), lines
-
-    def _too_low(self, step: int, numbers: Mapping[str, float]) -> str:
-        for name, limit in self._config.stop_below.items():
-            if (value := numbers.get(f"eval/{name}/pass@1", limit)) < limit:
-                unscored = numbers.get(f"eval/{name}/unscored", 0)
-                note = f"; {unscored:.0f} completions had no score: counted wrong"
-                return (
-                    f"step {step}: held-out {name}/pass@1 is {value:.3f}, below {limit:g} "
-                    f"(alarms.stop_below){note if unscored else ''}"
-                )
-        return ""

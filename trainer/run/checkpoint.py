@@ -22,7 +22,6 @@ from typing import Any
 
 from keel.configs.schema import Config
 from keel.trainer.run.manifest import MANIFEST, Entry, find_damage, sync_folder, write_manifest
-from keel.trainer.run.restarts import CollectiveTimeout
 
 STATE = "state.json"
 PROGRESS = "trainer.json"  # name of the file that contains the trainer's progress
@@ -60,8 +59,7 @@ def save(
     """Write the checkpoint for `state.step`, and delete all but the newest `keep` checkpoints.
 
     `write` is called with a folder. It writes the trainer's files there and returns the manifest
-    entries of the files it has sealed. Raises `SaveError` if the files cannot be written to disk,
-    `CollectiveTimeout` or `RuntimeError` if a rank failed, and `WorkerLost` if one died.
+    entries of the files it has sealed. Raises `SaveError` if the files cannot be written to disk.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
@@ -79,18 +77,18 @@ def save(
         sync_folder(root)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        kind: type[Exception]
-        if isinstance(error, CollectiveTimeout):
-            kind = CollectiveTimeout
-        elif isinstance(error, SaveError | OSError) and not isinstance(error, TimeoutError):
-            kind = SaveError
-        elif isinstance(error, OSError) or type(error) is RuntimeError:
-            kind = RuntimeError
-        else:
-            raise
-        raise kind(f"{final}: cannot be written: {error}") from error
+        if isinstance(error, SaveError | OSError) and not isinstance(error, TimeoutError):
+            raise SaveError(f"{final}: cannot be written: {error}") from error
+        raise
     try:
-        _prune(root, final, keep=keep)
+        old = [path for path in finished(root) if step_of(path) <= state.step][:-keep]
+        for path in old:
+            path.rename(root / f".{path.name}")  # atomic for concurrent readers
+        for path in root.glob(".step_*"):
+            if path.is_symlink():  # moved elsewhere by the user
+                path.unlink()
+            else:
+                shutil.rmtree(path)
     except OSError as error:
         say(f"warning: {root}: older checkpoints cannot be deleted: {error}")
     return final
@@ -140,18 +138,6 @@ def problems(folder: Path, *, bits: bool = True) -> list[str]:
     if step != step_of(folder):
         return [f"{STATE}: of step {step}, so this is another checkpoint under its name"]
     return []
-
-
-def _prune(root: Path, newest: Path, *, keep: int) -> None:
-    if keep < 1:
-        raise ValueError(f"keep = {keep}, at least one checkpoint must stay")
-    for path in [path for path in finished(root) if step_of(path) <= step_of(newest)][:-keep]:
-        path.rename(root / f".{path.name}")  # atomic for concurrent readers
-    for path in root.glob(".step_*"):
-        if path.is_symlink():  # moved elsewhere by the user
-            path.unlink()
-        else:
-            shutil.rmtree(path)
 
 
 def config_digest(config: Config) -> str:

@@ -249,15 +249,13 @@ def test_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:
         save_state(tmp_path, state(step), content, keep=2)
     assert [path.name for path in finished(tmp_path)] == ["step_999999", "step_1000000"]
     assert names(tmp_path) == ["step_000005", "step_1000000", "step_999999", "step_best"]
-    with pytest.raises(ValueError, match="keep = 0"):
-        save_state(tmp_path, state(7), content, keep=0)
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (OSError("disk full"), SaveError),
-        (TimeoutError("late"), RuntimeError),
+        (TimeoutError("late"), TimeoutError),
         (WorkerLost("rank 0 died"), WorkerLost),
         (CollectiveTimeout("rank 0 failed"), CollectiveTimeout),
     ],
