@@ -22,7 +22,7 @@ from keel.trainer import loop
 from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.placement.choose import save_choice
-from keel.trainer.placement.elastic import ElasticLayouts, RetryOnOom, elastic_layouts
+from keel.trainer.placement.elastic import ElasticLayouts, RetryOnOom
 from keel.trainer.placement.nodes import planned_hardware, seat_lines
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, Task, prepare, prepare_pretraining, prepare_sft
@@ -69,7 +69,7 @@ def run_task(
     """Run a prepared task in its folder. `start` starts its actors, and `drive` runs its loop.
     After a failure, the task is restarted with a layout that fits the cluster's remaining
     resources."""
-    layouts = elastic_layouts(
+    layouts = ElasticLayouts(
         task.config,
         Path(task.config.run.dir).expanduser(),
         facts=task.facts,

@@ -45,12 +45,6 @@ class SkipCounter:
         return skipped
 
 
-def finite_factor(loss: Tensor) -> Tensor:
-    """Return 1 if the loss is finite and NaN otherwise. Multiplying a non-finite loss by this
-    factor makes every gradient NaN. All ranks then see a NaN gradient norm and skip the step."""
-    return loss.detach() * 0 + 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """A token for which a number was not finite."""

@@ -30,7 +30,7 @@ from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import CollectiveTimeout
-from keel.trainer.run.view import PlainView
+from keel.trainer.run.view import View
 from tests.model.stand_in import stand_in
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 from tests.trainer.placement.shapes import DENSE
@@ -73,7 +73,7 @@ def test_stop_below_alarm_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monke
         RunFolder(task.config) as folder,
         pytest.raises(RuntimeError, match=r"spelling/pass@1 is 0.400.* checkpoint of step 2"),
     ):
-        run_loop(system, folder, PlainView(60), 0)
+        run_loop(system, folder, View(60), 0)
     assert '"kind": "alarm"' in (tmp_path / "events.jsonl").read_text()
     folder.check_heldout(1)
     with pytest.raises(ConfigError, match=r"spelling = 0.5: pass@1 was 0.400 at step 2"):

@@ -71,12 +71,12 @@ from keel.trainer.engine.zero import (
     initialize,
     join_ranks,
     learning_rate,
-    room_to_update,
     zero_stage,
 )
-from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter, finite_factor
+from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter
 from keel.trainer.placement.memory import reading_ranks, sums_in_float32
 from keel.trainer.run.manifest import Entry
+from keel.trainer.run.restarts import UpdateOutOfMemory
 from keel.weights.buckets import Bucket, FlatBucket, in_host_memory
 
 MIB = 2**20
@@ -309,7 +309,9 @@ class TrainerEngine:
                 loss = loss + indexers * (config.trainer.indexer_loss / batch.total_tokens)
             if tracer:
                 tracer.observe(logp, reference, inputs.kl_coef_R, loss)
-            factor = tracer.factor if tracer else finite_factor(loss)
+            # A NaN factor makes every gradient NaN if the loss is not finite. All ranks then see a
+            # NaN gradient norm and skip the step.
+            factor = tracer.factor if tracer else loss.detach() * 0 + 1
             self._engine.backward(loss * (factor * self._world_size))
         # `metrics` must keep neither the graph nor the inputs alive.
         share, part = replace(share, loss=share.loss.detach()), inputs.part
@@ -345,9 +347,15 @@ class TrainerEngine:
 
     def _apply_gradients(self) -> float:
         clip = self._config.trainer.grad_clip
-        with room_to_update():
+        try:
             self._offload.before_update()
             return apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
+        except torch.OutOfMemoryError as error:
+            raise UpdateOutOfMemory(
+                f"the GPU has no room to update the weights ({error}). Smaller micro-batches do "
+                "not help. Set trainer.offload_optimizer: true or rollout.time_share: true, or "
+                "use a higher trainer.zero_stage or more trainer.ranks"
+            ) from None
 
     def _replay(self, inputs: Inputs) -> AbstractContextManager[Any]:
         # Given conversations have no recorded routes.

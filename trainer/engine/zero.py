@@ -4,8 +4,8 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,6 @@ from keel.trainer.engine.deepspeed_internals import (
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
 from keel.trainer.placement.memory import bucket_elements
-from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16
 """The initial loss scale in float16 is 2 to this power. It is halved after each overflow."""
@@ -208,18 +207,6 @@ def apply_gradients(
     else:
         engine.zero_grad()
     return norm
-
-
-@contextmanager
-def room_to_update() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UpdateOutOfMemory(
-            f"the GPU has no room to update the weights ({error}). Smaller micro-batches do not "
-            "help. Set trainer.offload_optimizer: true or rollout.time_share: true, or use a "
-            "higher trainer.zero_stage or more trainer.ranks"
-        ) from None
 
 
 def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray
 
@@ -53,25 +54,34 @@ _REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attent
 _MAX_REDUCTIONS = 3  # if more are needed, the memory model is wrong by more than a few per cent
 
 
-@dataclass(kw_only=True)
 class ElasticLayouts:
     """Decides which config to use each time a run starts or restarts."""
 
-    lowering: OomRecovery  # holds the config in use. `next` replaces it.
-    whole: Config  # the full config, with all ranks and engines
-    facts: ModelFacts
-    hardware: Hardware
-    chosen: Values = field(default_factory=dict[str, Any])
-    """The values that Keel chose for the knobs left unset in the recipe."""
-    say: Callable[[str], object] = print
-    nodes: Callable[[], list[Node]] = cluster_nodes
-    silent: Callable[[], list[str]] = list[str]
-    """Returns the hosts of nodes that do not answer although Ray considers them alive."""
-    clock: Callable[[], float] = time.monotonic
-    pause: Callable[[float], object] = time.sleep
-    joinable: bool = True
-    """True if more nodes can join the cluster, and False if Keel started it on this machine."""
-    _begun: bool = False
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        facts: ModelFacts,
+        hardware: Hardware,
+        chosen: Values,
+        say: Callable[[str], object] = print,
+        nodes: Callable[[], list[Node]] | None = None,
+        silent: Callable[[], list[str]] | None = None,
+        joinable: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Start with the full `config`. `chosen` holds the values that Keel chose for its unset
+        knobs. `silent` returns the hosts of nodes that do not answer although Ray considers them
+        alive. No node can join (`joinable`) a cluster that Keel started on this machine."""
+        self.lowering = OomRecovery(config=config, folder=folder)
+        """Holds the config in use. `next` replaces it."""
+        self.whole, self._facts, self._hardware, self._chosen = config, facts, hardware, chosen
+        self._say, self._clock, self._pause, self._begun = say, clock, pause, False
+        self._nodes = nodes or partial(cluster_nodes, gpus=hardware.gpu)
+        self._silent = silent or _silent_nodes
+        self._joinable = bool(os.environ.get("RAY_ADDRESS")) if joinable is None else joinable
 
     def next(self) -> Config:
         """Return the config for the next start of the run.
@@ -81,13 +91,13 @@ class ElasticLayouts:
         not fit and no node can ever join.
         """
         first, self._begun = not self._begun, True
-        alone, shortage = first and not self.joinable, ""
+        alone, shortage = first and not self._joinable, ""
         config = whole = self._with_reductions()
         elastic, idle = not first or whole.trainer.min_ranks > 0, list[Node]()
         if elastic:
             self._wait_for_silent_nodes()
-        if elastic or not self.hardware.gpu:  # else GPUs are reserved and waited for later
-            nodes = self.nodes()
+        if elastic or not self._hardware.gpu:  # else GPUs are reserved and waited for later
+            nodes = self._nodes()
             idle = [node.empty() for node in nodes]
             shortage = self._shortage(whole, nodes if elastic and not alone else idle)
         if shortage and alone:
@@ -103,7 +113,7 @@ class ElasticLayouts:
 
     @property
     def _min_ranks(self) -> int:
-        return self.whole.trainer.min_ranks or int(_RANKS in self.chosen)
+        return self.whole.trainer.min_ranks or int(_RANKS in self._chosen)
 
     def _with_reductions(self) -> Config:
         if not self.lowering.times:
@@ -117,8 +127,8 @@ class ElasticLayouts:
     def _wait_for_silent_nodes(self) -> None:
         """Wait until Ray has declared dead nodes lost. Until then, it would start actors on
         them."""
-        began, warned = self.clock(), False
-        while (silent := self.silent()) and self.clock() - began < _SILENT_NODES_S:
+        began, warned = self._clock(), False
+        while (silent := self._silent()) and self._clock() - began < _SILENT_NODES_S:
             if not warned:
                 warned = True
                 self._tell(
@@ -126,10 +136,10 @@ class ElasticLayouts:
                     f"node {', '.join(silent)} does not answer. The run starts once it does, or "
                     "once Ray has given it up, after about 65 s",
                 )
-            self.pause(_POLL_S)
+            self._pause(_POLL_S)
 
     def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
-        if self.hardware.gpu:
+        if self._hardware.gpu:
             try:
                 place(config, allowed(nodes, config.run))
             except ConfigError as error:
@@ -154,14 +164,14 @@ class ElasticLayouts:
                 f"ranks that fit, at least {min_ranks} of {whole.trainer.ranks}"
             )
         self._tell("restart", f"the run waits for room: {shortage}. {future}")
-        began, tried = self.clock(), None
+        began, tried = self._clock(), None
         with waiting("waiting for room on the cluster"):
-            while (waited_s := self.clock() - began) < timeout_s:
-                self.pause(min(_POLL_S, timeout_s - waited_s))
-                nodes = self.nodes()
+            while (waited_s := self._clock() - began) < timeout_s:
+                self._pause(min(_POLL_S, timeout_s - waited_s))
+                nodes = self._nodes()
                 if not (shortage := self._shortage(whole, nodes)):
                     return whole
-                late = self.clock() - began >= run.elastic_wait_s
+                late = self._clock() - began >= run.elastic_wait_s
                 if min_ranks and late and nodes != tried:
                     tried = nodes
                     config, reason = self._fewer(whole, nodes)
@@ -192,10 +202,10 @@ class ElasticLayouts:
             for node in allowed(nodes, whole.run)
         ]
         gpus = None
-        if self.hardware.gpu:
+        if self._hardware.gpu:
             gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus
-        hardware = replace(self.hardware, nodes=tuple(n for n in free if n.gpus))
-        open_knobs = frozenset(self.chosen)
+        hardware = replace(self._hardware, nodes=tuple(n for n in free if n.gpus))
+        open_knobs = frozenset(self._chosen)
         if self.lowering.times:
             open_knobs -= {f"trainer.{name}" for name in _REDUCED_KNOBS}
         sized = open_knobs - {_RANKS, _ENGINES}
@@ -207,7 +217,7 @@ class ElasticLayouts:
             if knobs == sized and self._shortage(config, free):
                 continue
             try:
-                chosen = choose(config, knobs, self.facts, hardware).config
+                chosen = choose(config, knobs, self._facts, hardware).config
             except ConfigError as error:
                 reason = str(error)
                 continue
@@ -219,29 +229,7 @@ class ElasticLayouts:
         folder = self.lowering.folder
         latest = checkpoint.latest(folder / "checkpoints")
         note(folder, checkpoint.step_of(latest) if latest else 0, kind, line)
-        self.say(f"warning: {line}")
-
-
-def elastic_layouts(
-    config: Config,
-    folder: Path,
-    *,
-    facts: ModelFacts,
-    hardware: Hardware,
-    chosen: Values,
-    say: Callable[[str], object] = print,
-) -> ElasticLayouts:
-    return ElasticLayouts(
-        lowering=OomRecovery(config=config, folder=folder),
-        whole=config,
-        facts=facts,
-        hardware=hardware,
-        chosen=chosen,
-        say=say,
-        nodes=lambda: cluster_nodes(gpus=hardware.gpu),
-        silent=_silent_nodes,
-        joinable=bool(os.environ.get("RAY_ADDRESS")),
-    )
+        self._say(f"warning: {line}")
 
 
 def _silent_nodes() -> list[str]:

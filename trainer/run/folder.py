@@ -30,8 +30,15 @@ from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
-from keel.trainer.run.journal import metric_lines, sync_record
-from keel.trainer.run.manifest import Entry, base_of, join_problems, write_manifest
+from keel.trainer.run.journal import EVENTS, metric_lines
+from keel.trainer.run.manifest import (
+    Entry,
+    base_of,
+    join_problems,
+    sync,
+    sync_folder,
+    write_manifest,
+)
 
 MARK = ".lock"
 """Name of the lock file. It contains a random token, which trainer ranks read to verify that they
@@ -280,7 +287,10 @@ class RunFolder:
         keep = self._config.run.keep_checkpoints
 
         def synced(partial: Path) -> Mapping[str, Entry]:
-            sync_record(self.path)
+            for path in (self._metrics, self.path / EVENTS):
+                if path.exists():
+                    sync(path)
+            sync_folder(self.path)
             return write(partial)
 
         saved = checkpoint.save(self._checkpoints, state, synced, keep=keep, say=say)

@@ -20,7 +20,7 @@ from keel.rl.metrics import Metric, values
 from keel.rl.records import scored_record
 from keel.rl.types import ScoredGroup
 from keel.trainer.run.alarms import Alarms
-from keel.trainer.run.manifest import sync, sync_folder
+from keel.trainer.run.manifest import sync
 from keel.trainer.run.trajectory_files import BATCHES, TOKENS, TokenFile, choose_trajectories
 from keel.trainer.run.view import View
 
@@ -181,14 +181,6 @@ def _truncate(path: Path, step: int) -> None:
     partial.write_text("".join(line + "\n" for line in lines))
     sync(partial)
     partial.replace(path)
-
-
-def sync_record(folder: Path) -> None:
-    """Flush the metrics and events to disk."""
-    for path in (folder / "metrics.jsonl", folder / EVENTS):
-        with suppress(FileNotFoundError):
-            sync(path)
-    sync_folder(folder)
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:

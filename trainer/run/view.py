@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -50,24 +50,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _ECHO = 4  # the number of columns that two echoed `^C` take up
 
 
-class View(Protocol):
-    def begin(self, activity: str) -> None: ...
-    def reach(self, done: int, total: int, unit: str) -> None: ...
-
-    def record(self, step: int, numbers: Mapping[str, float]) -> None: ...
-    def say(self, text: str) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
-    """Return a live panel if the output is a terminal, and otherwise a view that prints plain
-    lines. The output is `stream`, or standard output by default."""
-    output = stream or sys.stdout
-    return _LiveView(title, steps) if output.isatty() else PlainView(steps, output)
-
-
-class PlainView:
+class View:
     """Prints one line per step, and a line every 30 seconds during longer activities."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
@@ -108,7 +91,7 @@ class PlainView:
         DISPLAY.end(self._wait)
 
 
-class _LiveView(PlainView):
+class _LiveView(View):
     """Shows a panel with progress, curves, health metrics and a breakdown of the time spent."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
@@ -183,6 +166,13 @@ class _LiveView(PlainView):
             split = "  ".join(f"{label} {spent / total:.0%}" for label, spent in times.items())
             rows += [Text(f"time split of {total:.1f} s a step", style="dim"), Text(split)]
         return Group(*rows)
+
+
+def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
+    """Return a live panel if the output is a terminal, and otherwise a view that prints plain
+    lines. The output is `stream`, or standard output by default."""
+    output = stream or sys.stdout
+    return _LiveView(title, steps) if output.isatty() else View(steps, output)
 
 
 def _held_out(numbers: Mapping[str, float]) -> dict[str, float]:

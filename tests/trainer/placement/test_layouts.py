@@ -31,7 +31,7 @@ from keel.trainer.placement.choose import (
     save_choice,
     update_choice,
 )
-from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery
+from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
 from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, with_values
 from keel.trainer.placement.plan import make_plan
@@ -270,13 +270,15 @@ class Cluster:
             self.now += seconds
 
         return ElasticLayouts(
-            lowering=OomRecovery(config=choice.config, folder=self._folder),
-            whole=choice.config,
+            choice.config,
+            self._folder,
             facts=facts("1.7b"),
             hardware=hardware,
             chosen=choice.values,
             say=self.said.append,
             nodes=lambda: self.at(self.now),
+            silent=list[str],
+            joinable=True,
             clock=lambda: self.now,
             pause=pause,
         )

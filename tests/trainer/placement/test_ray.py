@@ -25,7 +25,7 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.trainer.placement import nodes
-from keel.trainer.placement.elastic import elastic_layouts
+from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, RANK, Hardware
 from keel.trainer.placement.nodes import QUOTED_PYTHON, Reservation, cluster_nodes, reserve_gpus
 from keel.trainer.placement.ray_internals import without_unused_processes
@@ -132,7 +132,7 @@ def test_run_continues_on_the_remaining_nodes(
     recipe = replace(recipe, trainer=replace(recipe.trainer, min_ranks=2))
     output: list[str] = []
     options: dict[str, Any] = {"facts": facts("0.6b"), "hardware": Hardware(gpu=True)}
-    start = elastic_layouts(recipe, tmp_path, **options, chosen={}, say=output.append)
+    start = ElasticLayouts(recipe, tmp_path, **options, chosen={}, say=output.append)
     with reserve_gpus(start.next(), timeout_s=PATIENCE_S) as reservation:
         assert len({seat.node.id for seat in reservation.placement.seats}) == 3
     cluster.remove_node(third, allow_graceful=False)

@@ -38,7 +38,7 @@ from keel.trainer.run.manifest import (
     write_manifest,
 )
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
-from keel.trainer.run.view import PlainView
+from keel.trainer.run.view import View
 
 
 def config(folder: Path) -> Config:
@@ -70,7 +70,7 @@ def checkpoint(folder: RunFolder, config: Config, *steps: int) -> None:
 
 
 def record(folder: Path, steps: range, resumed_at: int = 0) -> None:
-    journal = Journal(folder, PlainView(9), trajectories=0, resumed_at=resumed_at)
+    journal = Journal(folder, View(9), trajectories=0, resumed_at=resumed_at)
     for step in steps:
         journal.record(step, {"loss": Mean(step, 1)}, [])
     journal.close()

@@ -28,7 +28,7 @@ from keel.trainer.run.trajectory_files import (
     read_batch,
     save_batch,
 )
-from keel.trainer.run.view import PlainView, _LiveView
+from keel.trainer.run.view import View, _LiveView
 from tests.rl.rollouts import finished, kept_of, logp_old_of, scored, segment, trajectory
 
 
@@ -47,7 +47,7 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 
 def record(folder: Path, steps: range, resumed_at: int = 0) -> None:
-    journal = Journal(folder, PlainView(4), trajectories=2, resumed_at=resumed_at)
+    journal = Journal(folder, View(4), trajectories=2, resumed_at=resumed_at)
     for step in steps:
         metrics = {"loss": Mean(step, 1), "empty": Mean(0, 0)}
         journal.record(step, metrics, [said()] if step else [])
@@ -81,11 +81,11 @@ def test_resumed_run_replaces_steps_after_its_checkpoint(tmp_path: Path) -> None
 def test_trajectories_are_saved_as_jsonl(tmp_path: Path, save_all: bool, count: int) -> None:
     tokens = SimpleNamespace(write=lambda path, groups: path.touch())
     options = {"trajectories": 2, "save_all": save_all, "tokenizer": "t", "tokens": tokens}
-    journal = Journal(tmp_path, PlainView(1), **options)  # pyright: ignore
+    journal = Journal(tmp_path, View(1), **options)  # pyright: ignore
     journal.record(1, {}, [said()] * 3)
     journal.say("engine", "rollout engine 0 restarts: it died")
     journal.close()
-    Journal(tmp_path, PlainView(1), trajectories=0, resumed_at=1).close()
+    Journal(tmp_path, View(1), trajectories=0, resumed_at=1).close()
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["step"], event["kind"]) for event in events] == [(1, "engine"), (1, "resume")]
     path = tmp_path / "trajectories" / "step_000001.jsonl"
@@ -146,7 +146,7 @@ def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
 def test_steps_add_up_to_the_run(tmp_path: Path) -> None:
     clock = iter((0.0, 1800.0, 1800.0, 5400.0, 5400.0)).__next__
     rates = CostRates(8, 6e9, 2e9)
-    journal = Journal(tmp_path, PlainView(1), trajectories=0, costs=rates.metrics, clock=clock)
+    journal = Journal(tmp_path, View(1), trajectories=0, costs=rates.metrics, clock=clock)
     journal.record(0, {}, [])  # an evaluation
     journal.record(1, {"train/tokens": Sum(1000.0), "rollout/tokens": Sum(500.0)}, [])
     journal.close()
