@@ -326,17 +326,14 @@ def _gpus(kinds: Sequence[_Kind]) -> int:
 def _too_small(
     config: Config, what: str, nodes: Sequence[Node], placed: Sequence[_Kind]
 ) -> ConfigError:
-    run, most = config.run, 8
+    run = config.run
     limits = f" (run.gpus_per_node = {run.gpus_per_node}, run.nodes = {run.nodes})"
-    listed = ", ".join(map(str, nodes[:most])) + " …" * (len(nodes) > most)
-    available = sum(node.free_gpus for node in nodes)
-    remedy = "Use a machine with GPUs, or none (run.device=cpu run.gpu_gib=0 run.gpus_per_node=0)"
-    if available:
-        knobs = ", ".join(kind.knobs for kind in placed)
-        remedy = f"Lower {knobs}; one engine and one rank can share a GPU"
+    free = ", ".join(map(str, nodes)) or "no GPUs"
+    knobs = ", ".join(kind.knobs for kind in placed)
     return ConfigError(
-        f"the recipe {what} ({' and '.join(map(str, placed))}), and the cluster has "
-        f"{available}{': ' * bool(nodes)}{listed}{limits * bool(run.gpus_per_node)}. {remedy}"
+        f"the recipe {what} ({' and '.join(map(str, placed))}), and the cluster has {free} free"
+        f"{limits * bool(run.gpus_per_node)}. Lower {knobs} (one engine and one rank can share a "
+        "GPU), or set run.device=cpu run.gpu_gib=0 run.gpus_per_node=0"
     )
 
 

@@ -531,7 +531,7 @@ def check_trainer_fits(
     share = config.rollout.gpu_memory_utilization
     needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:
-        room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
+        room = gpu_gib - ENGINE_CUDA_GIB - taken_gib
         stays = staying_gib(config, memory) + taken_gib
         if share > 1 - stays / gpu_gib:
             raise DoesNotFit(
@@ -539,16 +539,12 @@ def check_trainer_fits(
                 f"{gib(gpu_gib * GIB)} (run.gpu_gib) stay with the trainer while the engine samples"
             )
     else:
-        taken = share if shared else 0.0
-        room = gpu_gib * (1 - taken)
-    if needs <= (room - taken_gib) * GIB:
+        room = gpu_gib * (1 - share * shared) - taken_gib
+    if needs <= room * GIB:
         return
-    limit = f"a GPU has {gib(gpu_gib * GIB)} (run.gpu_gib)"
-    if taken_gib:
-        limit += f", and other processes hold {gib(taken_gib * GIB)} of it"
-    if shared:
-        limit += f", shared with an engine that takes {taken:.2g} of it"
-    at_a_time = " at a time" if needs < memory.total else ""
     raise DoesNotFit(
-        f"a trainer rank needs {gib(needs)}{at_a_time} ({memory.largest_first()}), and {limit}"
+        f"a trainer rank needs {gib(needs)} ({memory.largest_first()}), and has {gib(room * GIB)} "
+        f"of a GPU's {gib(gpu_gib * GIB)} (run.gpu_gib)"
+        + ", shared with an engine" * shared
+        + ", in part held by other processes" * bool(taken_gib)
     )
