@@ -46,8 +46,7 @@ def never() -> bool:
 
 
 def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
-    """Wait for a future and return its result. The future must have its own timeout. Raises
-    `Cancelled` if the run is aborted."""
+    """Return the result of a future that has its own timeout. Raises `Cancelled` if aborted."""
     while not future.done():
         if should_abort():
             raise Cancelled
@@ -62,9 +61,8 @@ class SamplingProgress:
     def __init__(
         self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
     ) -> None:
-        """`count_steps` returns the number of decoding steps that all engines have taken so far.
-        Only finished prompts are counted if it is None, or if there are environments, because the
-        number of turns in an episode is unknown."""
+        """`count_steps` returns the engines' decoding steps so far. Only prompts are counted
+        without it, or with environments, because episodes have unknown numbers of turns."""
         rollout, completions = config.rollout, prompts * samples
         waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
         self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
@@ -132,13 +130,10 @@ class BatchStream:
     def take(
         self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never
     ) -> Batch:
-        """Wait for the next batch and return it.
-
-        The context `waiting("rollout")` is active while the batch's groups are being sampled, and
-        `waiting("reward")` once all of them are being scored. Raises any error from sampling or
-        scoring, `EmptyBatch` if no completion can be learned from, `Cancelled` if the run is
-        aborted, and TimeoutError if nothing arrives for longer than all timeouts together.
-        """
+        """Wait for the next batch and return it. The context `waiting("rollout")` is active while
+        its groups are sampled, and `waiting("reward")` once all are being scored. Raises errors of
+        sampling and scoring, `EmptyBatch`, `Cancelled`, and TimeoutError if nothing arrives for
+        longer than all timeouts together."""
         with self._changed:
             while (aborted := should_abort()) or not self._buffer.ready():
                 if aborted:

@@ -75,8 +75,7 @@ class _StepDeadlines:
         return _StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
     def likely(self, what: str, times: int = 1) -> _StepDeadline:
-        """Return a deadline based on how long earlier calls took, but never more than the
-        configured one."""
+        """Return a deadline from how long earlier calls took, at most the configured one."""
         longest = self.of(what, times)
         if what not in self._longest_s:
             return longest
@@ -152,8 +151,7 @@ class Learner:
         self._wait(self._prepared, _StepDeadline(what, seconds, "run.startup_timeout_s"))
 
     def start(self, timeout_s: float | None = None) -> list[str]:
-        """Load the model on every rank within `timeout_s`, by default `run.startup_timeout_s`.
-        Returns rank 0's notes about features that the installed libraries lack."""
+        """Load the model on every rank within `timeout_s`. Returns rank 0's notes."""
         seconds = timeout_s or self._config.run.startup_timeout_s
         shared = ray_timeouts.Deadline(seconds)
         deadline = _StepDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
@@ -171,7 +169,6 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Take `algorithm.updates_per_batch` optimizer steps on one batch of rollouts."""
         asleep = self._put_to_sleep()
         shares = pack_shares(groups, self._config)
         ray_timeouts.awaited(asleep)
@@ -203,7 +200,6 @@ class Learner:
         )
 
     def lowered(self, config: Config) -> None:
-        """Switch to a config that needs less memory."""
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:

@@ -198,8 +198,7 @@ class SftTask(PlannedModel):
 def prepare(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> Task:
-    """Load an RL recipe and run all checks that do not need an engine. Raises ConfigError if a
-    check fails."""
+    """Load an RL recipe and run all checks that need no engine. Raises ConfigError."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
     require_prompts(config)
@@ -249,8 +248,7 @@ def prepare(
 def prepare_sft(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> SftTask:
-    """Load a recipe for supervised training and run all checks that do not need a trainer rank.
-    Raises ConfigError if a check fails."""
+    """Load a recipe for supervised training and run all checks that need no rank."""
     disable_progress_bar()
     whole, open_knobs = load_recipe(recipe, overrides)
     if not whole.sft.sources:
@@ -575,8 +573,7 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def _crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Yield a warning if engines and ranks need more memory than the machine has. `machine_gib` is
-    0 if its memory is unknown."""
+    """Warn if engines and ranks need more than `machine_gib` (0: unknown) of memory."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
     if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):

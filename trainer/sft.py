@@ -105,7 +105,6 @@ class Batches:
 
     @property
     def epochs(self) -> float:
-        """The average number of times that a conversation has been trained on so far."""
         return self._drawn / self._epoch
 
     def _end_of(self, epochs: float) -> int:
@@ -118,8 +117,8 @@ class Batches:
 
 
 def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
-    """Run steps `start + 1` to `config.run.steps` and return the last completed step. The run ends
-    early, with a checkpoint, when `parts.should_stop()` returns True."""
+    """Run steps `start + 1` to `config.run.steps`, or until `parts.should_stop()`, and return the
+    last."""
     run, learner = config.run, parts.learner
     packed = {
         name: pack_sft(

@@ -78,8 +78,7 @@ class StepReport:
 
 
 def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
-    """Merge the per-token numbers from ranks that each processed a shard of the same
-    micro-batch."""
+    """Merge the numbers from ranks that each processed a shard of the same micro-batch."""
     numbers = sorted({number for part in parts for number in part})
     return {
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
@@ -186,7 +185,6 @@ class TrainerWorker:
         return host, port
 
     def start(self, model_path: str, config: Config, rendezvous: tuple[str, int]) -> list[str]:
-        """Join the other ranks and load the model. Returns the engine's warnings."""
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
 

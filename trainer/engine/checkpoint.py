@@ -74,8 +74,7 @@ class _Share(NamedTuple):
 
 
 class Checkpoints:
-    """Saves and loads one rank's part of a checkpoint. All ranks must call each method at the same
-    time."""
+    """Saves and loads one rank's part of a checkpoint. All ranks call each method together."""
 
     def __init__(
         self,
@@ -91,8 +90,8 @@ class Checkpoints:
         self._runs, self._stage, self._device = runs, stage, device
 
     def save(self, folder: Path, progress: Mapping[str, Any]) -> dict[str, Entry]:
-        """Write this rank's state and `progress` (JSON values), and return the written files. If
-        writing fails on any rank, all ranks raise `SaveError`."""
+        """Write this rank's state and `progress`. All ranks raise `SaveError` if one cannot
+        write."""
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
         shares = _all_gather(self._share())
         try:
@@ -115,8 +114,7 @@ class Checkpoints:
         return sealed
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore this rank's state and return `progress`. Raises ValueError if the checkpoint is
-        unreadable or was written for another model."""
+        """Restore this rank's state and return `progress`. Raises ValueError if it does not fit."""
         progress = json.loads((folder / PROGRESS).read_text())
         shares = _all_gather(self._share())
         try:

@@ -87,8 +87,7 @@ def sum_in_one_pass(optimizer: Any) -> None:
 
 
 def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Return the float32 gradient buffers, which are unused between an update and the next backward
-    pass."""
+    """Return the float32 gradient buffers. They are unused from an update to the next backward."""
     zero_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if zero_3 is None else [zero_3]
 
@@ -239,8 +238,7 @@ def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | Non
 def replacing_masters(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
-    """Return a context in which master weights can be changed. At its end, the changes are copied
-    to the model's weights."""
+    """Return a context in which master weights can be changed. The model's weights follow."""
     optimizer: Any = engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()

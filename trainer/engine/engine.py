@@ -83,8 +83,7 @@ MIB = 2**20
 
 
 class TrainerEngine:
-    """The policy, optimizer and reference models on one rank. All ranks must call the same
-    methods."""
+    """The policy, optimizer and reference models on one rank. All ranks call the same methods."""
 
     def __init__(
         self,
@@ -383,7 +382,6 @@ class TrainerEngine:
         self._offload.offload(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        """Yield the weights as buckets in host memory on rank 0, and nothing on the other ranks."""
         return in_host_memory(self.buckets(requested=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> dict[str, Entry]:
@@ -400,8 +398,7 @@ class TrainerEngine:
         return self._checkpoints.save(folder, {"steps": self.steps, "version": self.version})
 
     def load(self, folder: Path) -> None:
-        """Restore a saved state in a new engine. If the layout of ranks has changed, sums may be
-        taken in a different order."""
+        """Restore a saved state. With another layout of ranks, sums are added in another order."""
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self.steps, self.version = progress["steps"], progress["version"]

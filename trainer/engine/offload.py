@@ -167,16 +167,14 @@ class Offload:
         self._empty_cache()
 
     def load(self, *, state: bool = False) -> None:
-        """Load the weights. With `state`, also load everything else that a checkpoint contains."""
         self._weights.load()
         if state:
             self._state.load()
             self._rest.load()
 
     def before_gradients(self) -> None:
-        """Load the tensors that forward and backward passes need. Optimizer state is offloaded if
-        it does not fit next to the activations. Their size is the planned one or the largest
-        measured so far."""
+        """Load what forward and backward passes need. Optimizer state is offloaded if it does not
+        fit next to the activations."""
         self._weights.load()
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
         need = SPARE + _SLACK * self._activations + sum(b.offloaded_bytes for b in needed)
@@ -190,7 +188,6 @@ class Offload:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def before_update(self) -> None:
-        """Load the optimizer state. If memory is short, first offload the reference policy."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
             self._activations = max(self._activations, float(peak))
@@ -206,8 +203,7 @@ class Offload:
         self._state.load()
 
     def mark_crowded(self) -> None:
-        """After an out-of-memory error, keep all optimizer state offloaded during forward and
-        backward passes from now on."""
+        """Keep all optimizer state offloaded during forward and backward passes from now on."""
         self._activations = math.inf
 
     def _optimizer_state(self) -> list[Tensor]:

@@ -42,8 +42,6 @@ def _unset(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> n
 
 
 def outline(model: PreTrainedModel) -> bytes:
-    """Pickle the model without the values of its weights. Returns empty bytes if the model cannot
-    be pickled."""
     data = io.BytesIO()
     try:
         _OutlinePickler(data, protocol=5).dump(model)
@@ -133,8 +131,7 @@ class Weights:
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield pairs of checkpoint name and full tensor, converted as in
-        `keel.model.load.precision`."""
+        """Yield pairs of checkpoint name and full tensor, as in `keel.model.load.precision`."""
         convert = precision(self._model, dtype)
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
             yield name, convert(name, tensor)
@@ -162,8 +159,7 @@ _SHARD_BYTES = 4 * 2**30
 def export_model(
     folder: Path, model: PreTrainedModel, weights: Weights, config: ModelConfig, path: str
 ) -> dict[str, Entry]:
-    """Write a model folder and return the files that this rank wrote. All ranks must call this
-    together. `path` is the folder of the initial model."""
+    """Write a model folder and return this rank's files. All ranks must call this together."""
     first = dist.get_rank() == 0
     if first:
         named = weights.named(getattr(torch, config.dtype))

@@ -45,8 +45,7 @@ def check_libraries() -> None:
 def join_ranks(
     rank: int, world_size: int, store: Store | None, *, timeout_s: float
 ) -> torch.device:
-    """Create the process group (NCCL on GPUs, gloo otherwise) and return the rank's device.
-    Collectives fail after `timeout_s`."""
+    """Create the process group, whose collectives fail after `timeout_s`. Returns the device."""
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")

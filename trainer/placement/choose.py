@@ -82,8 +82,8 @@ def choose(
 
 
 def _relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
-    """Return the knobs that need to be chosen. Without rollouts, these are only trainer knobs. The
-    numbers of ranks and engines are chosen only if the number of GPUs is known."""
+    """Return the knobs to choose. Without rollouts, these are trainer knobs. Numbers of ranks and
+    engines are chosen only for a known number of GPUs."""
     counts = frozenset({"rollout.engines", "trainer.ranks"} if hardware.assumed else ())
     if config.data.sources:
         return KNOBS - counts

@@ -213,8 +213,7 @@ class LayoutSearch:
 
     @cached_property
     def turns(self) -> list[Values]:
-        """The ways to try in which an engine and a rank share a GPU: side by side, time-sharing,
-        and time-sharing with offloading."""
+        """The ways in which an engine and a rank may share a GPU: side by side, or taking turns."""
         if not self._samples:
             return [{}]
         knobs = ("rollout.time_share", "trainer.offload_while_sampling")

@@ -294,8 +294,7 @@ def bucket_elements(trainer: TrainerConfig) -> int:
 
 
 def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
-    """Return True if DeepSpeed's bfloat16 optimizer sums gradients in float32
-    (trainer/engine/deepspeed_internals.py)."""
+    """Return True if DeepSpeed's bfloat16 optimizer sums gradients in float32."""
     return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
 
 
@@ -382,8 +381,7 @@ def expert_elements(facts: ModelFacts) -> float:
 
 
 def key_width(facts: ModelFacts) -> float:
-    """Return the number of key elements per token in one layer. A latent cache is expanded to all
-    heads."""
+    """Key elements per token in one layer. A latent cache is expanded to all heads."""
     return facts.kv_width / 2 if facts.head_size else facts.attention_width
 
 

@@ -157,8 +157,8 @@ def _join(address: str) -> None:
 
 
 def stop_ray() -> None:
-    """Leave the cluster, and stop all its processes if it was started here. A lost cluster is not
-    contacted, because Ray would wait forever or exit this process without a message."""
+    """Leave the cluster, and stop it if it was started here. A lost one is not contacted, because
+    Ray would wait forever or exit this process."""
     with signals_deferred():
         for kind, pids in own_processes().items():
             if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
@@ -207,8 +207,7 @@ def visible_gpus() -> int:
 
 
 def _taken_gib(*, least: bool = False) -> float:
-    """Return how many GiB other processes use on this machine's busiest GPU, or on the least busy
-    one if `least` is set, because Ray assigns the free ones."""
+    """Return how many GiB others use on this machine's busiest GPU, or on the least busy one."""
     program = shutil.which("nvidia-smi")
     if not program:
         return 0.0

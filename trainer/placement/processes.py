@@ -169,10 +169,8 @@ class _ProcessHealth:
         return bool(ran)
 
     def check(self, subject: str, timeout_s: float, consequence: str, messages: list[str]) -> str:
-        """Return a description of the hang if it has exceeded `timeout_s`, or an empty string.
-
-        A shorter hang adds one warning to `messages`. With a timeout of 0, no hang is too long.
-        """
+        """Return a description of a hang that exceeds `timeout_s` (0: none does), or an empty
+        string. A shorter hang adds one warning to `messages`."""
         hang, duration_s = "has been stopped (SIGSTOP)", self.stopped_s
         if not self.stopped_s:
             hang, duration_s = "has not run at all", self.idle_s

@@ -23,8 +23,7 @@ _STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py
 
 
 def silence_ray() -> None:
-    """Hide Ray's messages about tokens, dead processes and signal handlers. Keel prints its own
-    messages instead."""
+    """Hide Ray's messages about tokens, dead processes and signal handlers."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     logging.getLogger(_WORKER).addFilter(_not_about_sigterm)
     worker: Any = import_module(_WORKER)
@@ -58,8 +57,7 @@ def exit_now(status: int) -> NoReturn:
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Return the ids of the Ray processes that this process has started, by kind, such as
-    `raylet`."""
+    """Return the ids of the Ray processes that were started here, by kind, such as `raylet`."""
     processes = getattr(import_module(_WORKER)._global_node, "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
 
@@ -134,9 +132,8 @@ def without_unused_processes() -> Iterator[None]:
 
 
 def _without_agents(command: Sequence[str]) -> list[str]:
-    """Return the raylet's command line with a stub in place of the dashboard agent. The agent for
-    runtime environments is also changed to exit with its raylet, because it would otherwise run for
-    another minute."""
+    """Return the raylet's command line with a stub for the dashboard agent, and with an agent for
+    runtime environments that exits with its raylet instead of a minute later."""
     options = {name: value for name, _, value in (word.partition("=") for word in command)}
     dashboard, runtime = "--dashboard_agent_command", "--runtime_env_agent_command"
     if dashboard not in options:

@@ -237,8 +237,7 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def _decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate a decoding step's GPU time: memory traffic or GEMMs, small kernels and the
-    sampler."""
+    """Estimate a decoding step's GPU time: memory traffic or GEMMs, small kernels, the sampler."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -306,8 +305,7 @@ def compute_seconds(
 
 
 def passes(config: Config) -> int:
-    """Return the cost of training on a micro-batch in units of a forward pass. A backward pass
-    counts as two."""
+    """Return the cost of a micro-batch in forward passes. A backward pass counts as two."""
     backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     return 1 + backward + config.trainer.activation_checkpointing + with_reference

@@ -64,7 +64,7 @@ class Watchdog:
         return False
 
     def check(self) -> None:
-        """Raise `RayLost` if Ray is unusable, or `WorkerLost` if a trainer rank or a needed node is
+        """Raise `RayLost` if Ray is unusable, or `WorkerLost` if a rank or a needed node is
         lost."""
         if reason := ray_timeouts.lost_reason():
             raise ray_timeouts.RayLost(reason)

@@ -99,11 +99,8 @@ class Alarms:
     def check(
         self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]
     ) -> tuple[int, list[str]]:
-        """Return the number of active alarms and the warnings to print.
-
-        Each alarm prints at most one warning every `alarms.every` steps. `groups` contains all
-        groups sampled in the step, including discarded ones.
-        """
+        """Return the number of active alarms and the warnings to print, at most one per alarm every
+        `alarms.every` steps. `groups` are all sampled groups, including discarded ones."""
         active: dict[str, str] = {}
         for alarm in _ALARMS:
             limit, value = getattr(self._config, alarm.knob), numbers.get(alarm.metric)

@@ -29,8 +29,7 @@ _FINISHED = re.compile(r"step_(\d{6,})")
 
 
 class SaveError(RuntimeError):
-    """Raised if a checkpoint could not be written. The run itself is unaffected and can
-    continue."""
+    """Raised if a checkpoint could not be written. The run itself can continue."""
 
     final = False  # True if this was the checkpoint of the last step
 
@@ -141,8 +140,7 @@ def problems(folder: Path, *, bits: bool = True) -> list[str]:
 
 
 def config_digest(config: Config) -> str:
-    """Return a digest of all config sections that affect training. These are all except `run` and
-    `eval`."""
+    """Return a digest of the sections that affect training: all except `run` and `eval`."""
     sections = dataclasses.asdict(config)
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)

@@ -183,8 +183,7 @@ class RunFolder:
         return self._verified()[0]
 
     def _verified(self) -> tuple[Path | None, dict[Path, list[str]]]:
-        """Return the newest intact checkpoint, and the problems of each damaged one that is newer,
-        newest first."""
+        """Return the newest intact checkpoint, and the problems of newer ones, newest first."""
         damaged: dict[Path, list[str]] = {}
         for path in reversed(checkpoint.finished(self._checkpoints)):
             problems = self._problems.get(path)
@@ -238,8 +237,7 @@ class RunFolder:
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically. `write` returns the manifest entries of the files it has
-        sealed."""
+        """Export the model atomically. `write` returns the entries of the files it has sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
         try:

@@ -106,8 +106,7 @@ class Journal:
         groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Record a step. Raises `OSError`, naming the folder, if the step cannot be written to
-        disk."""
+        """Record a step. Raises `OSError`, naming the folder, if it cannot be written."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
         lines: list[str] = []
         if self._costs is not None:

@@ -38,8 +38,7 @@ class Restarts:
         """Set once training has begun. A run that fails earlier is not restarted."""
 
     def count(self, error: WorkerLost) -> None:
-        """Count a restart. Raises WorkerLost if no further restart is allowed, or if training has
-        not begun."""
+        """Count a restart. Raises WorkerLost if it is one too many or training has not begun."""
         if not self.started:
             raise error
         now = self._clock()

@@ -195,8 +195,8 @@ def save_checkpoint(
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Save a checkpoint and return True. If writing fails, return False if the run will write a
-    later one, and raise `SaveError` otherwise."""
+    """Save a checkpoint. If writing fails, return False, or raise `SaveError` if no later one is
+    due."""
     state = State(
         step=step,
         version=learner.version,

@@ -123,10 +123,8 @@ def fix_exit_status(status: int) -> None:
 
 
 def preempted() -> str:
-    """Return the name of the preemption signal that is ending this command, or an empty string.
-
-    Call this instead of catching `Preempted`, which Ray may turn into a plain KeyboardInterrupt.
-    """
+    """Return the name of the preemption signal that is ending this command, or "". Call this
+    instead of catching `Preempted`, which Ray may turn into a plain KeyboardInterrupt."""
     return f"{_STATE.preempted.name}{_STATE.overdue}" if _STATE.preempted else ""
 
 
@@ -136,12 +134,9 @@ def stop_requested() -> bool:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block preemption signals in processes started during the `with` block.
-
-    Schedulers signal every process of a job, but Ray and the trainer must stay alive until the
-    checkpoint is saved. When the block ends, Keel's handlers replace any handlers that libraries
-    have installed.
-    """
+    """Block preemption signals in processes started during the `with` block. Schedulers signal
+    every process of a job, but Ray and the trainer must live until the checkpoint is saved. At the
+    end, Keel's handlers replace those that libraries have installed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
         yield
@@ -168,8 +163,7 @@ def signals_deferred() -> Iterator[None]:
 
 
 class Interrupt:
-    """Makes signals request a stop instead of ending the command. This applies while it is open in
-    the main thread."""
+    """Makes signals request a stop instead of ending the command while it is open."""
 
     def __init__(
         self,
@@ -179,11 +173,8 @@ class Interrupt:
         preempted_first: str = _PREEMPTED_FIRST,
         grace_s: float = 0.0,
     ) -> None:
-        """Set the messages to print and the time limit.
-
-        `first` is printed after Ctrl-C and `preempted_first` after a preemption. `Preempted` is
-        raised `grace_s` seconds after a preemption, or never if this is 0.
-        """
+        """`first` is printed after Ctrl-C and `preempted_first` after a preemption. `Preempted` is
+        raised `grace_s` seconds after a preemption, or never if this is 0."""
         self._say, self.first, self.preempted_first = say, first, preempted_first
         self.stopping, self.grace_s, self.deadline = False, grace_s, float("inf")
         self._timer: threading.Timer | None = None

@@ -71,8 +71,7 @@ class _Tracker(Protocol):
 
 
 class _Wandb:
-    """Logs a run to Weights & Biases and resumes it by its id. The server accepts each step only
-    once. It is configured by WANDB_* variables."""
+    """Logs to Weights & Biases (WANDB_* variables). The server accepts each step only once."""
 
     remedy = "Check WANDB_API_KEY, WANDB_BASE_URL and the network, or set WANDB_MODE=offline"
 
@@ -183,8 +182,7 @@ def _mlflow_name(name: str) -> str:
 
 
 class _Trackio:
-    """Logs a run to trackio and resumes it by its unique name. trackio itself stores unsent data
-    and retries. It is configured by TRACKIO_* variables."""
+    """Logs to trackio (TRACKIO_* variables), which itself stores unsent data and retries."""
 
     remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, its token and the network"
 
@@ -396,8 +394,7 @@ class Trackers:
             thread.wake()
 
     def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
-        """Wait up to `seconds` for the steps up to `step` to be sent. Busy threads are then
-        abandoned."""
+        """Wait up to `seconds` for the steps up to `step`. Busy threads are then abandoned."""
         for thread in self._threads:
             thread.close(end)
         until = time.monotonic() + seconds

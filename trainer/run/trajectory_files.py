@@ -78,8 +78,8 @@ def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> _Selec
 
 
 def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place]:
-    """Choose up to `count` trajectories, namely the best and the worst completion of each group.
-    Groups with the largest spread of rewards come first."""
+    """Choose the best and the worst completion of each group, up to `count`. Groups with the
+    largest spread of rewards come first."""
     chosen: list[Place] = []
     scored = [group for group in groups if len(group.rewards_G)]
     for group in sorted(scored, key=lambda g: -float(g.rewards_G.std())):
@@ -136,8 +136,6 @@ class TokenFile:
         numbers: Callable[[], Mapping[int, TokenNumbers]],
         answer: Callable[[Trajectory], str] = lambda _: "",
     ) -> None:
-        """`numbers` returns the trainer's numbers for each segment, and `answer` returns the answer
-        in a trajectory."""
         self._run, self._texts, self._numbers, self._answer = run, texts, numbers, answer
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:

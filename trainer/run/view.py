@@ -169,8 +169,7 @@ class _LiveView(View):
 
 
 def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
-    """Return a live panel if the output is a terminal, and otherwise a view that prints plain
-    lines. The output is `stream`, or standard output by default."""
+    """Return a live panel if the output is a terminal, and a view of plain lines otherwise."""
     output = stream or sys.stdout
     return _LiveView(title, steps) if output.isatty() else View(steps, output)
 
