@@ -57,7 +57,7 @@ def choose(
     `previous` contains the values chosen when the run began. They are kept if a layout that uses
     them still fits. Raises ConfigError if no layout fits.
     """
-    open_knobs &= _relevant_knobs(config, hardware)
+    open_knobs &= _relevant_knobs(config)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
         return Choice(config=config, plan=plan_on(config, facts, hardware))
     search, layout = LayoutSearch(config, open_knobs, facts, hardware), None
@@ -81,14 +81,12 @@ def choose(
     )
 
 
-def _relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
-    """Return the knobs to choose. Without rollouts, these are trainer knobs. Numbers of ranks and
-    engines are chosen only for a known number of GPUs."""
-    counts = frozenset({"rollout.engines", "trainer.ranks"} if hardware.assumed else ())
+def _relevant_knobs(config: Config) -> frozenset[str]:
+    """Return the knobs to choose. Without rollouts, these are trainer knobs."""
     if config.data.sources:
-        return KNOBS - counts
+        return KNOBS
     knobs = frozenset(knob for knob in KNOBS if knob.startswith("trainer."))
-    return knobs - counts - {"trainer.offload_while_sampling", "trainer.share_prompts"}
+    return knobs - {"trainer.offload_while_sampling", "trainer.share_prompts"}
 
 
 def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -167,8 +166,6 @@ class Hardware:
     gpu_name: str = ""  # GPU name reported by the driver, or an empty string if unknown
     taken_gib: float = 0.0  # memory that other processes use on the busiest GPU, in GiB
     found: bool = True  # True if the hardware was detected on this machine or on the cluster
-    assumed: bool = False
-    """True if the number of GPUs is unknown. `nodes` then has just enough for the recipe."""
     note: str = ""  # the source of this information
     missing: str = ""
     """The reason the recipe does not fit yet, if some of `nodes` have not joined the cluster."""
@@ -335,19 +332,6 @@ def _too_small(
         f"{limits * bool(run.gpus_per_node)}. Lower {knobs} (one engine and one rank can share a "
         "GPU), or set run.device=cpu run.gpu_gib=0 run.gpus_per_node=0"
     )
-
-
-def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
-    """Return just enough idle nodes for all of the recipe's actors. Each node has `node_gpus` GPUs,
-    or as many as the largest actor needs."""
-    kinds = _kinds(config)
-    size = max(node_gpus, *(kind.gpus for kind in kinds))
-    most = sum(-(-kind.count // (size // kind.gpus)) for kind in kinds)
-    for count in range(1, most):
-        with suppress(ConfigError):
-            place(config, idle_nodes(count, size))
-            return idle_nodes(count, size)
-    return idle_nodes(most, size)
 
 
 def idle_nodes(count: int, gpus: int) -> list[Node]:

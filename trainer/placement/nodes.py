@@ -51,7 +51,6 @@ from keel.trainer.placement.hardware import (
     Placement,
     Seat,
     allowed,
-    assumed_nodes,
     idle_nodes,
     place,
 )
@@ -289,31 +288,27 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 def planned_hardware(config: Config) -> Hardware:
     """Return the hardware that `keel check` plans for. This is the hardware described in the
-    recipe, or else the detected hardware, or else as many nodes as the recipe needs."""
+    recipe, whose nodes have 8 GPUs by default, or else the detected hardware."""
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes
     as_described = not run.gpus_per_node or [node.gpus for node in nodes] == layout
     if not hardware.gpu or (nodes and as_described and size == hardware.gpu_gib):
         return hardware
-    assumed = not nodes and not run.gpus_per_node
-    if assumed and not run.describes_gpus:
+    if not nodes and not run.describes_gpus:
         raise ConfigError(
             "run.device = gpu: this machine has no GPU and RAY_ADDRESS is not set. To plan for "
             "another machine, set run.gpus_per_node and run.gpu_gib (GPUs and their memory); to "
             "run here, set run.device: cpu"
         )
-    if run.gpus_per_node:
-        nodes = tuple(idle_nodes(run.nodes, run.gpus_per_node))
-    elif assumed:
-        nodes = tuple(assumed_nodes(config, node_gpus=GpuSpec().node_gpus))
+    if run.gpus_per_node or not nodes:
+        nodes = tuple(idle_nodes(run.nodes, run.gpus_per_node or GpuSpec().node_gpus))
     return Hardware(
         gpu=True,
         nodes=nodes,
         gpu_gib=size,
         gpu_name=hardware.gpu_name,
         found=False,
-        assumed=assumed,
         note="as described by run.gpus_per_node, run.nodes and run.gpu_gib",
     )
 
