@@ -276,9 +276,8 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
 
     def run(ranks: Ranks) -> Result:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
-        from keel.trainer.engine import objectives  # noqa: PLC0415
 
-        on_cpu, loss = module.compute_dtype, objectives.grpo_loss
+        on_cpu, loss = module.compute_dtype, module.grpo_loss
         if bfloat16:
             module.compute_dtype = lambda *_: torch.bfloat16
         config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0, **trainer)
@@ -301,9 +300,9 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
             metrics.append(ranks.merged(skipped.step(batches)))
 
         step([bad])
-        objectives.grpo_loss = infinite
+        module.grpo_loss = infinite
         step([good])
-        objectives.grpo_loss = loss
+        module.grpo_loss = loss
         selected = ranks.published(skipped)
         for _ in range(2):
             step([good])

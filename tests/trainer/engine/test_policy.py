@@ -23,7 +23,7 @@ from keel.rl.offpolicy import kept_mass_shortfall
 from keel.rl.packing import MicroBatch, TrainBatch, pack
 from keel.rl.types import Segment, TokenNumbers
 from keel.trainer.engine import weights
-from keel.trainer.engine.objectives import _CUT, mass_share
+from keel.trainer.engine.engine import _CUT, mass_share
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, seen_tokens
 from keel.trainer.worker import merge_tokens
 from tests.model.families import VOCAB
