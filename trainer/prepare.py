@@ -66,7 +66,7 @@ from keel.trainer.placement.families import (
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
-from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line
+from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line, section_lines
 from keel.trainer.placement.step_time import cpu_time
 from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
@@ -104,11 +104,9 @@ class PlannedModel:
     def plan(self) -> Plan:
         return self.choice.plan
 
-    def _ending(self) -> list[str]:
-        return [
-            *(f"{'' if i else 'chosen':<12} {line}" for i, line in enumerate(self.choice.lines())),
-            *(f"{'warning':<12} {line}" for line in self.warnings),
-        ]
+    def _text(self, sections: Mapping[str, Sequence[str]]) -> str:
+        lines = section_lines({**sections, "chosen": self.choice.lines()})
+        return "\n".join([*lines, *(f"{'warning':<12} {line}" for line in self.warnings)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +138,9 @@ class Task(PlannedModel):
             plan = replace(plan, time=cpu_time(config, facts, prompt_tokens=round(mean)))
         data = source_lines(config, self.dataset)
         data += [f"{name}: {note}" for name, note in self.notes.items()]
-        text = describe(config, facts, plan, self.hardware, data, seats=seats, trains=trains)
-        return "\n".join([text, *self._ending()])
+        return self._text(
+            describe(config, facts, plan, self.hardware, data, seats=seats, trains=trains)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,22 +176,24 @@ class SftTask(PlannedModel):
         passes += " (sft.epochs, and not run.steps)" if sft.epochs else ""
         batch = f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens"
         reports = self.lessons.report.items()
-        rows = [
-            ("model", model_line(config, self.facts)),
-            *(("data", line) for name, report in reports for line in report.lines(name)),
-            *([("", f"chats are written in the format {self.format}")] if self.format else []),
-            ("batch", f"{batch}; the loss is a mean over {sft.mean}"),
-            *([("attention", _ATTENTION[trainer.attention])] if self.facts.index_top_k else []),
-            ("steps", f"{config.run.steps}{passes}; lr {trainer.lr:g} ({trainer.schedule})"),
-            ("actors", ranks_line(config, gpu=self.gpu)),
-            ("hardware", str(self.hardware) if self.gpu else "on CPU"),
-            *(("placement", line) for line in seats),
-            ("memory", f"trainer rank: {self.plan.trainer}"),
-            ("run folder", config.run.dir),
-        ]
-        names = ["" if i and rows[i - 1][0] == name else name for i, (name, _) in enumerate(rows)]
-        lines = [f"{name:<12} {text}" for name, (_, text) in zip(names, rows, strict=True)]
-        return "\n".join([*lines, *self._ending()])
+        data = [line for name, report in reports for line in report.lines(name)]
+        if self.format:
+            data.append(f"chats are written in the format {self.format}")
+        attention = [_ATTENTION[trainer.attention]] if self.facts.index_top_k else []
+        return self._text(
+            {
+                "model": [model_line(config, self.facts)],
+                "data": data,
+                "batch": [f"{batch}; the loss is a mean over {sft.mean}"],
+                "attention": attention,
+                "steps": [f"{config.run.steps}{passes}; lr {trainer.lr:g} ({trainer.schedule})"],
+                "actors": [ranks_line(config, gpu=self.gpu)],
+                "hardware": [str(self.hardware) if self.gpu else "on CPU"],
+                "placement": seats,
+                "memory": [f"trainer rank: {self.plan.trainer}"],
+                "run folder": [config.run.dir],
+            }
+        )
 
 
 def prepare(

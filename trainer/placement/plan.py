@@ -1,6 +1,6 @@
 """Estimates the memory and time of a run before it starts, and checks that it fits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keel.configs.schema import Config, ConfigError, SamplingConfig
@@ -134,6 +134,15 @@ def make_plan(
     return Plan(engine=engine, trainer=rank, peak=peak, cached=cached, offload=offload, time=time)
 
 
+def section_lines(sections: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines of a plan. The first line of each section starts with its name."""
+    return [
+        f"{'' if number else name:<12} {text}"
+        for name, texts in sections.items()
+        for number, text in enumerate(texts)
+    ]
+
+
 def describe(
     config: Config,
     facts: ModelFacts,
@@ -143,54 +152,41 @@ def describe(
     *,
     seats: Sequence[str] = (),
     trains: bool = True,
-) -> str:
-    """Return the plan as text for `keel check`. `data` has one line per source, and `seats` has one
-    per node. If `trains` is False, rows about steps are omitted."""
-    gpu, judge = hardware.gpu, config.rewards.judge
-    a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling
-    lines: list[str] = []
-
-    def row(name: str, *texts: str) -> None:
-        names = [name, *[""] * len(texts)]
-        lines.extend(f"{name:<12} {text}" for name, text in zip(names, texts, strict=False))
-
-    row("model", model_line(config, facts))
-    row("data", *data)
+) -> dict[str, Sequence[str]]:
+    """Return the sections of the plan that `keel check` prints. `data` has one line per source, and
+    `seats` has one per node. If `trains` is False, sections about steps are omitted."""
+    gpu, judge, sampling = hardware.gpu, config.rewards.judge, config.rollout.sampling
+    a, r, t = config.algorithm, config.rollout, config.trainer
+    sections: dict[str, Sequence[str]] = {"model": [model_line(config, facts)], "data": data}
     if trains:
         sequences, steps = a.prompts_per_step * a.group_size, config.run.steps
-        row(
-            "batch",
+        sections["batch"] = [
             f"{a.prompts_per_step} prompts × {a.group_size} completions = {sequences} "
             f"sequences per step, at most {sequences * config.max_context:,} tokens",
             f"{a.updates_per_batch} optimizer step(s) per batch, at most {packed(config)[0]} "
             f"micro-batch(es) of {t.micro_batch_tokens:,} tokens per rank each",
-        )
-        row(
-            "steps",
+        ]
+        sections["steps"] = [
             f"{steps} = {steps * a.updates_per_batch} optimizer steps on "
-            f"{steps * sequences:,} completions; lr {t.lr:g} ({t.schedule})",
-        )
+            f"{steps * sequences:,} completions; lr {t.lr:g} ({t.schedule})"
+        ]
     trained, evaluated = _sampling_text(sampling), _sampling_text(config.sampling("eval"))
-    differs = trained != evaluated and any(source.holdout for source in config.data.sources)
-    row(
-        "sampling",
-        f"{trained}, at most {sampling.max_tokens} tokens",
-        *[f"evaluations: {evaluated}"] * differs,
-    )
+    sections["sampling"] = texts = [f"{trained}, at most {sampling.max_tokens} tokens"]
+    if trained != evaluated and any(source.holdout for source in config.data.sources):
+        texts.append(f"evaluations: {evaluated}")
     if trains:
         mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
         held = f", its mass held with weight {a.kept_mass_coef:g}" * bool(a.kept_mass_coef)
-        row(
-            "stabilisers",
+        sections["stabilisers"] = [
             f"KL {a.kl}; sequence mask {mask}; "
             f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
-            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{held}",
-        )
+            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{held}"
+        ]
     served = f", {judge.server.replicas} vLLM server(s) of the judge {judge.model}" * judge.serve
-    row("actors", f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}{served}")
-    row("hardware", str(hardware) if gpu else "on CPU")
-    row("placement", *seats)
-    memory = [f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"]
+    sections["actors"] = [f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}{served}"]
+    sections["hardware"] = [str(hardware) if gpu else "on CPU"]
+    sections["placement"] = seats
+    sections["memory"] = memory = [f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"]
     if plan.cached is not None:
         sequences, share = engine_sequences(config), r.gpu_memory_utilization
         held = f"all {sequences} sequences at full length"
@@ -210,10 +206,9 @@ def describe(
             "  time-shared with the engine (rollout.time_share): "
             f"{gib(plan.offload.sampling)} of it then wait in host memory"
         )
-    row("memory", *memory)
-    row("time", *(plan.time.lines() if plan.time else ()))
-    row("run folder", config.run.dir)
-    return "\n".join(lines)
+    sections["time"] = plan.time.lines() if plan.time else []
+    sections["run folder"] = [config.run.dir]
+    return sections
 
 
 def model_line(config: Config, facts: ModelFacts) -> str:
