@@ -1,7 +1,7 @@
 """Shows the progress of long waits as a live line on a terminal, and as plain lines elsewhere.
 
-Plain lines are printed after one second, every 30 seconds, and at the end. This module also works
-without rich, because `make install` runs it in an empty environment.
+Plain lines are printed after one second and every 30 seconds. This module also works without rich,
+because `make install` runs it in an empty environment.
 """
 
 import sys
@@ -73,19 +73,16 @@ def duration(seconds: float) -> str:
 def waiting(what: str, *, total: float = 0, unit: str = "") -> Iterator[Wait]:
     wait = Wait(what, total=total, unit=unit)
     DISPLAY.begin(wait)
-    completed = False
     try:
         yield wait
-        completed = True
     finally:
-        DISPLAY.end(wait, completed=completed)
+        DISPLAY.end(wait)
 
 
 class _Display:
     """Shows the progress of the current wait. If waits are nested, the innermost one is current."""
 
-    def __init__(self, *, poll_s: float = _POLL_S) -> None:
-        self._poll_s = poll_s
+    def __init__(self) -> None:
         self._open: list[Wait] = []
         self._printed: dict[Wait, float] = {}
         """The seconds that each wait had taken when its last line was printed."""
@@ -103,13 +100,12 @@ class _Display:
                 self._closed = threading.Event()
                 threading.Thread(target=self._run, args=(self._closed,), daemon=True).start()
 
-    def end(self, wait: Wait, *, completed: bool = True) -> None:
+    def end(self, wait: Wait) -> None:
         with self._lock:
             if wait not in self._open:
                 return
             self._open.remove(wait)
-            if self._printed.pop(wait, None) is not None and completed and not wait.quiet:
-                _print(f"{wait.what}: took {duration(wait.seconds)}")
+            self._printed.pop(wait, None)
             live, self._live = self._live, self._live if self._open else None
             if not self._open:
                 self._closed.set()
@@ -117,7 +113,7 @@ class _Display:
             live.stop()  # waits for its thread, which may need the lock
 
     def _run(self, closed: threading.Event) -> None:
-        while not closed.wait(self._poll_s):
+        while not closed.wait(_POLL_S):
             with self._lock:
                 if closed.is_set() or not self._open:
                     return
