@@ -504,20 +504,13 @@ def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
     return optimizer + plan.host
 
 
-def can_start_together(
-    config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float, *, stepping: bool = False
-) -> bool:
-    """Return True if an engine and a rank that share a GPU fit on it while both start. With
-    `stepping`, they must also fit while the rank computes a whole micro-batch.
-
-    The engine needs its whole share to be free, and must not be disturbed while it measures its KV
-    cache (`guaranteed_cache_bytes`).
-    """
+def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float) -> bool:
+    """Return True if an engine and a rank that share a GPU fit on it while both start. The engine
+    must not be disturbed while it measures its KV cache (`guaranteed_cache_bytes`)."""
     if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
         return False
     rank = trainer_memory(config, facts, gpu=True)
-    later = () if stepping else (*STEP_PARTS, _JOINED)
-    holds = rank.total - sum(rank.parts.get(name, 0.0) for name in later)
+    holds = rank.total - sum(rank.parts.get(name, 0.0) for name in (*STEP_PARTS, _JOINED))
     share = config.rollout.gpu_memory_utilization * gpu_gib
     return share + RANK_SPARE * holds / GIB <= gpu_gib - taken_gib
 

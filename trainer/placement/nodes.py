@@ -419,7 +419,7 @@ def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
             pending[ray_timeouts.call(actors[-1].fetch, path)] = host
         with waiting(f"downloading {path} on {len(hosts)} other node(s)") as wait:
             while pending:
-                wait.note = ", ".join([*pending.values()][:3]) + " …" * (len(pending) > 3)
+                wait.note = ", ".join(pending.values())
                 done, _ = ray_timeouts.wait([*pending], seconds=_POLL_S)
                 for request in done:
                     host = pending.pop(request)
@@ -428,9 +428,8 @@ def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
                     except (RayError, TimeoutError) as error:
                         reason = ray_timeouts.cause(error)
                         kind = ConfigError if isinstance(reason, ConfigError) else RuntimeError
-                        text = " ".join(str(reason).split())[:300]
                         raise kind(
-                            f"node {host} did not finish its download of {path} ({text}). Check "
+                            f"node {host} did not finish its download of {path} ({reason}). Check "
                             "the node, or put the model on shared storage (HF_HOME, or model.path: "
                             "a folder there)"
                         ) from error

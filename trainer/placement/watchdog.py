@@ -92,10 +92,7 @@ class Watchdog:
                 if not self._failed:
                     self._failed = True
                     with suppress(Exception):  # `say` may be what failed
-                        self.say(
-                            f"looking for hung processes failed ({type(error).__name__}: {error}). "
-                            "It will be retried; further failures are not reported"
-                        )
+                        self.say(f"looking for hung processes failed and is retried: {error!r}")
 
     def _record(self, health: NodeHealth) -> None:
         if health.ray_failure:

@@ -20,15 +20,7 @@ _MIN_COUNTED_S = 2.0  # the remaining time is estimated only after this many sec
 class Wait:
     """A long wait whose progress is shown. Its fields can be set from any thread."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        total: float = 0,
-        unit: str = "",
-        quiet: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, what: str, *, total: float = 0, unit: str = "", quiet: bool = False) -> None:
         """Start waiting for `total` `unit`s (0 if unknown). If `quiet` is set, plain lines are
         printed only every 30 seconds."""
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
@@ -36,11 +28,11 @@ class Wait:
         """The units done so far, the units done before the wait began, and a comment to show."""
         self.measure: Callable[[Wait], object] | None = None
         """Called before the progress is shown, to update the fields above."""
-        self._clock, self._began = clock, clock()
+        self._began = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        return self._clock() - self._began
+        return time.monotonic() - self._began
 
     def text(self) -> str:
         """Return the progress as text: `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""

@@ -45,12 +45,10 @@ def run_with_restarts(
 ) -> None:
     """Start or resume the run described by `config`, and restart it if a process is lost.
 
-    `command` is the user's command line without `keel`. Messages show `resume_command` instead if
-    it is set. `text` is the plan, which is printed first. `restore` sets the data position, and
-    `position` returns it. `launch` starts engines and trainer. `drive` is the training loop and
-    returns the last completed step. `on_open` is called with the folder before training.
-    `on_out_of_memory` changes the layout and returns a message. `tokenizer` is the digest of the
-    tokenizer.
+    `text` is the plan, which is printed first. `restore` and `position` set and return the data
+    position. `launch` starts the actors, and `drive` is the training loop and returns the last
+    completed step. `on_open` is called with the folder. `on_out_of_memory` changes the layout and
+    returns a message. Messages show `resume_command`, or else the user's `command`.
     """
     check_trackers(config.run.trackers)  # for runs started from Python
     with ExitStack() as stack:
