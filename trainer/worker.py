@@ -137,7 +137,7 @@ class TrainerWorker:
             pass
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
-        from keel.trainer.engine.zero import check_libraries  # noqa: PLC0415
+        from keel.trainer.engine.deepspeed_internals import check_libraries  # noqa: PLC0415
 
         disable_progress_bar()
         check_libraries()

@@ -1,5 +1,5 @@
 """All code in the trainer that goes beyond DeepSpeed's documented API. The attributes used here may
-change with any release, so `check_deepspeed` requires one exact version."""
+change with any release, so `check_libraries` requires one exact version."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from keel.model.imports import not_found
-from keel.model.torch_internals import storage_id
+from keel.model.torch_internals import check_torch, storage_id
 
 # DeepSpeed's autotuner would load MLflow, a tenth of a rank's imports.
 with not_found("mlflow"):
@@ -20,9 +20,10 @@ with not_found("mlflow"):
 VERSION = "0.19.8"
 
 
-def check_deepspeed() -> None:
-    """Raise RuntimeError if the DeepSpeed version is not supported. Also mark the all-reduce kernel
-    for CPUs as unavailable, because compiling it would take a minute and it is not used here."""
+def check_libraries() -> None:
+    """Raise RuntimeError if PyTorch or DeepSpeed have another version than Keel needs. Also mark
+    DeepSpeed's all-reduce kernel for CPUs as unavailable: compiling it would take a minute."""
+    check_torch()
     if deepspeed.__version__ != VERSION:
         raise RuntimeError(
             f"DeepSpeed {deepspeed.__version__} is installed, but Keel needs {VERSION}. Run "

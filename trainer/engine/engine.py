@@ -40,7 +40,13 @@ from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
 from keel.rl.types import TokenNumbers
 from keel.trainer.engine.checkpoint import Checkpoints
-from keel.trainer.engine.deepspeed_internals import sum_in_one_pass, trainable, whole_shape
+from keel.trainer.engine.deepspeed_internals import (
+    check_libraries,
+    gradient_sums,
+    sum_in_one_pass,
+    trainable,
+    whole_shape,
+)
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.offload import NoOffload, Offload
 from keel.trainer.engine.policy import (
@@ -59,10 +65,8 @@ from keel.trainer.engine.zero import (
     SCALE_POWER,
     adam_for,
     apply_gradients,
-    check_libraries,
     compute_dtype,
     deepspeed_config,
-    drop_gradients,
     frozen_config,
     initialize,
     join_ranks,
@@ -329,7 +333,11 @@ class TrainerEngine:
         outside_zero = self._stage == 0 or self._sums_apart
         alone = self._world_size == 1 and outside_zero and not self._updated
         if alone:
-            drop_gradients(self._engine, self._network)
+            self._network.zero_grad(set_to_none=True)
+            for total in gradient_sums(self._engine.optimizer):
+                if total.untyped_storage().nbytes():  # it may be offloaded
+                    total.zero_()
+            torch.cuda.empty_cache()
         return alone
 
     def recompute(self, *, keep_attention: bool) -> None:

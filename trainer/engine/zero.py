@@ -17,13 +17,10 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config, TrainerConfig
-from keel.model.torch_internals import check_torch
 from keel.trainer.engine.deepspeed_internals import (
     DeepSpeedEngine,
-    check_deepspeed,
     deepspeed,
     forget_sums,
-    gradient_sums,
     grow_loss_scale,
     whole_shape,
 )
@@ -35,11 +32,6 @@ SCALE_POWER = 16
 _SCALE_WINDOW = 100
 """In float16, the loss scale doubles after this many optimizer steps without overflow."""
 _NEVER = 2**31  # a number of optimizer steps that is never reached
-
-
-def check_libraries() -> None:
-    check_torch()
-    check_deepspeed()
 
 
 def join_ranks(
@@ -206,11 +198,3 @@ def apply_gradients(
     else:
         engine.zero_grad()
     return norm
-
-
-def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:
-    module.zero_grad(set_to_none=True)
-    for total in gradient_sums(engine.optimizer):
-        if total.untyped_storage().nbytes():  # it may be offloaded
-            total.zero_()
-    torch.cuda.empty_cache()
