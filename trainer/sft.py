@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
 from keel.rl.metrics import Mean, Metric, Sum, merge
-from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, pack_sft
 from keel.rl.types import StepResult
 from keel.trainer.batch_stream import never
 from keel.trainer.guard import RunJournal, Save, Saver
+from keel.trainer.learner import Learner
 from keel.trainer.loop import Clock, evaluation_due
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 
@@ -28,26 +28,10 @@ class _SftStream(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class _SftLearner(Protocol):
-    @property
-    def version(self) -> int: ...
-
-    def train(
-        self, shares: Sequence[Sequence[TrainBatch]], examples: Sequence[SftExample], /
-    ) -> StepResult: ...
-
-    def score(
-        self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool], /
-    ) -> dict[str, Metric]:
-        """Return `<name>/nll` for each batch, and `<name>/indexer/held` while indexers are warming
-        up. Returns an empty dict if `should_abort()` returns True."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftParts:
     batches: Batches
-    learner: _SftLearner
+    learner: Learner
     journal: RunJournal
     heldout: Mapping[str, Sequence[SftExample]]
     save: Save
