@@ -1,8 +1,6 @@
 """The loop for supervised training: draw conversations, train on them, and evaluate on held-out
 sets."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,21 +24,6 @@ class _SftStream(Protocol):
     def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftParts:
-    batches: Batches
-    learner: Learner
-    journal: RunJournal
-    heldout: Mapping[str, Sequence[SftExample]]
-    save: Save
-    should_stop: Callable[[], bool]  # return True to end the run after the current step
-    say: Callable[[str], None]
-    should_abort: Callable[[], bool] = never
-    """Return True to end the run at once, with nothing but a last checkpoint."""
-    attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
-    """Run a step. If it runs out of memory, repeat it with a config that needs less memory."""
 
 
 class Batches:
@@ -98,6 +81,21 @@ class Batches:
         if self._next is None:
             (self._next,) = self._stream.take(1)
         return self._next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftParts:
+    batches: Batches
+    learner: Learner
+    journal: RunJournal
+    heldout: Mapping[str, Sequence[SftExample]]
+    save: Save
+    should_stop: Callable[[], bool]  # return True to end the run after the current step
+    say: Callable[[str], None]
+    should_abort: Callable[[], bool] = never
+    """Return True to end the run at once, with nothing but a last checkpoint."""
+    attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
+    """Run a step. If it runs out of memory, repeat it with a config that needs less memory."""
 
 
 def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:

@@ -4,8 +4,6 @@ Each time the run starts, it uses the full recipe if it fits on the cluster, and
 engines otherwise. After a step that ran out of memory, it uses settings that need less.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -6,13 +6,11 @@ GPUs is placed first, because it is the hardest to fit. Trainer ranks come first
 equal size.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 from keel.configs.schema import Config, ConfigError, RunConfig
 from keel.trainer.placement.memory import GIB, gib
@@ -147,7 +145,7 @@ class Node:
     def room(self, kind: _Kind) -> int:
         return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
 
-    def empty(self) -> Node:
+    def empty(self) -> Self:
         return replace(self, free_gpus=self.gpus, free_cpus=self.cpus, in_use=False)
 
     def __str__(self) -> str:
