@@ -28,7 +28,7 @@ from keel.trainer.nonfinite import Finding
 from keel.trainer.placement.memory import reading_ranks
 from keel.trainer.placement.processes import available_cores
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.trajectory_files import select_trajectories
+from keel.trainer.run.trajectory_files import watched_segments
 from keel.weights.sync import Outcome, Receiver
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
     ranks, with one packed batch for each optimizer step."""
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
-    watched = select_trajectories(groups, config.run).segments
+    watched = watched_segments(groups, config.run)
     models = config.data.references
     teachers = config.data.teachers_by_domain  # some of domains that are not trained on
     references = {name: models.index(t) for name, t in teachers.items() if t in models}

@@ -18,7 +18,7 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,15 @@ _REFERENCE_CHARACTERS = 2_000
 Place = tuple[ScoredGroup, int]  # a trajectory, identified by its group and its index in the group
 
 
-@dataclass(frozen=True, slots=True)
-class _SelectedTrajectories:
-    text: Sequence[Place]  # the trajectories to save as readable text
-    tokens: Sequence[Place]  # the trajectories to save with per-token numbers
-
-    @property
-    def segments(self) -> list[Segment]:
-        return [s for group, index in self.tokens for s in group.group.trajectories[index].segments]
+def watched_segments(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Segment]:
+    """Return the segments whose tokens are saved, in the order in which ranks number them."""
+    places = _select_tokens(groups, run)
+    return [s for group, index in places for s in group.group.trajectories[index].segments]
 
 
-def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> _SelectedTrajectories:
-    """Choose which trajectories of a step to save. The choice is deterministic."""
+def _select_tokens(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Place]:
+    """Choose the trajectories to save with their tokens: those saved as text, and then their
+    siblings, within the budget of `run.save_tokens`."""
     text = choose_trajectories(groups, run.save_trajectories)
     chosen = {(id(group), index) for group, index in text}
     siblings = [
@@ -74,7 +71,7 @@ def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> _Selec
         if (size := group.group.trajectories[index].total_tokens) <= budget:
             budget -= size
             tokens.append((group, index))
-    return _SelectedTrajectories(text, tokens)
+    return tokens
 
 
 def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place]:
@@ -140,22 +137,23 @@ class TokenFile:
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
         """Write the file of one step atomically, because a report may be reading it."""
-        selected = select_trajectories(groups, self._run)
-        if not self._run.save_tokens or not selected.text:
+        chosen = choose_trajectories(groups, self._run.save_trajectories)
+        if not self._run.save_tokens or not chosen:
             return
-        numbers, first = self._numbers() if selected.tokens else {}, 0
+        selected = _select_tokens(groups, self._run)
+        numbers, first = self._numbers() if selected else {}, 0
         contexts: dict[tuple[int, int], list[list[Any]]] = {}
-        for group, index in selected.tokens:
+        for group, index in selected:
             segments = group.group.trajectories[index].segments
             contexts[id(group), index] = [
                 self._context(segment, numbers.get(first + place))
                 for place, segment in enumerate(segments)
             ]
             first += len(segments)
-        text = {(id(group), index) for group, index in selected.text}
+        text = {(id(group), index) for group, index in chosen}
         lines = [
             json.dumps(_group_record(group, text, contexts, self._answer), default=str)
-            for group in _unique(selected.text)
+            for group in _unique(chosen)
         ]
         partial = path.with_suffix(".tmp")
         data = "".join(line + "\n" for line in lines).encode()
