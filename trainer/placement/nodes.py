@@ -87,6 +87,8 @@ _RAY_SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",  # 5 KB in the GCS for each call of an actor
     "RAY_prestart_worker_first_driver": "0",  # only tasks would use such processes
 }
+_GRANT_S = 5.0  # plan again if Ray has not granted a group by then: the GPUs may be taken
+_POLL_S = 0.5
 
 
 def start_ray() -> None:
@@ -320,10 +322,6 @@ def seat_lines(config: Config, hardware: Hardware) -> list[str]:
         return list(place(config, hardware.nodes).lines())
     except ConfigError as error:
         return [f"once it is idle; now {error}", *idle]
-
-
-_GRANT_S = 5.0  # plan again if Ray has not granted a group by then: the GPUs may be taken
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

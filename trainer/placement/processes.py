@@ -24,6 +24,17 @@ _EXITED = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
 """The errors that can occur if a process exits while its state is being read."""
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _KILL_TIMEOUT_S = 10.0
+RAYLET = "Ray's node process (raylet)"
+RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
+"""Descriptions of the Ray processes that a run depends on, keyed by Ray's names for them."""
+POLL_S = 1.0
+WARN_S = 20.0  # a warning is printed after this many seconds without progress
+_IDLE_S = 60.0
+"""Minimum idle time before a process that was not stopped is killed. On a busy machine, a healthy
+process may get no CPU time for a while."""
+_RAY_HANG_S = 60.0
+"""Maximum time that Ray's own processes may hang. If a raylet does not answer for 65 s, Ray
+declares its node lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,19 +116,6 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         time_us, period_us = map(int, quota.read_text().split())
         cores = min(cores, max(1, time_us // period_us))
     return cores
-
-
-RAYLET = "Ray's node process (raylet)"
-RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
-"""Descriptions of the Ray processes that a run depends on, keyed by Ray's names for them."""
-POLL_S = 1.0
-WARN_S = 20.0  # a warning is printed after this many seconds without progress
-_IDLE_S = 60.0
-"""Minimum idle time before a process that was not stopped is killed. On a busy machine, a healthy
-process may get no CPU time for a while."""
-_RAY_HANG_S = 60.0
-"""Maximum time that Ray's own processes may hang. If a raylet does not answer for 65 s, Ray
-declares its node lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

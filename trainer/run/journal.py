@@ -31,6 +31,9 @@ The kinds of events are `resume`, `restart` (of engines and trainer), `alarm`, `
 was restarted), `frozen` (a process hangs), `fewer` (the run has fewer ranks), `tracker`, and `end`
 (the error that ended the run). If a step is repeated, its events are recorded again.
 """
+GPU_HOURS, _TRAINING, _SAMPLING = "cost/gpu_hours", "cost/train_flops", "cost/rollout_flops"
+_TOKENS = {_TRAINING: "train/tokens", _SAMPLING: "rollout/tokens"}
+HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 
 
 StepCosts = Callable[[Mapping[str, float], float], Mapping[str, float]]
@@ -248,11 +251,6 @@ def _message_text(message: Mapping[str, Any]) -> str:
         for function in functions
     ]
     return "\n".join([*([f"[{role}] {text}"] if text or not calls else []), *calls])
-
-
-GPU_HOURS, _TRAINING, _SAMPLING = "cost/gpu_hours", "cost/train_flops", "cost/rollout_flops"
-_TOKENS = {_TRAINING: "train/tokens", _SAMPLING: "rollout/tokens"}
-HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 
 
 @dataclass(frozen=True, slots=True)

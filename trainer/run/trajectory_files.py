@@ -47,6 +47,13 @@ _MAX_TOKENS_PER_CHARACTER = 4
 """Maximum number of tokens per character. UTF-8 uses at most four bytes."""
 _REFERENCE_CHARACTERS = 2_000
 Place = tuple[ScoredGroup, int]  # a trajectory, identified by its group and its index in the group
+BATCHES = "nonfinite"  # folder for the batches of steps without a finite gradient
+_MAX_FILES = 8
+_TYPES = {
+    kind.__name__: kind
+    for kind in (ScoredGroup, Group, Prompt, Trajectory, Segment, SamplingMasks, Verdict, Usage)
+}
+_TEXT = "text"
 
 
 def watched_segments(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Segment]:
@@ -227,15 +234,6 @@ def _group_record(
         "dropped": group.dropped,
         "trajectories": trajectories,
     }
-
-
-BATCHES = "nonfinite"  # folder for the batches of steps without a finite gradient
-_MAX_FILES = 8
-_TYPES = {
-    kind.__name__: kind
-    for kind in (ScoredGroup, Group, Prompt, Trajectory, Segment, SamplingMasks, Verdict, Usage)
-}
-_TEXT = "text"
 
 
 def save_batch(
