@@ -35,16 +35,14 @@ _FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3
 """Model types whose residual layers are pre-norm in both vLLM and transformers."""
 
 
-def check_engine_dtype(config: Config, model_type: str) -> None:
+def check_model_type(config: Config, model_type: str) -> None:
+    """Check that this model type supports the engine's dtype and the residual stream's."""
     if config.engine_dtype == "float16" and model_type in _NOT_IN_FLOAT16:
         knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
         raise ConfigError(
             f"{knob} = 'float16': vLLM refuses models of type {model_type} in float16, which they "
             "overflow. Set it to bfloat16"
         )
-
-
-def check_residual(config: Config, model_type: str) -> None:
     if config.model.residual_dtype == "float32" and model_type not in _FLOAT32_RESIDUAL:
         raise ConfigError(
             f"model.residual_dtype = 'float32': models of type {model_type} are not supported, "

@@ -32,9 +32,8 @@ from keel.trainer.placement.families import (
     _NOT_IN_FLOAT16,
     _check_parallel,
     check_engine_attention,
-    check_engine_dtype,
     check_engine_heads,
-    check_residual,
+    check_model_type,
     check_trainer,
     no_sharing,
     stale_mask_warning,
@@ -91,9 +90,9 @@ SPARSE = {"architecture": SPARSE_NAME, "kv_width": 576, "gpu": True}
 
 FLOAT16, PLAIN = {"model_type": "qwen3"}, with_model()
 CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] = [
-    (check_engine_dtype, with_model("float16"), FLOAT16, {"model_type": _NOT_IN_FLOAT16[0]}),
-    (check_engine_dtype, with_model(engine="float16"), FLOAT16, {"model_type": "gemma2"}),
-    (check_residual, with_model(residual_dtype="float32"), FLOAT16, {"model_type": "gpt2"}),
+    (check_model_type, with_model("float16"), FLOAT16, {"model_type": _NOT_IN_FLOAT16[0]}),
+    (check_model_type, with_model(engine="float16"), FLOAT16, {"model_type": "gemma2"}),
+    (check_model_type, with_model(residual_dtype="float32"), FLOAT16, {"model_type": "gpt2"}),
     (check_engine_heads, parallel(tensor_parallel=2), HEADS, {"heads": 27}),
     (check_engine_heads, PLAIN, {**HEADS, "gpu": False}, {"head_size": 16}),
     (check_engine_attention, PLAIN, SPARSE, {"gpu": False}),
