@@ -136,7 +136,7 @@ def run_loop(
             config,
             start=start,
             tokenizer=runtime.task.tokenizer_digest,
-            costs=CostRates(runtime.gpus, *token_flops(config, runtime.task.facts)).metrics,
+            costs=CostRates(runtime.gpus, *token_flops(config, runtime.task.facts)),
             tokens=tokens,
         )
         runtime.pool.say = partial(journal.say, "engine")
@@ -233,7 +233,7 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
             task.config,
             start=start,
             tokenizer=task.tokenizer_digest,
-            costs=CostRates(runtime.gpus, *token_flops(task.config, task.facts)).metrics,
+            costs=CostRates(runtime.gpus, *token_flops(task.config, task.facts)),
         )
         if runtime.watchdog is not None:
             runtime.watchdog.say = partial(journal.say, "frozen")

@@ -36,7 +36,22 @@ _TOKENS = {_TRAINING: "train/tokens", _SAMPLING: "rollout/tokens"}
 HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 
 
-StepCosts = Callable[[Mapping[str, float], float], Mapping[str, float]]
+@dataclass(frozen=True, slots=True)
+class CostRates:
+    """The GPUs that a run occupies and the FLOPs per token, from which its costs are computed."""
+
+    gpus: int  # number of GPUs that the run occupies, including a judge's
+    train_flops: float  # FLOPs for each token in training
+    rollout_flops: float  # FLOPs for each token in an engine
+
+    def metrics(self, numbers: Mapping[str, float], seconds: float) -> dict[str, float]:
+        costs = {GPU_HOURS: self.gpus * seconds / 3600}
+        flops = {_TRAINING: self.train_flops, _SAMPLING: self.rollout_flops}
+        return costs | {
+            name: flops[name] * numbers[tokens]
+            for name, tokens in _TOKENS.items()
+            if tokens in numbers
+        }
 
 
 class Journal:
@@ -53,15 +68,14 @@ class Journal:
         tokens: TokenFile | None = None,
         alarms: Alarms | None = None,
         resumed_at: int = 0,
-        costs: StepCosts | None = None,
+        costs: CostRates | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the records of a run, and remove everything after step `resumed_at`.
 
         `trajectories` is the number of trajectories saved per step, as text and as JSON. If
         `save_all` is set, the JSON file contains all of them. `tokenizer` is the digest stored in
-        it. `tokens` writes the per-token numbers. `costs` returns the costs of a step from its
-        metrics and the seconds since the last one.
+        it. `tokens` writes the per-token numbers.
         """
         self._view, self._alarms, self._clock = view, alarms, clock
         self._costs, self._recorded_at = costs, clock()
@@ -114,7 +128,7 @@ class Journal:
         lines: list[str] = []
         if self._costs is not None:
             now = self._clock()
-            numbers |= self._costs(numbers, now - self._recorded_at)
+            numbers |= self._costs.metrics(numbers, now - self._recorded_at)
             self._recorded_at = now
         if self._alarms is not None and step > 0:
             numbers["alarms"], lines = self._alarms.check(step, numbers, [*groups, *discarded])
@@ -251,24 +265,6 @@ def _message_text(message: Mapping[str, Any]) -> str:
         for function in functions
     ]
     return "\n".join([*([f"[{role}] {text}"] if text or not calls else []), *calls])
-
-
-@dataclass(frozen=True, slots=True)
-class CostRates:
-    """The GPUs that a run occupies and the FLOPs per token, from which its costs are computed."""
-
-    gpus: int  # number of GPUs that the run occupies, including a judge's
-    train_flops: float  # FLOPs for each token in training
-    rollout_flops: float  # FLOPs for each token in an engine
-
-    def metrics(self, numbers: Mapping[str, float], seconds: float) -> dict[str, float]:
-        costs = {GPU_HOURS: self.gpus * seconds / 3600}
-        flops = {_TRAINING: self.train_flops, _SAMPLING: self.rollout_flops}
-        return costs | {
-            name: flops[name] * numbers[tokens]
-            for name, tokens in _TOKENS.items()
-            if tokens in numbers
-        }
 
 
 def _total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

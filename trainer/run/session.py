@@ -17,7 +17,7 @@ from keel.rl.metrics import MEASURES
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.journal import Journal, StepCosts, note
+from keel.trainer.run.journal import CostRates, Journal, note
 from keel.trainer.run.manifest import check_exported
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import OutOfMemory, Restarts, WorkerLost
@@ -164,7 +164,7 @@ def open_journal(
     *,
     start: int,
     tokenizer: str,
-    costs: StepCosts,
+    costs: CostRates,
     tokens: TokenFile | None = None,
 ) -> Journal:
     journal = Journal(

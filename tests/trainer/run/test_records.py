@@ -146,7 +146,7 @@ def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
 def test_steps_add_up_to_the_run(tmp_path: Path) -> None:
     clock = iter((0.0, 1800.0, 1800.0, 5400.0, 5400.0)).__next__
     rates = CostRates(8, 6e9, 2e9)
-    journal = Journal(tmp_path, View(1), trajectories=0, costs=rates.metrics, clock=clock)
+    journal = Journal(tmp_path, View(1), trajectories=0, costs=rates, clock=clock)
     journal.record(0, {}, [])  # an evaluation
     journal.record(1, {"train/tokens": Sum(1000.0), "rollout/tokens": Sum(500.0)}, [])
     journal.close()
