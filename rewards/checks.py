@@ -1,7 +1,5 @@
 """Checks the rewards of a recipe before the run starts."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -86,9 +84,8 @@ def try_functions(
             messages[name] = f"{result.score:g} for {sample} of {prompt.prompt_id}"
             if error:
                 messages[name] = (
-                    f"{FAILED} of {prompt.prompt_id}: {error}. Fix it, or raise rewards.timeout_s "
-                    "if it is slow: such completions score 0, and too many stop the run "
-                    "(rewards.max_failure_fraction)"
+                    f"{FAILED} of {prompt.prompt_id}: {error}. Such completions score 0. Fix it, "
+                    "or raise rewards.timeout_s if it is slow"
                 )
     finally:
         pool.close()

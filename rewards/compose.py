@@ -1,7 +1,5 @@
 """Combines the components of a reward (its "parts") into a single number."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -91,16 +89,12 @@ def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
     """Raise ValueError if a reward component is not available for prompts of this `kind`."""
     if kind == FUNCTIONS and not _function_weights(weights):
-        raise ValueError(
-            "has none of `answer`, `criteria`, `tests`, `refuse` and `reward`, and no function in "
-            "data.sources[].rewards judges it"
-        )
+        raise ValueError("has nothing to judge it by, and data.sources[].rewards has no function")
     for name in weights:
         kinds = [kind for kind, parts in JUDGED_PARTS.items() if name in parts]
         if kinds and kind not in kinds:
             raise ValueError(
-                f"has no reward {name!r}: it is of kind {kind!r}, not {' or '.join(kinds)}. Give "
-                "its source a separate domain"
+                f"of kind {kind!r} has no reward {name!r}; give its source a separate domain"
             )
 
 

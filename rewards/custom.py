@@ -121,8 +121,7 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
                 path.write_bytes(cloudpickle.dumps(function))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
             except Exception as error:  # captured objects may raise anything when pickled
                 raise ValueError(
-                    f"reward {name}: the function cannot be pickled ({error}). Create such objects "
-                    "at the first call and keep them in a global"
+                    f"reward {name} cannot be pickled ({error}). Create such objects at first call"
                 ) from error
         os.environ[FOLDER] = folder
         try:
@@ -144,8 +143,8 @@ def _passed(name: str) -> Any:
     is_plain = name.removeprefix(PREFIX).isidentifier()  # a recipe may hold any path
     if not folder or not is_plain or not path.is_file():
         raise ValueError(
-            f"reward {name!r} was passed to keel.train from Python; run that script again, or move "
-            "the function into a module and name it as module.function"
+            f"reward {name!r} was passed to keel.train; run that script again, or name the "
+            "function as module.function"
         )
     try:
         return _unpickled(path)
@@ -177,15 +176,12 @@ def load_function(name: str) -> Callable[[Any, Any], Any]:
     try:
         names = _parameters(function)
         inspect.signature(function, follow_wrapped=False).bind("prompt", "trajectory")
-        swapped = "prompt" in names[1:2] and names[0] in ("trajectory", "trajectories")
-        if swapped or (names[:1] != ["prompt"] and not _FOREIGN.isdisjoint(names[:2])):
+        if names[:1] != ["prompt"] and not {"prompt", *_FOREIGN}.isdisjoint(names[:2]):
             raise TypeError("the parameters are others")
     except (TypeError, ValueError) as error:
-        where = _location(function)
         raise ValueError(
-            f"reward {name!r}{where and f' ({where})'} must take one prompt and one trajectory "
-            f"({error}). Define it with the parameters (prompt, trajectory), or (prompt, "
-            "trajectories) for a whole group"
+            f"reward {name!r} must take (prompt, trajectory), or (prompt, trajectories) for a whole "
+            f"group: {error}"
         ) from error
     return function
 
@@ -193,10 +189,7 @@ def load_function(name: str) -> Callable[[Any, Any], Any]:
 def _imported(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.rpartition(".")
     if not all(map(str.isidentifier, name.split("."))):
-        raise ValueError(
-            f"reward {name!r} must be MODULE.FUNCTION, for example my_rewards.brief for "
-            "`def brief` in my_rewards.py"
-        )
+        raise ValueError(f"reward {name!r} must be MODULE.FUNCTION, such as my_rewards.brief")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a local `json.py` does not replace the library's
     importlib.invalidate_caches()
@@ -290,11 +283,8 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
             with suppress(TypeError, ValueError):
                 score = float(value)
         if not -_ROUNDING <= score <= 1.0 + _ROUNDING:
-            raise BadReward(
-                f"returned a {type(value).__name__} ({str(value)[:50]!r}); return a number from 0 "
-                "to 1 on every path, since the recipe holds its weight",
-                _location(reward),
-            )
+            shown = f"{type(value).__name__} ({str(value)[:50]!r})"
+            raise BadReward(f"returned a {shown}; return a number from 0 to 1", _location(reward))
         return min(max(score, 0.0), 1.0)
 
     def verify_group(text: str) -> dict[str, float]:
@@ -304,8 +294,8 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
             with suppress(TypeError):
                 values.extend(result)
         if len(values) != len(trajectories):
-            expected = f"a list of {len(trajectories)} numbers, one for each trajectory"
-            raise BadReward(f"must return {expected}", _location(reward))
+            message = f"must return a list of {len(trajectories)} numbers, one per trajectory"
+            raise BadReward(message, _location(reward))
         scores = {str(index): number(value) for index, value in enumerate(values)}
         return {"correct": math.fsum(scores.values()) / len(scores), **scores}
 

@@ -1,7 +1,5 @@
 """Reports each kind of reward error once, and stops the run if a function fails too often."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -84,8 +82,7 @@ class FailureBudget:
                 if (excess := rate.add(bool(error))) and counted and not stop:
                     stop = (
                         f"reward {name} failed on {excess}, above rewards.max_failure_fraction = "
-                        f"{self._max_fraction:g}; last error, on prompt {prompt_id}: {message}. "
-                        "Fix the function or raise rewards.max_failure_fraction"
+                        f"{self._max_fraction:g}; last error, on prompt {prompt_id}: {message}"
                     )
         for line in lines:
             self.report(line)

@@ -14,8 +14,6 @@ contributes none. For short sentences only the script matters. If the prompt or 
 too few words, the result is 1. All functions accept untrusted text and run in linear time.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -137,10 +137,7 @@ class Scorer:
         prompt, trajectories = group.prompt, group.trajectories
         kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
         if weights is None:
-            raise ValueError(
-                f"has no rewards for its domain {prompt.domain!r}; data.sources defines "
-                f"{', '.join(self._weights)}"
-            )
+            raise ValueError(f"has no rewards for its domain {prompt.domain!r} in data.sources")
         compose.check_parts(str(kind), weights)
         sources: list[_Source] = []
         if prompt.environment:
@@ -294,10 +291,7 @@ def _add_verdicts(drafts: _Drafts, *, graded: bool) -> None:
         if draft.trajectory.verdict is not None:
             draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
     if not graded and any("correct" not in draft.parts for draft in drafts):
-        raise ValueError(
-            "its environment's verdict has no part `correct`, and nothing else grades it. Return "
-            "one from the environment, or give the prompts something to be judged by"
-        )
+        raise ValueError("its environment's verdict has no part `correct`; return one")
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:

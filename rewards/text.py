@@ -2,8 +2,6 @@
 thinking of all model families is marked with `<think>`. All functions accept untrusted text and run
 in linear time. The lists of words distinguish running text from code, formulas and units."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@ returns text and token counts, but no token ids or log-probabilities, so its com
 used for training. `EndpointCompletions` samples groups of completions. `EndpointTurns` samples
 conversations turn by turn, as an engine does."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

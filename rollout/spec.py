@@ -1,7 +1,5 @@
 """Describes an engine, the environment of its process, and its errors. Imports nothing slow."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self

@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple, TypeGuard, cast
 
 from keel.rewards.sandbox.sandbox import Limits, Sandbox, SandboxOutcome, open_sandbox
@@ -116,11 +117,6 @@ class _CodeTask:
         return replace(limits, **self.limits)
 
 
-def _code_block(text: str) -> str | None:
-    blocks = code_blocks(text)
-    return blocks[-1] if blocks else None
-
-
 def code_blocks(text: str) -> list[str]:
     """Return all fenced code blocks, or an empty list if the last one is cut off."""
     blocks: list[str] = []
@@ -143,94 +139,74 @@ def code_blocks(text: str) -> list[str]:
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
 
 
-_KEYS = (
-    *("kind", "language", "tests", "subtasks", "reference", "partial", "time_limit_s"),
-    *("memory_mib", "tolerance", "environment", "columns"),
-)
-_OF_ANY = ("sample", "subtask")
+_Kinds = Mapping[str, type | tuple[type, ...]]
+_NUMBER = (int, float, NoneType)
+_TASK: _Kinds = {
+    **{"kind": str, "language": str, "tests": list, "subtasks": (dict, NoneType), "partial": bool},
+    **{"time_limit_s": _NUMBER, "memory_mib": (int, NoneType), "tolerance": _NUMBER},
+    **{"reference": (str, NoneType), "environment": object, "columns": object},
+}
+_OUTPUT_TEST: _Kinds = {"stdin": str, "stdout": str, "sample": bool, "subtask": str}
+_CALL_TEST: _Kinds = {
+    **{"call": str, "args": list, "kwargs": dict, "returns": object},
+    **{"sample": bool, "subtask": str},
+}
 
 
 def read_task(spec: Mapping[str, Any]) -> _CodeTask:
     """Parse a reward spec into a task. Raises ValueError with the name of the invalid key or
     test."""
-    _check_keys(spec, _KEYS, "code reward")
-    name, tests = spec.get("language", "python"), spec.get("tests")
-    if not isinstance(name, str) or name not in _LANGUAGES:
+    fields = _checked(spec, _TASK, "code reward")
+    name, tests = fields.get("language", "python"), fields.get("tests")
+    if name not in _LANGUAGES:
         raise ValueError(f"code reward: language {name!r}; use one of {', '.join(_LANGUAGES)}")
-    language = _LANGUAGES[name]
-    if not isinstance(tests, list) or not tests:
+    if not tests:
         raise ValueError("code reward: tests must be a list of at least one test")
     allow_long_integers()  # in tests and in return values
     cases = tuple(
-        _read_test(test, f"code reward: tests[{index}]", language)
-        for index, test in enumerate(cast(list[Any], tests))
+        _read_test(test, f"code reward: tests[{index}]", _LANGUAGES[name])
+        for index, test in enumerate(tests)
     )
-    subtasks = _subtasks(spec, cases)
-    partial, reference = spec.get("partial", False), spec.get("reference")
-    if not isinstance(partial, bool):
-        raise ValueError(f"code reward: partial = {partial!r} must be true or false")
-    if reference is not None and not isinstance(reference, str):
-        raise ValueError("code reward: reference must be the source of a program")
+    subtasks = _subtasks(fields.get("subtasks") or {}, cases)
+    partial, tolerance = fields.get("partial", False), fields.get("tolerance")
     if partial and subtasks:
         raise ValueError("code reward: `partial` and `subtasks` exclude each other; remove one")
-    limits: dict[str, Any] = {}
-    for key, knob, kind in (("time_limit_s", "time_s", float), ("memory_mib", "memory_mib", int)):
-        if spec.get(key) is not None:
-            limits[knob] = _positive(spec[key], key, kind)
-    try:
-        Limits(**limits)
-    except ValueError as error:
-        raise ValueError(f"code reward: {error}") from error
-    tolerance = spec.get("tolerance")
-    if tolerance is not None and _positive(tolerance, "tolerance", float) >= 1:
+    if tolerance is not None and tolerance >= 1:
         raise ValueError(f"code reward: tolerance = {tolerance!r} must be below 1")
+    knobs = {"time_s": fields.get("time_limit_s"), "memory_mib": fields.get("memory_mib")}
+    limits = {knob: value for knob, value in knobs.items() if value is not None}
+    Limits(**limits)
     return _CodeTask(
-        language=language,
+        language=_LANGUAGES[name],
         tests=cases,
         partial=partial,
         subtasks=subtasks,
-        reference=reference,
+        reference=fields.get("reference"),
         tolerance=tolerance,
         limits=limits,
     )
 
 
 def _read_test(test: Any, where: str, language: _Language) -> _CodeTest:
-    if not isinstance(test, dict):
-        raise ValueError(f"{where} must be an object")
-    fields = cast(dict[str, Any], test)
-    common = {key: fields[key] for key in _OF_ANY if key in fields}
-    if type(common.get("sample", False)) is not bool or type(common.get("subtask", "")) is not str:
-        raise ValueError(f"{where}: sample must be true or false, and subtask a name")
-    if "call" not in fields:
-        _check_keys(fields, ("stdin", "stdout", *_OF_ANY), where)
-        stdin, stdout = fields.get("stdin", ""), fields.get("stdout")
-        if not isinstance(stdin, str) or not isinstance(stdout, str):
-            raise ValueError(f"{where}: stdin and stdout must be texts, or set `call`")
-        return _CodeTest(stdin=stdin.encode(), stdout=stdout, **common)
-    _check_keys(fields, ("call", "args", "kwargs", "returns", *_OF_ANY), where)
-    call: Any = fields["call"]
-    args: Any = fields.get("args", [])
-    kwargs: Any = fields.get("kwargs", {})
-    if not isinstance(call, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", call):
+    if not isinstance(test, dict) or "call" not in test:
+        fields = _checked(test, _OUTPUT_TEST, where)
+        if "stdout" not in fields:
+            raise ValueError(f"{where}: needs stdout, the expected output, or set `call`")
+        return _CodeTest(**{**fields, "stdin": fields.get("stdin", "").encode()})
+    fields = _checked(cast(Any, test), _CALL_TEST, where)
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", fields["call"]):
+        call = fields["call"]
         raise ValueError(f"{where}: call = {call!r} must be a function, or a class and its method")
-    if not isinstance(args, list) or not isinstance(kwargs, dict) or "returns" not in fields:
-        raise ValueError(f"{where}: needs args (a list), kwargs (an object) and returns")
+    if "returns" not in fields:
+        raise ValueError(f"{where}: needs returns, the expected value")
     if not language.calls:
         raise ValueError(f"{where}: only Python functions can be called; use stdin and stdout")
-    values: dict[str, Any] = {"args": args, "kwargs": kwargs, "returns": fields["returns"]}
-    return _CodeTest(call=call, **values, **common)
+    return _CodeTest(**fields)
 
 
-def _subtasks(spec: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str, float]:
+def _subtasks(points: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str, float]:
+    _checked(points, dict.fromkeys(points, (int, float)), "code reward: subtasks")
     named = {test.subtask for test in tests} - {""}
-    entries: Any = spec.get("subtasks")
-    if entries is not None and (not isinstance(entries, dict) or not entries):
-        raise ValueError("code reward: subtasks must be an object from names to points")
-    points: dict[str, float] = {
-        str(name): _positive(value, f"subtasks[{name}]", float)
-        for name, value in cast(dict[Any, Any], entries or {}).items()
-    }
     for name in (*sorted(named - points.keys()), *(points.keys() - named)):
         problem = "is missing in `subtasks`" if name in named else "has no test"
         raise ValueError(f"code reward: subtask {name!r} {problem}")
@@ -240,19 +216,26 @@ def _subtasks(spec: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str, 
     return {name: value / sum(points.values()) for name, value in points.items()}
 
 
-def _check_keys(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for key in fields:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
+def _checked(fields: Any, kinds: _Kinds, where: str) -> dict[str, Any]:
+    """Check that an object has only the keys in `kinds`, with values of these types, and that
+    numbers are positive."""
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{where} must be an object")
+    values = dict(cast(Mapping[str, Any], fields))
+    for key, value in values.items():
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(kinds)}"
             raise ValueError(f"{where}: unknown key {key!r}; {hint}")
-
-
-def _positive(value: Any, key: str, kind: type) -> Any:
-    fits = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not fits or not 0 < value < math.inf:
-        raise ValueError(f"code reward: {key} = {value!r} must be a positive {kind.__name__}")
-    return value
+        kind = kinds[key]
+        fits = kind is object or isinstance(value, kind)
+        if kind not in (bool, object) and isinstance(value, (bool, int, float)):
+            fits = fits and not isinstance(value, bool) and 0 < value < math.inf
+        if not fits:
+            names = [one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,))]
+            hint = f"must be {' or '.join(names)}, and numbers positive"
+            raise ValueError(f"{where}: {key} = {value!r} {hint}")
+    return values
 
 
 _REL_TOLERANCE = 1e-9
@@ -323,12 +306,6 @@ def same_text(expected: str, output: str, tolerance: float | None = None) -> boo
     return len(left) == len(right) and all(
         a == b or _close_words(a, b, tolerance) for a, b in zip(left, right, strict=True)
     )
-
-
-def _min_output(expected: str, tolerance: float | None = None) -> int:
-    if tolerance is None:
-        return len("\n".join(_lines(expected)).encode(errors="replace"))
-    return max(0, 2 * len(expected.split()) - 1)  # a number may be written in fewer digits
 
 
 def _lines(text: str) -> list[str]:
@@ -461,12 +438,12 @@ def verify_code(
     settings = settings or CodeSettings()
     task = read_task(spec)
     sandbox = open_sandbox(settings.isolation)
-    code = _code_block(outside_think(answer_text))
-    if code is None:
+    blocks = code_blocks(outside_think(answer_text))
+    if not blocks:
         return _verdict(task, [], "no closed code block at the end of the answer")
-    if len(code) > _MAX_CHARACTERS:
+    if len(blocks[-1]) > _MAX_CHARACTERS:
         return _verdict(task, [], f"the program is longer than {_MAX_CHARACTERS} characters")
-    return _Attempt(task, code, sandbox, settings).verdict()
+    return _Attempt(task, blocks[-1], sandbox, settings).verdict()
 
 
 def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
@@ -474,7 +451,11 @@ def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str)
     limit = settings.limits.output_kib
     task = read_task(spec)
     for index, test in enumerate(task.tests):
-        needed = _min_output(test.stdout, task.tolerance) / 1024
+        # With a tolerance, a number may be written in fewer digits.
+        shortest = len("\n".join(_lines(test.stdout)).encode(errors="replace"))
+        if task.tolerance is not None:
+            shortest = max(0, 2 * len(test.stdout.split()) - 1)
+        needed = shortest / 1024
         if needed > limit:
             raise ValueError(
                 f"{name}: tests[{index}] expects {needed:.0f} KiB of output, above the limit of "

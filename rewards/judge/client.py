@@ -1,8 +1,6 @@
 """Sends requests to the judge's endpoint and caches the replies. The number, duration and size of
 requests are limited."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json
@@ -73,8 +71,7 @@ class _ReplyCache:
             )
         except (OSError, sqlite3.Error) as error:
             raise ValueError(
-                f"rewards.judge.cache_dir = {folder!r} cannot be used ({error}); name a writable "
-                f"folder, or delete {_CACHE_FILE} in it"
+                f"rewards.judge.cache_dir = {folder!r} cannot be used: {error}; name another folder"
             ) from error
 
     def get(self, key: str) -> str | None:
@@ -126,19 +123,13 @@ class JudgeEndpoint:
         if the endpoint, its key or a file cannot be used.
         """
         if not (settings.base_url or servers) or not settings.model:
-            raise ValueError(
-                "rewards.judge.base_url is empty, but a rubric needs a judge; set it to an "
-                "OpenAI-compatible endpoint and rewards.judge.model to its model"
-            )
+            raise ValueError("a rubric needs a judge; set rewards.judge.base_url and model")
         self._settings = settings
         self._backoff_s = backoff_s
         variable = settings.api_key_env
         key = os.environ.get(variable, "").strip()
         if variable and not key:
-            raise ValueError(
-                f"rewards.judge.api_key_env = {variable!r}: this environment variable is not set; "
-                "export the judge's key in it"
-            )
+            raise ValueError(f"rewards.judge.api_key_env: export the judge's key in {variable}")
         self._backends = [_Backend(server.key, server) for server in servers]
         if not servers:
             self._backends = [_Backend(key, url=settings.base_url)]
@@ -152,10 +143,7 @@ class JudgeEndpoint:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 self._chats = file.open("ab", buffering=0)
             except OSError as error:
-                raise ValueError(
-                    f"rewards.judge.chats = {settings.chats!r} cannot be written ({error}); name "
-                    "another file"
-                ) from error
+                raise ValueError(f"rewards.judge.chats cannot be written: {error}") from error
         self._in_flight: dict[str, asyncio.Task[str]] = {}
         self._stopped = ""
         self.counts = Counts()
@@ -309,9 +297,8 @@ class JudgeEndpoint:
             raise JudgeStopped(self._stopped)
         if 0 < settings.max_calls <= self.counts.calls:
             raise self.stop(
-                f"the judge has been called {self.counts.calls} times, the limit of "
-                f"rewards.judge.max_calls = {settings.max_calls}; raise it and rerun to resume "
-                "from the last checkpoint"
+                f"the judge has been called rewards.judge.max_calls = {settings.max_calls} times; "
+                "raise it and rerun to resume from the last checkpoint"
             )
         self.counts.calls += 1
         schema = {"name": "judgement", "strict": True, "schema": dict(question.schema)}

@@ -8,8 +8,6 @@ A line may contain `messages` instead of `prompt`, and a complete spec as `rewar
 `reference`, `thinking` and `id` are optional.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -69,17 +67,18 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
 
 
 def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> _Answer:
-    record: Any = json.loads(line)
-    if not isinstance(record, dict):
+    fields: Any = json.loads(line)
+    if not isinstance(fields, dict):
         raise ValueError("must be an object")
-    fields = cast(dict[str, Any], record)
+    fields = cast(dict[str, Any], fields)
     for key in fields:  # other columns are ignored, but not a misspelt name
         if key not in _KEYS and (near := difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)):
             raise ValueError(f"unknown key {key!r}; did you mean {near[0]}?")
     spec: Any = fields.get("reward")
     if spec is None:
-        has_criteria = "criteria" in fields
-        spec = {"kind": "rubric", "criteria": fields["criteria"]} if has_criteria else common
+        spec = common
+        if "criteria" in fields:
+            spec = {"kind": "rubric", "criteria": fields["criteria"]}
         if not spec:
             raise ValueError("no `criteria`; add them to the line, or use --rubric")
         if "reference" in fields:
@@ -88,19 +87,18 @@ def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> _Answer
         raise ValueError("`reward` must be a reward spec")
     reward = cast(Mapping[str, Any], spec)
     judged_spec(reward)
-    for key in ("answer", "prompt", "thinking"):
-        optional = key == "thinking" or (key == "prompt" and fields.get("messages") is not None)
-        if not isinstance(fields.get(key, "" if optional else None), str):
-            raise ValueError(f"`{key}` must be text" if key in fields else f"no `{key}`")
+    answer, thinking = fields.get("answer"), fields.get("thinking", "")
+    if not isinstance(answer, str) or not isinstance(thinking, str):
+        raise ValueError("`answer` must be text, and so must `thinking`, if there is any")
     messages: Any = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
     turns = cast(list[dict[str, Any]], messages)
     if not isinstance(messages, list) or not all(
         isinstance(cast(Any, turn), dict) and isinstance(turn.get("content"), str) for turn in turns
     ):
-        raise ValueError("`messages` must be a list of messages with `role` and `content`")
+        raise ValueError("needs `prompt`, a text, or `messages` with `role` and `content`")
     label = str(fields.get("id", number))
     prompt = Prompt(prompt_id=label, domain="judge", messages=tuple(turns), reward=reward)
-    return _Answer(prompt, fields["answer"], fields.get("thinking", ""))
+    return _Answer(prompt, answer, thinking)
 
 
 def _read_text(path: Path) -> str:
@@ -110,10 +108,6 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _show_nothing(what: str, *, total: int = 0) -> AbstractContextManager[Any]:
-    return nullcontext(SimpleNamespace(done=0.0))
-
-
 def judge_answers(
     answers: Sequence[_Answer],
     settings: JudgeConfig,
@@ -121,7 +115,9 @@ def judge_answers(
     console: Console,
     *,
     servers: Sequence[ServedJudge] = (),
-    show: Callable[..., AbstractContextManager[Any]] = _show_nothing,
+    show: Callable[..., AbstractContextManager[Any]] = lambda *_, **__: nullcontext(
+        SimpleNamespace()
+    ),
 ) -> int:
     """Judge all answers, write the results to `out` as JSON lines, and print a summary table.
 

@@ -9,8 +9,6 @@ The system message starts with the text that is the same for all answers in a gr
 requests can share a prefix cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -84,8 +84,7 @@ class JudgeService:
             settings = self._settings
             where = f"base_url = {settings.base_url!r}" if settings.base_url else "serve = True"
             raise ValueError(
-                f"rewards.judge.{where}: the judge {settings.model!r} gives no judgement: {error}. "
-                "Start it, or correct base_url, model, api_key_env, server or max_reply_tokens"
+                f"rewards.judge.{where}: the judge {settings.model!r} gives no judgement: {error}"
             ) from error
 
     def counts(self) -> Counts:

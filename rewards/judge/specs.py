@@ -20,8 +20,6 @@ whose score s is known:
     R = R_format · (1 − |s' − s|) · R_meta
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

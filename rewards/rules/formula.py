@@ -6,8 +6,6 @@ derived from the names of the symbols. Formulas are never expanded and all numbe
 evaluating `(x+y+z)^{500}` takes only a single power.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

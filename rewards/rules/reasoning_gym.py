@@ -9,8 +9,6 @@ extra text such as a second answer, a "not" or a list of candidates. For these t
 full marks only if it contains no other text.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

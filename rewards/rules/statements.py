@@ -10,8 +10,6 @@ letters, functions and numbers in a uniform way, and removes layout. Its result 
 answer.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable

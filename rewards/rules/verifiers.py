@@ -1,7 +1,5 @@
 """Builds verifiers from reward specs. A verifier scores how correct a completion is."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

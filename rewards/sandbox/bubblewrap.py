@@ -6,8 +6,6 @@ sockets, the memory of other processes, and key rings shared between users. Call
 interfaces with a history of vulnerabilities are refused too.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -10,8 +10,6 @@ The first process in a sandbox is a shell that reaps the processes that the prog
 When the shell exits, all other processes in the sandbox are killed. The outer process exits last.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -177,7 +175,14 @@ class EnvironmentSandbox:
             fd = bubblewrap.memory_file(stack, filter)
             words += ["--remount-ro", "/", "--seccomp", str(fd), "--"]
             words += ["/bin/sh", "-c", mount_proc + '"$@"; exit $?', "sh"]
-            words += [*bubblewrap.unprivileged(root), *self._limit_command(root, forking)]
+            words += bubblewrap.unprivileged(root)
+            words += [tool("prlimit"), "--core=0", f"--nofile={_OPEN_FILES}"]
+            if self.memory_mib is not None:
+                words.append(f"--as={self.memory_mib << 20}")
+            # The first process of a user namespace counts too. Forked children count here and have
+            # the same limit, so the forking parent's (with a colon: the soft one only) can be
+            # raised.
+            words += [f"--nproc={self.processes + (not root)}{':' * forking}", "--"]
             words += [program.executable, *command[1:]]
             env = {
                 "HOME": TMP,
@@ -228,15 +233,6 @@ class EnvironmentSandbox:
                 mounted.add(path)
         return words + last
 
-    def _limit_command(self, root: bool, forking: bool) -> list[str]:
-        words = [tool("prlimit"), "--core=0", f"--nofile={_OPEN_FILES}"]
-        if self.memory_mib is not None:
-            words.append(f"--as={self.memory_mib << 20}")
-        # The first process of a user namespace counts too. Forked children count here and have the
-        # same limit, so the forking parent's (with a colon: the soft one only) can be raised.
-        limit = f"{self.processes + (not root)}{':' * forking}"
-        return [*words, f"--nproc={limit}", "--"]
-
 
 def environment_wrap(
     isolation: str, *, knob: str = "agents.isolation", **settings: Any
@@ -252,18 +248,15 @@ def environment_wrap(
         raise IsolationError(f"{knob} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     if isolation != "bubblewrap":
         return None
-    problem = ""
-    for mounts in (True, False):
-        sandbox = EnvironmentSandbox(**settings, mounts=mounts)
+    sandbox = EnvironmentSandbox(**settings)
+    problem = _probe_problem(sandbox)
+    if problem.startswith("bwrap"):  # it may not mount /proc in this container
+        sandbox = EnvironmentSandbox(**settings, mounts=False)
         problem = _probe_problem(sandbox)
-        if not problem:
-            return sandbox
-        if not problem.startswith("bwrap"):
-            break
-    if not knob:
-        raise IsolationError(f"{isolation} does not work here: {problem}. {_INSTALL}")
-    cure = _CURE.format(knob=knob)
-    raise IsolationError(f"{knob} = {isolation!r} does not work here: {problem}. {cure}")
+    if not problem:
+        return sandbox
+    cure = _CURE.format(knob=knob) if knob else _INSTALL
+    raise IsolationError(f"{knob or isolation!r} does not work here: {problem}. {cure}")
 
 
 def _through_link(path: Path, mounted: Set[Path]) -> bool:

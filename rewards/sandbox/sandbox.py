@@ -10,8 +10,6 @@ sandbox, so there is nothing to clean up. The sandbox ends when this process end
 runs as root, the program runs under an unused user ID. Otherwise, it runs in a user namespace.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

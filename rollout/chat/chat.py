@@ -169,9 +169,8 @@ class TemplateChat:
         `render`)."""
         if tools and not self.format.calls:
             raise ValueError(
-                f"{self.renderer.name} writes calls in an unknown format, so tools such as "
-                f"{tools[0].name} cannot be called. Use a model with the format of {_KNOWN}, or "
-                "set model.chat_template to such a template"
+                f"{self.renderer.name} writes calls in an unknown format. Use a model with the "
+                f"format of {_KNOWN}, or set model.chat_template to such a template"
             )
         specs = [tool.as_json() for tool in tools]
         return self.renderer.render(retained(messages), specs, thinking=thinking, speak=speak)
@@ -285,10 +284,9 @@ class TemplateChat:
         ends = [(at, end) for end in known if (at := rest.find(end)) >= 0]
         if not match or not ends:
             raise ValueError(
-                f"{self.renderer.name} cannot be extended: it does not end an assistant message "
-                f"with any of {', '.join(self.ends)}. Set model.chat_template to a template that "
-                "ends it with the tokenizer's eos_token, or model.tokenizer to a tokenizer whose "
-                "eos_token is the template's end of a turn"
+                f"{self.renderer.name} cannot be extended: it ends an assistant message with none "
+                f"of {', '.join(self.ends)}. Set model.chat_template or model.tokenizer to one in "
+                "which the eos_token ends a turn"
             )
         at, end = min(ends)
         return rest[at + len(end) :], end

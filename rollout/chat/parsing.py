@@ -3,8 +3,6 @@
 token. Parsing never raises an error, whatever the policy writes. A malformed call becomes
 `Broken`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ template's control tokens is then encoded with a copy of the tokenizer that has 
 Text that does not look like a control token is encoded as usual.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -52,8 +50,7 @@ class Encoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ValueError(
-                f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json, which "
-                "conversations need. Set model.tokenizer to a tokenizer that has one"
+                "conversations need a tokenizer.json. Set model.tokenizer to a tokenizer with one"
             )
         written = backend.to_str()
         self._whole = Tokenizer.from_str(written)
@@ -219,8 +216,7 @@ class Renderer:
         self.name = name_of(tokenizer)
         if not self._code and not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template. Set model.tokenizer to an instruction-tuned "
-                "model of the same family"
+                "the tokenizer has no chat template. Set model.tokenizer to one that has one"
             )
         template = str(tokenizer.chat_template or "")
         self._omits_tools = "<｜tool▁calls▁begin｜>" in template and "tools" not in template
@@ -256,8 +252,8 @@ class Renderer:
                 raise
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(
-                f"{self.name} refuses messages of the roles {roles}: {error}. Use a model whose "
-                "template takes them, or set model.chat_template"
+                f"{self.name} refuses messages of the roles {roles}: {error}. Set "
+                "model.chat_template to one that takes them"
             ) from error
 
     def _shield_message(self, message: Message) -> dict[str, Any]:
@@ -317,7 +313,7 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
         checked = late or message["role"] == "developer"
         if checked and str(message["content"]).strip() not in text:
             raise ValueError(
-                f"the model's chat template does not show message {number}, of the role "
+                f"the chat template does not show message {number}, of the role "
                 f"{message['role']}, at this place; put it first"
             )
 
@@ -367,10 +363,7 @@ def _deepseek_code() -> Any:
     place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"
     spec = importlib.util.spec_from_file_location("deepseek_v32_encoding", place)
     if not place.is_file() or spec is None or spec.loader is None:
-        raise ValueError(
-            "DeepSeek-V3.2's format needs vllm/tokenizers/deepseek_v32_encoding.py. Install the "
-            "extra `cpu` or `gpu`"
-        )
+        raise ValueError("DeepSeek-V3.2's format needs vLLM; install the extra `cpu` or `gpu`")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -4,8 +4,6 @@ inserts between turns. During training, each token therefore follows exactly the
 precede it during sampling. A conversation is split into several contexts where a rollout would be
 split: at a user message that ends thinking (`keel.agents.conversation`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

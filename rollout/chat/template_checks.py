@@ -1,7 +1,5 @@
 """Checks, before a run starts, that conversations can be extended with a model's chat template."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

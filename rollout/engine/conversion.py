@@ -1,8 +1,6 @@
 """Converts prompts to token ids for the engine, and sampled completions to trajectories. A job of
 an engine is a group of completions, or one turn of a conversation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Fixes for bugs in the CPU build of vLLM 0.32."""
 
-from __future__ import annotations
-
 import inspect
 from functools import wraps
 from typing import Any

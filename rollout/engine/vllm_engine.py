@@ -8,8 +8,6 @@ copies it for later requests. It also reuses the block hashes of a conversation'
 the token ids are unchanged.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -195,9 +193,8 @@ class VllmEngine:
         tokens, limit = len(job.context), self.spec.max_model_len
         if tokens + sampling.max_tokens > limit:
             raise ValueError(
-                f"{job.label}: its {tokens} tokens and {sampling.max_tokens} new ones exceed the "
-                f"engine's context of {limit}. Lower rollout.sampling.max_tokens or "
-                "data.max_prompt_tokens"
+                f"{job.label}: {tokens} tokens and {sampling.max_tokens} new ones exceed the "
+                f"context of {limit}. Lower rollout.sampling.max_tokens or data.max_prompt_tokens"
             )
         self._jobs[number] = job
         recording_args = self._recorder.sampling_args(sampling, options)
@@ -387,10 +384,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
     }
     if current_platform.is_cpu():
         if config.tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.tensor_parallel = {config.tensor_parallel}: on a CPU an engine is one "
-                "process, so it must be 1"
-            )
+            raise ValueError("rollout.tensor_parallel must be 1 on a CPU")
         args |= {
             "enforce_eager": True,  # compiling takes longer than small models run
             "block_size": _CPU_BLOCK,

@@ -3,8 +3,6 @@ module runs on the pool's thread and never blocks, except while the engines star
 time. Each slot waits for a future until a deadline. When the future resolves or the deadline
 passes, the pool calls `advance`. `StallDetector` finds engines that answer but make no progress."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,11 +208,6 @@ class EngineSupervisor:
         except EngineError as error:
             return error
         if slot.stage == "loading":
-            if result < slot.version:
-                raise RuntimeError(
-                    f"rollout engine {slot.index} reports weights {result} after an update to "
-                    f"{slot.version}"
-                )
             slot.version = result
         stages: dict[Stage, Stage] = {"starting": self._started, "going to sleep": "asleep"}
         slot.stage, slot.pending = stages.get(slot.stage, "ready"), None

@@ -8,8 +8,6 @@ A group goes to the least loaded engine and is never split across engines. A con
 to the engine that has its prefix in the KV cache.
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Runs the pool's engines as Ray actors. Importing this module does not import vLLM."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future

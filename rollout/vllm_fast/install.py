@@ -14,8 +14,6 @@ one token, and the graph is replayed.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
 # pyright: reportCallIssue=false, reportIndexIssue=false
 # Triton's kernels are not written in the types of Python.
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -17,8 +17,6 @@ are the same.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # Triton's kernels are not written in the types of Python.
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -18,8 +18,6 @@ therefore at most twice the minimum.
 `_FastPath` is mixed into vLLM's scheduler, which still makes all decisions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
