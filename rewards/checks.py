@@ -21,7 +21,7 @@ _REFERENCES_S = 20.0
 FAILED = "failed on a sample completion"
 """The message about a failed function starts with this text."""
 _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")
-"""Errors that indicate a bug in the function itself, so they occur for every completion."""
+"""Errors that indicate a bug in the function itself."""
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
@@ -47,15 +47,10 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 def try_functions(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, timeout_s: float
 ) -> dict[str, str]:
-    """Call each of the user's reward functions on made-up completions of the first prompt.
-
-    A worker calls each function twice: the first call may load a model, and the second must finish
-    within `timeout_s`. A function that scores a whole group gets two completions.
-
-    Returns a message for each function. A failure is only reported in the message, because the
-    function may not support made-up completions. Raises ValueError for errors that would occur for
-    every completion, such as a NameError.
-    """
+    """Call each of the user's reward functions on made-up completions of the first prompt, in a
+    worker: once to load models, and again within `timeout_s`. Returns a message for each function.
+    Failures are only reported there, because the function may not support made-up completions.
+    Raises ValueError for errors that would occur for every completion, such as a NameError."""
     names = [name for name in weights if is_function(name)]
     if not names or not prompts:
         return {}
@@ -107,10 +102,8 @@ def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
     """Check that the prompts of a source fit its reward weights, and run reference solutions.
-
-    Returns a summary of the runs, or "" if the source has no programming tasks. Raises ValueError
-    with the name of the first invalid prompt, or if this machine cannot isolate programs.
-    """
+    Returns a summary of the runs, or "" without programming tasks. Raises ValueError naming the
+    first invalid prompt, or if this machine cannot isolate programs."""
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
     for kind, first in kinds.items():
         try:

@@ -132,8 +132,7 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
 
 @functools.cache
 def _unpickled(path: Path) -> Any:
-    """Load a pickled function. Each process loads it only once, so that its globals persist between
-    calls."""
+    """Load a pickled function once per process, so that its globals persist between calls."""
     return pickle.loads(path.read_bytes())  # written by `passing` in our own process
 
 
@@ -163,7 +162,7 @@ _FOREIGN = frozenset(
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward component is a user's function. Only functions have a dot in their
+    """Return whether a reward component is a user's function: only these have a dot in their
     names."""
     return "." in part
 
@@ -180,8 +179,8 @@ def load_function(name: str) -> Callable[[Any, Any], Any]:
             raise TypeError("the parameters are others")
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"reward {name!r} must take (prompt, trajectory), or (prompt, trajectories) for a whole "
-            f"group: {error}"
+            f"reward {name!r} must take (prompt, trajectory), or (prompt, trajectories) for a "
+            f"whole group: {error}"
         ) from error
     return function
 
@@ -220,16 +219,14 @@ def _location(function: Callable[..., Any]) -> str:
 
 
 def sees_group(name: str) -> bool:
-    """Return whether a function scores a whole group at once. Raises ValueError if the function
-    cannot be loaded."""
+    """Return whether a function scores a whole group at once."""
     return _parameters(load_function(name))[1:2] == ["trajectories"]
 
 
 # --- Calling ---
 
 _ROUNDING = 1e-6
-"""Tolerance for rounding errors in rewards below 0 or above 1. For example, 0.1 * 3 / 0.3 is above
-1."""
+"""Tolerance for rewards below 0 or above 1, such as 0.1 * 3 / 0.3."""
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
@@ -245,8 +242,7 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 class BadReward(ValueError):
-    """Raised if a function returns something that is not a reward. `at` is the location of the
-    function."""
+    """Raised if a function returns no reward. `at` is the location of the function."""
 
     def __init__(self, message: str, at: str) -> None:
         super().__init__(message)
@@ -306,14 +302,13 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """Return the event loop runner of this process. It is never closed, so that async clients in
-    globals keep working."""
+    """The event loop of this process. Never closed, so that async clients in globals keep
+    working."""
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
 
 _LOOP_LOCK = threading.Lock()
-"""Allows only one thread at a time to use the event loop, because several scorers without workers
-share it."""
+"""Several scorers without workers share the loop."""
 
 
 def _awaited(value: Awaitable[Any]) -> Any:

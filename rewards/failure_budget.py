@@ -33,8 +33,7 @@ class FailureRate:
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, failed: bool) -> str:
-        """Record one completion. Returns a summary if the failure rate is too high, and ""
-        otherwise."""
+        """Record a completion. Returns a summary if the failure rate is too high, else ""."""
         self._failed.append(failed)
         failures, total = sum(self._failed), len(self._failed)
         if not failed or failures <= self._max_fraction * max(total, _MIN_WINDOW):
@@ -46,8 +45,6 @@ class FailureBudget:
     """Counts and reports the reward errors of a run. It is thread-safe."""
 
     def __init__(self, max_fraction: float, report: Callable[[str], None]) -> None:
-        """Set the fraction of completions on which a function may fail. `report` is called with
-        each line of a report."""
         self._max_fraction = max_fraction
         self.report = report
         self._rates: dict[str, FailureRate] = {}
@@ -57,12 +54,9 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record the error and its location for each completion of a prompt. The error is "" if
-        there was none.
-
-        Raises RewardStopped if `counted` is set and the function has failed too often. Verifiers
-        are not counted, because they usually fail on completions that cannot be parsed.
-        """
+        """Record the error and its location for each completion of a prompt, or "" for none. Raises
+        RewardStopped if `counted` is set and the function has failed too often. Verifiers are not
+        counted, because they usually fail on completions that cannot be parsed."""
         lines: list[str] = []
         stop = ""
         with self._lock:
@@ -95,8 +89,7 @@ def to_standard_error(text: str) -> None:
 
 
 def error_location(error: BaseException) -> str:
-    """Return the innermost frame of user code in a traceback, such as `my_rewards.py:12 in
-    brief`."""
+    """Return the innermost frame of user code, such as `my_rewards.py:12 in brief`."""
     frames = traceback.extract_tb(error.__traceback__)
     return _innermost([(f.filename, f.lineno or 0, f.name) for f in reversed(frames)])
 
@@ -106,8 +99,6 @@ def dump_location(dump: str) -> str:
 
 
 def _innermost(frames: list[tuple[str, int, str]]) -> str:
-    """Format the first frame outside Keel's rewards and the libraries. If there is none, format the
-    first frame."""
     libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
     own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
     return format_location(*own[0]) if own else ""

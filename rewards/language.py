@@ -35,8 +35,7 @@ _SCRIPT_LETTERS = {
     name: regex.compile(rf"(?=[\p{{L}}\p{{M}}]){signs}") for name, signs in _SCRIPTS.items()
 }
 _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
-"""The number of alphabetic letters for which one character in these scripts counts. This makes word
-lengths comparable."""
+"""The number of alphabetic letters for which one character in these scripts counts."""
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
 """Maps a script to the scripts that are used together with it."""
 
@@ -47,8 +46,7 @@ _CODE_WEIGHT = 0.25
 """Weight of letters in code comments and strings, which are often in English."""
 _MAX_DETECTED = 400
 _MIN_LIKELIHOOD = 0.1
-"""A sentence counts as foreign if the total probability of the prompt's language and its relatives
-is below this."""
+"""Minimum total probability of the prompt's language and its relatives."""
 _KIN = (
     {"no", "nb", "nn", "da"},
     {"hr", "bs", "sr", "sl"},
@@ -61,13 +59,12 @@ _KIN = (
 )
 """Groups of related languages, which cannot be distinguished by a short sentence."""
 _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "vo", "wa"})
-"""Languages that are never detected, because short sentences in other languages are mistaken for
-them."""
+"""Never detected, because short sentences in other languages are mistaken for them."""
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Build a verifier that measures how much of a trajectory is in the language of
-    `spec["prompt"]`, over all turns. `spec["of"]` selects "answer", "thinking", or "both" for their
+    `spec["prompt"]`, over all turns. `spec["of"]` is "answer", "thinking", or "both" for their
     mean."""
     prompt, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the deadline of the first completion starts
@@ -105,8 +102,7 @@ def language_share(prompt: str, text: str) -> float:
 
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
-    """Return the scripts and the language in which to answer. Both are empty if the prompt is too
-    short."""
+    """Return the scripts and the language to answer in, or nothing if the prompt is too short."""
     words = words_of(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())
@@ -182,11 +178,8 @@ def words_of(text: str) -> str:
 
 
 def _prose_and_code(text: str) -> tuple[str, str]:
-    """Split a text into the words outside code blocks and the running text inside them.
-
-    A formula must end in the paragraph in which it starts. A code block may also end at the end of
-    the text.
-    """
+    """Split a text into the words outside code blocks and the running text inside them. A formula
+    must end in its paragraph. A code block may also end at the end of the text."""
     prose: list[str] = []
     code: list[str] = []
     aside: list[str] = []  # consecutive formulas and code spans without words in between
@@ -228,8 +221,7 @@ def _prose_and_code(text: str) -> tuple[str, str]:
 
 
 def _without_identifiers(text: str) -> str:
-    """Remove identifiers, links and tags. Sequences of them that form running text, such as `DAS
-    IST ES`, are kept."""
+    """Remove identifiers, links and tags, unless they form running text such as `DAS IST ES`."""
 
     def words_in(row: re.Match[str]) -> str:
         words: list[str] = []

@@ -53,8 +53,8 @@ class _Draft:
 
 _Drafts = Sequence[_Draft]
 _Source = tuple[Sequence[Future[Any]], Callable[[_Drafts], None]]
-"""A source of reward components: its futures, and a function that adds their results to the drafts
-once all futures are done. The function raises ValueError if the input is invalid."""
+"""Futures, and a function that adds their results to the drafts once all are done. It raises
+ValueError if the input is invalid."""
 
 
 class Scorer:
@@ -75,14 +75,10 @@ class Scorer:
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
-        """Check the weights and start the worker processes.
-
-        `weights` maps each domain to its reward components and their weights. `lengths` maps each
-        domain to its length rule. `environments` contains the domains whose environments define
-        their own components. `workers`, `timeout_s`, `code` and `log` are passed to `WorkerPool`.
-        The caller must close `judge`. `say` is called with each line of an error report. Raises
-        ValueError if a component is unknown.
-        """
+        """Check the weights and start the workers. `weights` maps each domain to its reward
+        components and their weights, and `lengths` to its length rule. `environments` contains the
+        domains whose environments define their own components. The caller must close `judge`. `say`
+        is called with each line of an error report. Raises ValueError if a component is unknown."""
         compose.check_weights(weights, environments)
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
@@ -98,14 +94,11 @@ class Scorer:
         self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
-        """Start scoring all trajectories of a group.
-
-        If a verifier fails on a completion, its component is 0 and the component `error` is 1. A
-        completion that the judge could not score is dropped. In training, a truncated completion is
-        dropped as well if the length rule requires it. The future raises ValueError if the domain
-        has no weights or the reward spec is malformed. It raises JudgeStopped or RewardStopped if
-        too many completions could not be scored.
-        """
+        """Start scoring all trajectories of a group.  If a verifier fails on a completion, its
+        component is 0 and the component `error` is 1. Completions that the judge could not score
+        are dropped and, in training, truncated ones if the length rule says so. The future raises
+        ValueError if the domain has no weights or the reward spec is malformed, and JudgeStopped or
+        RewardStopped if too many completions could not be scored."""
         try:
             sources = self._sources(group)
         except ValueError as error:
@@ -295,8 +288,7 @@ def _add_verdicts(drafts: _Drafts, *, graded: bool) -> None:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a draft has every weighted component. After a crash, set each component to its
-    worst value instead."""
+    """Check that a draft has every weighted component, or set the worst values after a crash."""
     if draft.trajectory.finish_reason == "crash":
         parts = {name: float(weight < 0) for name, weight in weights.items()}
         draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""
@@ -322,8 +314,8 @@ def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any],
 
 
 def _text(trajectory: Trajectory, *, sampled: bool = False) -> str:
-    """Serialize a trajectory for a worker. If `sampled` is set, leave out messages that the agent
-    program wrote itself."""
+    """Serialize a trajectory. If `sampled` is set, leave out what the agent program wrote
+    itself."""
     messages = trajectory.messages
     if sampled:
         ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]

@@ -34,8 +34,7 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def outside_think(text: str) -> str:
-    """Return the text after the last `</think>` and before any later `<think>`, stripped of white
-    space."""
+    """Return the text after the last `</think>` and before any later `<think>`, stripped."""
     return text.rpartition(THINK.close)[2].partition(THINK.open)[0].strip()
 
 
@@ -45,8 +44,7 @@ def blank(text: str) -> bool:
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message exactly as it was sampled, with thinking in `<think>`
-    tags."""
+    """Return the policy's last message as it was sampled, with thinking in `<think>` tags."""
     message = _last_turn(messages)
     if isinstance(message.get("raw"), str):
         return message["raw"]
@@ -85,8 +83,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[str]:
-    r"""Return the contents of all outermost `\boxed{…}` or, if there are none, of all `<answer>`
-    tags."""
+    r"""Return the contents of all outermost `\boxed{…}` or, if there are none, of all
+    `<answer>`."""
     boxes: list[str] = []
     starts: list[int] = []  # of the open braces' contents
     box_depth = -1  # of the outermost open box
@@ -114,8 +112,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def answer_in(text: str) -> str:
-    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or the whole text if nothing is
-    marked."""
+    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or else the whole text."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 
@@ -183,8 +180,7 @@ ada adalah akan atau bahwa dalam dan dari dengan di ini itu juga ke kita maka ol
 tidak untuk yang
 """
 KEYWORDS = frozenset(_KEYWORDS.split())
-"""Keywords of programming languages. Many of them are also English words, so they do not indicate
-running text."""
+"""Keywords of programming languages, which do not indicate running text."""
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
 """Function words in English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish,
 Turkish and Indonesian."""

@@ -42,17 +42,14 @@ LATER = "later: "
 """Prefix of the reason for a dropped completion, if the same request may succeed later."""
 _FORBIDDEN = 403
 _SHARED_STATUS = frozenset({401, 402, 404})
-"""HTTP status codes for a problem with the API key, the balance or the address. Such a problem
-affects all requests."""
+"""HTTP statuses for a wrong API key, balance or address, which affects all requests."""
 _BUSY_STATUS = frozenset({408, 409, 429, *range(500, 600)})
-"""HTTP status codes of temporary failures. A retry may succeed."""
+"""HTTP statuses of temporary failures."""
 MAX_FAILURES = 64
-"""Number of consecutive requests that may be forbidden or disconnected before the endpoint is
-considered unusable."""
+"""Number of consecutive forbidden or disconnected requests that make an endpoint unusable."""
 _UNKNOWN_ID = -1
 _CHARACTERS_PER_TOKEN = 4
-"""Estimated characters per token. Used for openings and tool results, because the endpoint does not
-count their tokens."""
+"""Estimate for openings and tool results, whose tokens the endpoint does not count."""
 _MAX_TURN_S = 86_400.0
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
 _THINKING = _REASONING_FIELDS[0]
@@ -66,19 +63,17 @@ class _Reply:
     reasoning_field: str
     """Message key under which the endpoint returned the reasoning."""
     calls: tuple[tuple[str, str], ...]
-    """Name and arguments of each tool call, exactly as the endpoint returned them."""
+    """Name and arguments of each tool call, as the endpoint returned them."""
     tokens: int
     cut: bool
     seconds: float
 
 
 class EndpointCompletions:
-    """Samples completions from an endpoint. Use it as a context manager, which runs the requests on
-    a separate thread."""
+    """Samples completions on a separate thread. Use it as a context manager."""
 
     def __init__(self, config: EndpointConfig) -> None:
-        """Prepare to sample from the endpoint, with the API key in the environment. Raises
-        ValueError if the key's variable is not set."""
+        """Raises ValueError if the variable of the API key is not set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
@@ -86,8 +81,8 @@ class EndpointCompletions:
             )
         self._config, self._key = config, key
         self._failures = MAX_FAILURES
-        """Number of consecutive failures. It starts at the maximum, so that a failure before the
-        first reply marks the endpoint as unusable."""
+        """Starts at the maximum, so that a failure before the first reply makes the endpoint
+        unusable."""
 
     def __enter__(self) -> Self:
         from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  slow, for few commands
@@ -123,9 +118,8 @@ class EndpointCompletions:
             self._thread.join(_CLOSE_S)
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """Sample a group of completions and return a future for it. The group lists each failed
-        completion with the reason. The future fails with RuntimeError if the endpoint is unusable
-        for all requests."""
+        """Sample a group. It lists each failed completion with the reason. The future fails with
+        RuntimeError if the endpoint is unusable for all requests."""
 
         async def group() -> Group:
             options: dict[str, Any] = {"max_tokens": sampling.max_tokens}
@@ -157,10 +151,9 @@ class EndpointCompletions:
         thinking: bool,
         within_s: float = inf,
     ) -> _Reply | str:
-        """Request a chat completion. Returns the reply, or an error message if it failed. The time
-        limit starts when the request gets one of the `endpoint.max_concurrent` slots. Raises
-        RuntimeError if the endpoint is unusable for all requests, and TimeoutError after `within_s`
-        seconds."""
+        """Request a chat completion. Returns the reply, or an error message. The time limit starts
+        when the request gets one of the `endpoint.max_concurrent` slots. Raises RuntimeError if the
+        endpoint is unusable for all requests, and TimeoutError after `within_s` seconds."""
         import openai  # noqa: PLC0415  as above
 
         config = self._config
@@ -210,8 +203,7 @@ class EndpointCompletions:
             return self._printable(f"the endpoint's reply is invalid: {error}")
 
     def _fails_again(self) -> bool:
-        """Count a failure. Returns True once so many requests in a row have failed that the
-        endpoint itself must be the cause."""
+        """Return True if so many requests in a row failed that the endpoint must be the cause."""
         self._failures += 1
         return self._failures > MAX_FAILURES
 
@@ -276,9 +268,9 @@ class _Part:
 
 
 class EndpointTurns:
-    """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it. The endpoint's
-    token ids are unknown, so placeholder ids represent each part of a conversation. The first id is
-    the number of the part, and the others pad it to its number of tokens."""
+    """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it. The token ids are
+    unknown, so placeholders represent each part of a conversation: the number of the part, padded
+    to its number of tokens."""
 
     stop_ids: tuple[int, ...] = ()
 
@@ -319,8 +311,8 @@ class EndpointTurns:
         return reply
 
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Sample a turn and return a future for it. The future fails with _TurnLost if the endpoint
-        returns no turn, and with RuntimeError if the endpoint is unusable."""
+        """Sample a turn. The future fails with _TurnLost if the endpoint returns none, and with
+        RuntimeError if the endpoint is unusable."""
         return self._completions.schedule(self._turn(request, self._sampling[purpose]))
 
     def forget(self, prompt: Prompt) -> Future[None]:
@@ -366,8 +358,8 @@ class EndpointTurns:
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
 
     def _with_thinking(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages, keeping only the thinking after the last user message, as chat
-        templates do. Some endpoints reject tool results if this thinking is missing."""
+        """Keep only the thinking after the last user message, as chat templates do. Some endpoints
+        reject tool results without it."""
         users = [n for n, message in enumerate(messages) if message["role"] in USER_ROLES]
         last = users[-1] if users else -1
         shown: list[Message] = []

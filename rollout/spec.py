@@ -33,8 +33,7 @@ class EngineSpec:
     keep_selection: bool = False
     """Whether to record the selections of sparse attention. Ignored if the model has none."""
     conversations: int = 0
-    """Number of open conversations per engine. The KV cache also has room for conversations that
-    are waiting for a tool."""
+    """Number of open conversations per engine, for whose prefixes the KV cache has room."""
     chat_template: str = ""
     """Chat template that replaces the tokenizer's own. If empty, nothing is replaced."""
     thinking_marks: tuple[str, ...] = ()
@@ -43,13 +42,13 @@ class EngineSpec:
     batch_invariant: bool = False
     residual_dtype: Literal["model", "float32"] = "model"
     cache_bytes: int = 0
-    """Size of the KV cache in bytes. If 0, vLLM measures the free memory, which must not change
-    during the measurement."""
+    """Size of the KV cache. If 0, vLLM measures the free memory, which must not change
+    meanwhile."""
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:
-        """Build the spec for the engines of a run. `model` is the folder or hub name of the
-        weights."""
+        """Build the spec for the engines of a run, with the weights in the folder or hub name
+        `model`."""
         return cls(
             model_path=model,
             tokenizer=from_anywhere(config.model.tokenizer or model),
@@ -115,8 +114,8 @@ class EngineError(RuntimeError):
 
 
 class LostTurn(OSError):
-    """Raised when the recording of a turn is unusable. The conversation is then dropped. This is an
-    OSError, like the other errors that drop an episode (`keel.agents.episode`)."""
+    """Raised when the recording of a turn is unusable. Like other OSErrors, it drops an episode
+    (`keel.agents.episode`)."""
 
 
 class RecordingError(RuntimeError):
@@ -126,8 +125,7 @@ class RecordingError(RuntimeError):
 def environment(
     config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False
 ) -> dict[str, str]:
-    """Return the environment variables that must be set in an engine's process before it imports
-    torch."""
+    """Return the variables that an engine's process must have before it imports torch."""
     common = {
         # vLLM in the worker's process: the recorder and weight updates need its objects.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -153,13 +151,10 @@ def environment(
 
 
 def captured_sizes(seqs: int, most: int) -> list[int]:
-    """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows.
-
-    These are vLLM's sizes up to twice the batch, and eight more up to four times the batch. No size
-    exceeds `most`. The larger sizes are for conversations, in which turns of some 30 tokens start
-    next to a full decoding batch. Without a graph, such a step kept the host busy for 23 ms (1.2 B
-    parameters, H200).
-    """
+    """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows:
+    vLLM's up to twice the batch, and eight more up to four times the batch. The latter are for
+    conversations, in which turns of some 30 tokens start next to a full decoding batch. Without a
+    graph, such a step kept the host busy for 23 ms (1.2 B parameters, H200)."""
     largest = min(2 * seqs, _MAX_CAPTURED)
     fine = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_CAPTURED + 1, 16)]
     wider = [largest * quarters // 4 for quarters in (5, 6, 7, 8, 10, 12, 14, 16)]

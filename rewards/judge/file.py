@@ -40,8 +40,8 @@ class _Answer:
 
 
 def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
-    """Read the answers from a JSONL file. Lines without criteria use the rubric in the file
-    `rubric`. Raises ValueError, with the file and the line number, if a line cannot be judged."""
+    """Read the answers from a JSONL file. Lines without criteria use the file `rubric`. Raises
+    ValueError with the file and the line number."""
     common: Mapping[str, Any] | None = None
     if rubric is not None:
         try:
@@ -120,12 +120,9 @@ def judge_answers(
     ),
 ) -> int:
     """Judge all answers, write the results to `out` as JSON lines, and print a summary table.
-
-    `show(what, total=…)` opens a progress display, whose attribute `done` is set to the number of
-    finished answers. Returns the number of answers that could not be judged. Raises ValueError if
-    the judge cannot be used. Raises JudgeStopped if the judge stops early; `out` then contains the
-    results so far.
-    """
+    `show(what, total=…)` opens a progress display with an attribute `done`. Returns the number of
+    answers that could not be judged. Raises ValueError if the judge cannot be used, and
+    JudgeStopped if it stops early; `out` then has the results so far."""
     with JudgeService(settings, servers=servers) as judge:
         with show("starting the judge" if servers else "connecting to the judge"):
             judge.check_reachable()

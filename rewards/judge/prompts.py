@@ -20,8 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from jsonschema import Draft202012Validator
 
 _TEMPLATE_VERSION = 1
-"""Version of the templates, which is part of the cache key. Increase it whenever you change a
-template."""
+"""Part of the cache key. Increase it whenever you change a template."""
 
 T = TypeVar("T")
 
@@ -72,16 +71,15 @@ class Question(Generic[T]):
     """Parses the text of the reply. Raises BadReply if it does not match the schema."""
 
     def messages(self, fence: str) -> list[dict[str, str]]:
-        """Return a system message and a user message. Every chat template supports these two
-        roles."""
+        """Return a system and a user message, the two roles that every chat template supports."""
         return [
             {"role": "system", "content": f"{self.instructions}\n\n{_GUARD.format(fence=fence)}"},
             {"role": "user", "content": fenced(as_json(dict(self.material)), fence)},
         ]
 
     def key(self, *settings: Any) -> str:
-        """Return the cache key. It is a hash of everything that affects the reply, except for the
-        random fence."""
+        """Return the cache key, a hash of everything that affects the reply except the random
+        fence."""
         content = [_TEMPLATE_VERSION, self.messages("fence"), self.schema, settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -172,8 +170,7 @@ class Verification(NamedTuple):
 
 
 class MetaCheck(NamedTuple):
-    """A check of whether the flaws claimed in an evaluation are real, with a score of 0, 0.5 or
-    1."""
+    """A check of whether the flaws claimed in an evaluation are real."""
 
     analysis: str
     score: float
@@ -185,9 +182,8 @@ def rubric_question(
     reference: str,
     material: Mapping[str, str],
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """Build a question about which criteria (ID: text) an answer meets. The reply is parsed into a
-    score and a reason for each ID. If `material` contains thinking, the criteria apply to the
-    thinking."""
+    """Build a question about which criteria (ID: text) an answer meets. The reply is a score and a
+    reason for each ID. If `material` has thinking, the criteria apply to it."""
     instructions = _RUBRIC.format(
         task=_task(task),
         reference=_reference(reference),
@@ -207,8 +203,7 @@ def rubric_question(
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
-    """Build a question that asks the judge to find the flaws in a proof and to score the proof
-    (DeepSeekMath-V2, section 2.1)."""
+    """Ask for the flaws of a proof and a score (DeepSeekMath-V2, section 2.1)."""
     flaws = {"type": "array", "items": _TEXT}
     schema = _object({"evaluation": _TEXT, "flaws": flaws, "score": _choice(SCORES)})
 
@@ -226,8 +221,7 @@ def verify_question(
 def meta_question(
     task: Sequence[Mapping[str, Any]], solution: str, evaluation: str
 ) -> Question[MetaCheck]:
-    """Build a question about whether the flaws claimed in an evaluation are real (DeepSeekMath-V2,
-    section 2.1)."""
+    """Ask whether the flaws claimed in an evaluation are real (DeepSeekMath-V2, section 2.1)."""
     schema = _object({"analysis": _TEXT, "score": _choice(SCORES)})
 
     def read(content: str) -> MetaCheck:
@@ -264,14 +258,12 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """Encode a value as one line of JSON that contains only visible characters and no chat-template
-    tokens."""
+    """Encode a value as one line of JSON, with only visible characters and no control tokens."""
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
 def inert(text: str) -> str:
-    """Escape text in the same way as `as_json`, but keep its line breaks. This is useful for the
-    result of a tool, for example."""
+    """Escape text like `as_json`, but keep its line breaks."""
     return _ESCAPED.sub(_escape, text)
 
 

@@ -47,8 +47,7 @@ class Failed:
 
 class Unjudged(Exception):
     """Raised if a call to the judge gave no usable result. `after_s` is the time that the endpoint
-    asks to wait before the next attempt. `thinking` is the number of characters of thinking in the
-    request."""
+    asks to wait, and `thinking` the number of characters of thinking in the request."""
 
     def __init__(
         self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0, thinking: int = 0
@@ -59,26 +58,22 @@ class Unjudged(Exception):
 
 
 class JudgeStopped(RuntimeError):
-    """Raised if the call limit is reached, too many calls have failed, or a judge server could not
-    be started."""
+    """Raised if the call limit is reached, too many calls failed, or a server did not start."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts the work of the judge since it started. Each integer is reported as a metric
-    `judge/NAME`."""
+    """Counts the work of the judge. Each integer is reported as a metric `judge/NAME`."""
 
     completions: int = 0
     """Number of answers judged, including cached ones and those that needed no call."""
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
     """Number of answers that could not be judged, by kind of failure."""
     skipped: int = 0
-    """Number of answers that scored 0 without a judgement, because they were blank, too long or
-    malformed."""
+    """Number of answers that scored 0 without a judgement: blank, too long or malformed."""
     calls: int = 0
     cache_hits: int = 0
-    """Number of questions answered from the cache or by an identical request that was in
-    progress."""
+    """Number of questions answered from the cache or by an identical request in progress."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
     retried: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
@@ -114,6 +109,6 @@ class ServedJudge(Protocol):
         ...
 
     def url(self) -> str:
-        """Return the URL of the server. If necessary, this starts or restarts the server and blocks
-        until it is ready. Raises RuntimeError if the server does not start."""
+        """Return the URL of the server. This starts or restarts it if necessary, and blocks until
+        it is ready. Raises RuntimeError if it does not start."""
         ...

@@ -21,9 +21,8 @@ from keel.rl.types import Prompt, Trajectory
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1
-"""A fraction of `max_characters`. If a request exceeds the judge's context and the completion is
-longer than this, the completion scores 0. If it is shorter, the task itself is too long, and the
-completion counts as not judged."""
+"""Fraction of `max_characters` above which a completion that exceeds the judge's context scores 0.
+A shorter one counts as not judged, because its task is too long."""
 
 
 class JudgeService:
@@ -32,8 +31,6 @@ class JudgeService:
     def __init__(
         self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
-        """Connect to the judge's endpoint (`keel.rewards.judge.client.JudgeEndpoint`) and start the
-        thread. Raises ValueError naming the invalid setting."""
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
@@ -54,20 +51,18 @@ class JudgeService:
     def submit_text(
         self, prompt: Prompt, answer: str, *, thinking: str = ""
     ) -> Future[Judged | Failed]:
-        """Start judging an answer by the spec in `prompt.reward`.
-
-        `thinking` is used only for criteria that apply to the thinking. Any thinking inside
-        `answer` is removed. The future raises ValueError if the spec is malformed, and JudgeStopped
-        if the call limit is reached or too many completions could not be judged.
-        """
+        """Start judging an answer by the spec in `prompt.reward`. `thinking` is only for criteria
+        that apply to it. Thinking inside `answer` is removed. The future raises ValueError if the
+        spec is malformed, and JudgeStopped if the call limit is reached or too many completions
+        could not be judged."""
         if self._closed:
             raise RuntimeError("the judge is closed")
         judgement = self._judgement(prompt, answer, thinking)
         return asyncio.run_coroutine_threadsafe(judgement, self._loop)
 
     def check_reachable(self) -> None:
-        """Send a small test request to each server of the judge. Raises ValueError if a request
-        fails, and JudgeStopped if one of this run's own servers does not start."""
+        """Send a test request to each server. Raises ValueError if one fails, and JudgeStopped if
+        one of this run's own servers does not start."""
         task = [{"role": "user", "content": "Name a colour."}]
         criteria, material = {"c1": "The answer names a colour."}, {"answer": "Blue."}
         question = rubric_question(task, criteria, "", material)
@@ -147,8 +142,7 @@ class JudgeService:
         return self._count(result)
 
     async def _samples(self, judge_sample: Callable[[int], Awaitable[Any]]) -> list[Any]:
-        """Sample several judgements of an answer. Raises Unjudged unless more than half of them
-        succeed."""
+        """Sample several judgements. Raises Unjudged unless more than half of them succeed."""
         count = self._settings.samples
         results = await asyncio.gather(*map(judge_sample, range(count)), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]

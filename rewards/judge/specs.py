@@ -103,8 +103,8 @@ _Verdicts = Mapping[str, tuple[float, str]]
 
 
 class Rubric(Spec):
-    """Criteria for an answer. The answer can meet each of them fully (1), partly (0.5) or not at
-    all (0)."""
+    """Criteria for an answer, which can meet each of them fully (1), partly (0.5) or not at all
+    (0)."""
 
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
     reference: str | None = None
@@ -126,9 +126,8 @@ class Rubric(Spec):
     async def sample(
         self, ask: _Ask, task: _Task, answer: Mapping[str, str], thinking: str, number: int
     ) -> _Verdicts:
-        """Ask one question with the criteria for the answer and one with those for the thinking, if
-        there are any. The order of the criteria is rotated from sample to sample, because it
-        influences the judge."""
+        """Ask one question with the criteria for the answer and one with those for the thinking.
+        Their order influences the judge, so it is rotated from sample to sample."""
         ids = {f"c{place}": criterion for place, criterion in enumerate(self.criteria, 1)}
         questions: list[Question[_Verdicts]] = []
         for about_thinking in (False, True):
@@ -147,8 +146,8 @@ class Rubric(Spec):
         return {ids[k].name: verdict for one in verdicts for k, verdict in one.items()}
 
     def judged(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
-        """Average the scores of each criterion over the samples, and return their weighted sum.
-        `disagreement` is the weighted mean of max − min over the samples."""
+        """Return the weighted sum of the criteria's mean scores. `disagreement` is the weighted
+        mean of max − min over the samples."""
         total = sum(c.weight for c in self.criteria)
         value = spread = 0.0
         verdicts: list[CriterionVerdict] = []
@@ -246,8 +245,7 @@ class ProofSample(NamedTuple):
 
     verification: Verification
     verifier_check: MetaCheck | None
-    """The meta-check of the verifier's evaluation, or None if the verifier found no flaw or its
-    evaluation is not checked."""
+    """The meta-check of the verifier's evaluation, or None if it is not checked."""
     self_check: MetaCheck
     """The meta-check of the policy's self-evaluation."""
 
@@ -267,8 +265,7 @@ class ProofSpec(Spec):
     """α, the weight of the proof itself. The remaining weight is for an honest self-evaluation."""
     check_verifier: bool = True
     """If True, only flaws that a meta-check confirms reduce the reward. If False, R_Y is the
-    verifier's score, as in the paper. Use this for a verifier that was trained against a
-    meta-verifier."""
+    verifier's score, as in the paper, for a verifier that was trained against a meta-verifier."""
 
     def read(self, answer: str) -> Proof | str:
         return read_proof(answer)
@@ -328,18 +325,14 @@ def read_evaluation(answer: str) -> Evaluation | str:
 
 
 class VerificationSpec(Spec):
-    """The reward spec for evaluating a proof with a known score.
-
-    `{"kind": "verification", "problem": "…", "proof": "…", "score": 0.5}`.
-    """
+    """The reward spec for evaluating a proof with a known score."""
 
     problem: str = Field(pattern=r"\S")
     proof: str = Field(pattern=r"\S")
     score: float = Field(ge=0, le=1)
     """s, the known score of the proof."""
     meta: bool = True
-    """If True, multiply by R_meta. If False, the reward depends only on how close the two scores
-    are, which trains a first verifier."""
+    """If True, multiply by R_meta. False trains a first verifier."""
 
     def read(self, answer: str) -> Evaluation | str:
         return read_evaluation(answer)

@@ -36,8 +36,7 @@ vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline
 r"""Commands such as `\vec` whose argument becomes part of a symbol's name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPENS_FUNCTION = frozenset("fghEFGP")
-"""Letters that denote a function if a bracket follows. Other letters are factors, as in
-`x(x+1)`."""
+"""Letters that denote a function if a bracket follows. Others are factors, as in `x(x+1)`."""
 
 Value = Any
 """A number from mpmath."""
@@ -56,7 +55,7 @@ class LostTerm(Exception):
 @dataclass(frozen=True)
 class Formula:
     """A parsed formula. `work` contains its operations on constants, such as `binom`, `!` or `sin`,
-    because computing them may be the actual task."""
+    because computing them may be the task."""
 
     node: Node
     text: str = ""
@@ -93,8 +92,8 @@ def close(left: Value, right: Value) -> bool:
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
-    """Return whether two formulas have the same values at all sample points. If `ratio` is set, the
-    values may differ by a constant factor."""
+    """Return whether two formulas have the same values, up to a constant factor if `ratio` is
+    set."""
     symbols = bool(one.names or other.names)
     for digits in (_DIGITS, _MOST_DIGITS):
         with _context.workdps(digits):
@@ -320,16 +319,14 @@ class _Reader:
                 return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
     def worked(self, name: str, symbols: int, node: Node) -> Node:
-        """Record an operation whose operands contain no symbols, and return its node. Other
-        operations are not recorded."""
+        """Record an operation on constants, and return its node."""
         if self.symbols == symbols:
             self.work.add(name)
         return node
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """Return the value of a symbol at a sample point. It is derived from the symbol's name, and
-    positive at points 0 and 3."""
+    """Return the value of a symbol, drawn from its name, and positive at points 0 and 3."""
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

@@ -133,13 +133,12 @@ class Several(NamedTuple):
 
 
 _Cut = tuple[float, bool, Formula]
-"""One end of an interval: its position, whether the cut lies just after this position, and its
-formula."""
+"""One end of an interval: its position, whether the cut lies just after it, and its formula."""
 
 
 class _Region(NamedTuple):
-    """A set of real numbers. It extends from the first cut to the second, from the third to the
-    fourth, and so on."""
+    """A set of real numbers, from the first cut to the second, the third to the fourth, and so
+    on."""
 
     cuts: tuple[_Cut, ...]
 
@@ -158,8 +157,7 @@ class _Relation(NamedTuple):
 
 
 Answer = Number | Formula | Several | _Region | _Relation | str
-"""A parsed answer. If the grammar does not cover an answer, it remains a string and is compared as
-text."""
+"""A parsed answer, or a string if the grammar does not cover it."""
 
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}"
@@ -195,8 +193,8 @@ def _number(match: re.Match[str]) -> Number | str:
 
 
 def _ungrouped(text: str) -> list[Answer]:
-    """Parse a text such as `100,200`, which `parse` reads as one number, as a list. Returns [] if
-    there is no such comma."""
+    """Parse `100,200`, which `parse` reads as one number, as a list. Returns [] without such a
+    comma."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
     return [] if spaced == text else [parse(spaced)]
 
@@ -234,8 +232,7 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """Split a text at all given marks outside brackets. Returns the parts and the marks between
-    them."""
+    """Split a text at all given marks outside brackets. Returns the parts and the marks."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -405,9 +402,8 @@ def _outside(region: _Region) -> _Region:
 
 
 def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[_Region]) -> _Region | None:
-    """Combine several regions into one. Given a bool for each region, `rule` decides whether a
-    number is in the result. Returns None if an end contains a symbol, or if there are too many
-    ends."""
+    """Combine several regions. Given a bool for each region, `rule` decides whether a number is in
+    the result. Returns None if an end contains a symbol, or if there are too many ends."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
@@ -557,8 +553,8 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
-    """Return whether an answer equals the number `gold` and is itself written as a number.
-    Scientific notation is accepted only if `gold` is a decimal or in scientific notation."""
+    """Return whether an answer equals `gold` and is itself written as a number. Scientific notation
+    is accepted only if `gold` is a decimal or in scientific notation."""
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()
@@ -638,8 +634,8 @@ def _same_several(gold: Several, given: Answer) -> bool:
 
 
 def _same_item(one: Answer, other: Answer) -> bool:
-    """Return whether two list items are equal. If both have units, as in 3 red and 4 blue, the
-    units must be equal too."""
+    """Return whether two list items are equal, with their units if both have one (3 red, 4
+    blue)."""
     if isinstance(one, Number) and isinstance(other, Number) and one.unit and other.unit:
         return one.unit == other.unit and _same(one, other)
     return _same(one, other)
@@ -650,8 +646,7 @@ def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
 
 
 def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool) -> bool:
-    """Return whether two lists have the same items in any order. If `once` is set, repeated items
-    are ignored, as in a set."""
+    """Return whether two lists have the same items, ignoring repeated ones if `once` is set."""
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
@@ -663,8 +658,7 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
 
 
 def _same_names(gold: Several, given: Several) -> bool:
-    """Return whether variables have the same values. If one side has no names, the values must be
-    in the same order."""
+    """Return whether variables have the same values. Without names, the order counts."""
     sides = gold.items, given.items
     named = [{item.name: item.value for item in side if _names(item)} for side in sides]
     if [*map(len, named)] == [*map(len, sides)]:
@@ -705,8 +699,8 @@ def _as_formula(answer: Answer) -> Formula | None:
 
 
 def _region(answer: Answer, *, point: bool = False) -> _Region | None:
-    """Convert an interval in brackets to a region. If `point` is set, a number or a set of numbers
-    is accepted as well. Returns None for all other answers."""
+    """Convert an interval in brackets to a region, and if `point` is set a number or a set of
+    numbers. Returns None for other answers."""
     if isinstance(answer, _Region):
         return answer
     if point and (end := _as_formula(answer)):

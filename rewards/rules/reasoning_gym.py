@@ -23,12 +23,8 @@ from keel.rewards.text import FUNCTION_WORDS, KEYWORDS, WRAPPED, answer_in, norm
 
 _MAX_CHARACTERS = 32_768
 _MOST_PARTIAL = 0.9
-"""Maximum partial credit for an answer.
-
-Some verifiers return the fraction of letters in the right place. If words follow the right answer,
-they return 1 − 1e-16 or even more than 1. With this maximum, such answers score a tenth less than
-an exact answer, so they do not count as correct.
-"""
+"""Maximum partial credit. Some verifiers return the fraction of letters in the right place, which
+is 1 − 1e-16 or even more than 1 if words follow the right answer."""
 _EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose verifier evaluates the answer as a Python literal."""
 
@@ -71,8 +67,7 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Patterns that the whole `_bare` answer must match, for tasks whose verifiers ignore extra
-text."""
+"""Patterns for the whole `_bare` answer, for tasks whose verifiers ignore extra text."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
 """Tasks whose verifiers ignore items that are not numbers, such as `*7` in `*7 8 9*`."""
 
@@ -136,8 +131,7 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """Return the `score_answer` method of a task. Creating some tasks loads a dictionary, so the
-    method is cached."""
+    """Return the `score_answer` of a task. Cached, because some tasks load a dictionary."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -152,12 +146,9 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
 
 
 def _may_be_verified(task: str, answer: str, right: str) -> bool:
-    """Return whether it is safe to pass an answer to the verifier of a task.
-
-    An answer that equals the right answer is always safe. Parts of the right answer may not be: an
-    integral that sympy could not solve contains `Integral`, and a policy could repeat the question
-    in that form.
-    """
+    """Return whether it is safe to pass an answer to the verifier of a task. The right answer
+    always is. Parts of it may not be: an integral that sympy could not solve contains `Integral`,
+    and a policy could repeat the question in that form."""
     if right and normalise(answer) == normalise(right):
         return True
     if task in _EVALUATED_TASKS:

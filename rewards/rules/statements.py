@@ -54,8 +54,8 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 
 def plain(text: str) -> str:
-    """Normalize the notation of an answer. LaTeX commands become single characters, upright letters
-    become ordinary ones, and numbers are written in digits."""
+    """Normalize the notation of an answer: single characters for LaTeX commands, ordinary letters
+    for upright ones, and digits for numbers."""
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
     text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
@@ -260,8 +260,8 @@ _OPERATOR = re.compile(
 
 
 def boxes(text: str, marked: str) -> list[str]:
-    """Return the last marked answer and all earlier ones that are not corrected by later words.
-    Returns an empty list if the words around the last one deny it."""
+    """Return the last marked answer and all earlier ones that later words do not correct, or [] if
+    the words around the last one deny it."""
     start = text.rfind(BOXED)
     if start < 0:
         return [marked]
@@ -287,8 +287,8 @@ def _claim(text: str) -> tuple[str, bool]:
 
 
 def statements(text: str, *, exclaims: bool) -> list[str]:
-    """Return the possible answers in a text without marks, or an empty list if the text expresses
-    doubt. Set `exclaims` if a final "!" may be a factorial."""
+    """Return the possible answers in a text without marks, or [] if the text expresses doubt. Set
+    `exclaims` if a final "!" may be a factorial."""
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     text = _SIGNED_WORD.sub("-", text)
@@ -323,8 +323,7 @@ def words_of(right: str) -> str:
 
 
 def asserts(text: str, words: str) -> bool:
-    """Return whether the sentence that contains the answer ends with `words` and expresses no
-    doubt."""
+    """Return whether the sentence with the answer ends with `words` and expresses no doubt."""
     sentence, doubt = _claim(text.rstrip("! "))
     sentence = undressed(re.sub(r"\$|\\[()\[\]]", "", sentence))
     spelling = spelled(sentence)

@@ -164,8 +164,8 @@ def _texts(choices: Any) -> dict[str, str]:
 
 
 def _standing_alone(text: str) -> str:
-    """Build a pattern that matches a text only if it is not part of a longer word or number. For
-    example, the choice 5 is not found in 2.5, -5, 5 %, 5!, <5 or a fraction."""
+    """Build a pattern that matches a text only if it is not part of a longer word or number. The
+    choice 5 is not found in 2.5, -5, 5 %, 5!, <5 or a fraction."""
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
     before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"
@@ -187,11 +187,9 @@ def _one_line(text: str) -> str:
 
 
 Verifier = Callable[[str], float | Mapping[str, float]]
-"""Scores the final text of a completion, without thinking, from 0 to 1.
-
-It may return several reward components instead, one of which is `correct`. On hostile text, it may
-raise, hang or crash. `keel.rewards.workers.pool` therefore runs it in a separate process.
-"""
+"""Scores the final text of a completion, without thinking, from 0 to 1, or returns several
+components including `correct`. On hostile text it may raise, hang or crash, so
+`keel.rewards.workers.pool` runs it in a separate process."""
 
 _MATCH_TIMEOUT_S = 0.5
 
@@ -199,8 +197,8 @@ _MATCH_TIMEOUT_S = 0.5
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier for a reward spec, or for a reward component of a whole trajectory.
-    `ready` is passed to `mathematical`. Raises ValueError if the spec is malformed."""
+    """Build the verifier for a reward spec, or for a reward component of a whole trajectory. Raises
+    ValueError if the spec is malformed."""
     kind = spec.get("kind")
     if kind == "function":
         return function(spec)
@@ -221,12 +219,8 @@ def verifier_for(
 
 
 KINDS = ("reasoning_gym", "answer", "code")
-"""The kinds of reward specs that have a verifier. `keel.rewards.judge.specs` lists those that need
-a judge.
-
-The kinds `function` and `language` are not listed. They score the output of
-`TextTrajectory.dumps()`. Prompts cannot use them, because data must not be able to name code.
-"""
+"""The kinds of reward specs that have a verifier. `function` and `language` are not listed, because
+data must not be able to name code. They score the output of `TextTrajectory.dumps()`."""
 
 
 def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
@@ -268,8 +262,7 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Build a verifier that matches a regular expression against the whole answer. A timeout counts
-    as wrong."""
+    """Match a regular expression against the whole answer. A timeout counts as wrong."""
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
 

@@ -30,17 +30,12 @@ DEVICES = ("null", "full", "random", "urandom")
 
 
 class IsolationError(ValueError):
-    """Raised if this machine cannot isolate programs. The message names the setting and a
-    solution."""
+    """Raised if this machine cannot isolate programs."""
 
 
 def namespaces(root: bool, *, network: bool = False) -> list[str]:
-    """Return the arguments that run a program in new namespaces without capabilities.
-
-    If `root` is set, bubblewrap itself runs as root. It then keeps the capabilities that it needs
-    to switch to another user (see `unprivileged`). If `network` is set, the program can use the
-    machine's network.
-    """
+    """Return the arguments that run a program in new namespaces without capabilities. As `root`,
+    bubblewrap keeps those that it needs to switch to another user (see `unprivileged`)."""
     words = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     if not network:
@@ -54,8 +49,7 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
 
 
 def system(folders: Sequence[str] = ()) -> list[str]:
-    """Return the arguments that mount the given folders in /usr read-only, or all of /usr if none
-    are given."""
+    """Return the arguments that mount the given folders in /usr, or all of /usr, read-only."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]
@@ -71,8 +65,7 @@ def system(folders: Sequence[str] = ()) -> list[str]:
 
 
 def make_folders(folders: Iterable[str]) -> list[str]:
-    """Return the arguments that create mount points explicitly. Implicit ones would be accessible
-    only to root."""
+    """Return the arguments that create mount points. Implicit ones are accessible only to root."""
     words: list[str] = []
     created: set[str] = set()
     for folder in folders:
@@ -178,7 +171,7 @@ os._exit(0)
 
 def probe(*, network: str, processes: int, strict: bool) -> str:
     """Return Python code that tries to break out of the sandbox, and prints `isolated` if it fails.
-    Set `strict` for sandboxes of programs, which have no /proc and no sockets."""
+    `strict` is for sandboxes of programs, which have no /proc and no sockets."""
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"
 
 
@@ -186,9 +179,8 @@ _Numbers = Mapping[str, tuple[int, ...]]
 
 
 def _table(text: str) -> _Numbers:
-    """Parse entries `name number number;` with the numbers of a call on x86_64 and aarch64. -1
-    means that the call does not exist there. The numbers are from the kernel's syscall_64.tbl and
-    asm-generic/unistd.h."""
+    """Parse entries `name number number;` with the numbers of a call on x86_64 and aarch64 (-1:
+    none), from the kernel's syscall_64.tbl and asm-generic/unistd.h."""
     rows = (row.split() for row in text.split(";"))
     return {name: tuple(map(int, numbers)) for name, *numbers in rows}
 
@@ -215,14 +207,12 @@ ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setpa
 sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
 setsockopt 54 208
 """)
-"""Calls that are refused if memory and CPU time are measured from outside. For example, a socket
-pair holds about 200 KiB that are not counted, and more with larger buffers or with sockets in
-transit."""
+"""Calls that are refused if memory and CPU time are measured from outside. A socket pair holds
+about 200 KiB that are not counted, and more with larger buffers or sockets in transit."""
 _PRETENDED = _table("""
 futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
 """)
-"""Calls that report success without doing anything, because they would change the timestamps of
-devices."""
+"""Calls that succeed without doing anything, because they would change timestamps of devices."""
 _MMAP = (9, 222)
 _PRLIMIT64 = (302, 261)
 _RT_SIGACTION = (13, 134)
@@ -252,13 +242,10 @@ def seccomp_filter(
     permitted: Sequence[str] = (),
     counted: bool = False,
 ) -> bytes:
-    """Return a classic BPF program for `bwrap --seccomp`.
-
-    `sockets` lists the allowed socket families. `permitted` lists calls to allow although they are
-    normally refused. If `counted` is set, the filter also refuses calls that hide memory or CPU
-    time from measurement outside the sandbox. Raises ValueError if the call numbers for `machine`
-    (`platform.machine()`) are unknown.
-    """
+    """Return a classic BPF program for `bwrap --seccomp`. `sockets` lists the allowed socket
+    families, and `permitted` calls to allow although they are normally refused. If `counted` is
+    set, calls that hide memory or CPU time from measurement are refused too. Raises ValueError if
+    the call numbers of `machine` (`platform.machine()`) are unknown."""
     if machine not in _MACHINES:
         raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")
     column = _MACHINES[machine]

@@ -77,8 +77,7 @@ class EnvironmentSandbox:
     network: Network = "none"
     """With `host`, environments can also reach the local services of this machine."""
     memory_mib: int | None = 4096
-    """Limit on the resident memory of an episode and on the address space of each process. None
-    means no limit."""
+    """Limit on the resident memory of an episode and on the address space of each process."""
     processes: int = 128
     """Maximum number of processes and threads."""
     files_mib: int = 256
@@ -104,20 +103,18 @@ class EnvironmentSandbox:
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
         """Prepare a sandbox for a command line. Raises FileNotFoundError if the program does not
-        exist, and PermissionError if the user inside the sandbox cannot read or write a folder."""
+        exist, and PermissionError if the user inside cannot read or write a folder."""
         return self._launch(command, readable, forking=False)
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Prepare a sandbox for a process that forks children and isolates them with the settings
-        in `inner`."""
+        """Prepare a sandbox for a process that forks children and isolates them with `inner`."""
         return self._launch(command, readable, forking=True)
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Settings that isolate a forked process in the same way as a sandbox, or None if mounting
-        is not allowed."""
+        """Settings that isolate a forked process like a sandbox, or None without mounts."""
         if not self.mounts:
             return None
         return {
@@ -193,8 +190,8 @@ class EnvironmentSandbox:
             yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Return the arguments that mount readable and writable folders and cover hidden ones. For
-        nested folders, the setting of the innermost one applies."""
+        """Mount readable and writable folders and cover hidden ones. For nested folders, the
+        innermost one counts."""
         binds: dict[Path, str] = {}
         for path in _with_targets(readable):
             if path in _RESERVED:
@@ -238,12 +235,9 @@ def environment_wrap(
     isolation: str, *, knob: str = "agents.isolation", **settings: Any
 ) -> EnvironmentSandbox | None:
     """Return a sandbox for environments that was tested on this machine, or None if isolation is
-    turned off.
-
-    `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting for error
-    messages, or "" if isolation cannot be turned off. Raises IsolationError if this machine does
-    not support isolation, and ValueError if a setting is invalid.
-    """
+    turned off. `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting
+    for error messages, or "" if it cannot be turned off. Raises IsolationError if this machine does
+    not support isolation, and ValueError if a setting is invalid."""
     if isolation not in _ISOLATIONS:
         raise IsolationError(f"{knob} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     if isolation != "bubblewrap":
@@ -310,17 +304,15 @@ _PYTHON = re.compile(r"python[0-9.]*t?")
 
 class _Runtime(NamedTuple):
     executable: str
-    """The absolute path. Links are not resolved, because Python uses this path to recognize a
-    virtual environment."""
+    """The absolute path, with its links, by which Python recognizes a virtual environment."""
     paths: tuple[Path, ...]
-    """The files and folders outside /usr that the executable reads, including the links that lead
-    to them."""
+    """The files and folders outside /usr that the executable reads, and the links to them."""
 
 
 @lru_cache(maxsize=64)
 def runtime(program: str) -> _Runtime:
-    """Find the files that an executable needs, which may be a Python interpreter or a script with a
-    `#!` line. Raises FileNotFoundError if the program does not exist."""
+    """Find the files that an executable needs: a Python interpreter, or a script with a `#!` line.
+    Raises FileNotFoundError if the program does not exist."""
     executable = shutil.which(program)
     if executable is None:
         raise FileNotFoundError(f"there is no program {program}")
@@ -365,8 +357,7 @@ def _python(path: Path) -> _Runtime:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """Yield a path, all symbolic links on the way to its target, and the target itself. Paths in
-    /usr are skipped."""
+    """Yield a path, all links on the way to its target, and the target itself, unless in /usr."""
     names, real = [path], path.resolve()
     while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))

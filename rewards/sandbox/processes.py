@@ -21,8 +21,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.1
 _CPU_SHARE = 0.1
-"""Maximum fraction of a core that polling may use. If there are many sandboxes, they are polled
-less often."""
+"""Maximum fraction of a core for polling. Many sandboxes are polled less often."""
 
 
 class _ProcessUsage(NamedTuple):
@@ -34,9 +33,8 @@ class _ProcessUsage(NamedTuple):
 
 
 def usage(root: int, *, include_root: bool = True) -> _ProcessUsage:
-    """Measure the processes below `root`, and `root` itself if `include_root` is set. All values
-    are zero once `root` has exited. Raises OSError if this process has no file descriptors or
-    memory left."""
+    """Measure the processes below `root`, and `root` itself if `include_root` is set. Raises
+    OSError if this process has no file descriptors or memory left."""
     resident = ticks = processes = 0
     for pid, fields, tasks in _walk(root):
         if pid == root and not include_root:
@@ -66,8 +64,7 @@ def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
 
 
 def _stat(name: str) -> list[bytes]:
-    """Return the fields of `/proc/…/stat` that follow the process name. The name may be any
-    text."""
+    """Return the fields of `/proc/…/stat` after the process name, which may be any text."""
     return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
@@ -102,8 +99,8 @@ _subreaper_lock = threading.Lock()
 
 @contextmanager
 def subreaper() -> Generator[None]:
-    """Make this process adopt orphaned descendants inside the `with` block
-    (PR_SET_CHILD_SUBREAPER). In many containers, the first process never reaps them."""
+    """Make this process adopt orphaned descendants. In many containers, the first process never
+    reaps them."""
     global _subreapers
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     with _subreaper_lock:
@@ -120,8 +117,8 @@ def subreaper() -> Generator[None]:
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to exit, and reap it if it is a child of this process. Returns False on
-    timeout. The first process of a PID namespace exits only after all others in it."""
+    """Wait for a process to exit, and reap it if it is a child. Returns False on timeout. The first
+    process of a PID namespace exits only after all others in it."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -147,7 +144,7 @@ class _Limit(NamedTuple):
     """A file descriptor that refers to the process even if its PID is reused."""
     memory_mib: int
     inside: bool
-    """True if the process is the first one inside a sandbox. Its own memory is then not counted."""
+    """True if the process is the first one inside a sandbox."""
 
 
 class _MemoryLimiter:
@@ -161,9 +158,8 @@ class _MemoryLimiter:
         self._thread: threading.Thread | None = None
 
     def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
-        """Limit the memory of all processes below `pid`, which is the outer process of a sandbox.
-        If `inside` is set, `pid` is the first process in a forked sandbox, and its own memory is
-        not counted."""
+        """Limit the memory of all processes below `pid`, the outer process of a sandbox or, if
+        `inside` is set, the first process in a forked one, whose own memory is not counted."""
         with self._lock:
             self._drop(pid)
             self._reasons.pop(pid, None)
@@ -220,8 +216,7 @@ class _MemoryLimiter:
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
-    """Kill the first process inside a sandbox. This ends all other processes and the outer
-    process."""
+    """Kill the first process inside a sandbox, which ends all others and the outer one."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if inside:
             os.kill(pid, signal.SIGKILL)
@@ -235,11 +230,8 @@ _LIMITER = _MemoryLimiter()
 
 
 def hold(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
-    """Limit the memory of a sandbox with this process's `_MemoryLimiter`. None means no limit.
-
-    Returns a function that removes the limit. That function returns the reason the sandbox was
-    killed, or "" if it was not.
-    """
+    """Limit the memory of a sandbox. Returns a function that removes the limit and returns the
+    reason the sandbox was killed, or "" if it was not."""
     if memory_mib is None:
         return lambda: ""
     _LIMITER.hold(pid, memory_mib, inside=inside)

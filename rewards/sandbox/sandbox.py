@@ -37,8 +37,7 @@ Status = Literal["exited", "time", "memory", "output"]
 
 _POLL_S = 0.05
 _MAX_FILES = 16_384
-"""Maximum number of files in the private folder. Even an empty file takes a KiB of kernel
-memory."""
+"""Maximum number of files in the private folder. Even an empty one takes a KiB of kernel memory."""
 _MAX_OUTPUT = 64 << 20
 _MAX_LIMIT = 1 << 24
 """Upper bound for each limit, which prevents overflows in the kernel. For memory, it is 16 TiB."""
@@ -52,13 +51,11 @@ class Limits:
     time_s: float = 2.0
     """CPU seconds of all processes together. The wall-time limit is twice this plus one second."""
     memory_mib: int = 512
-    """Limit on the address space of each process, and on the resident memory of all processes
-    together."""
+    """Limit on the address space of each process, and on all resident memory together."""
     processes: int = 8
     files_mib: int = 64
     output_kib: int = 1024
-    """Limit on standard output and standard error together. If lines are counted, it applies to
-    each line."""
+    """Limit on standard output and error together, or on each line if lines are counted."""
 
     def __post_init__(self) -> None:
         for name in ("time_s", "memory_mib", "processes", "files_mib", "output_kib"):
@@ -78,8 +75,7 @@ class SandboxOutcome:
     status: Status
     """`exited`, or the name of the limit that the run exceeded."""
     exit_code: int
-    """The exit status, or 128 + n after signal n. It is meaningful only if the status is
-    `exited`."""
+    """The exit status, or 128 + n after signal n, if the status is `exited`."""
     stdout: bytes
     stderr: bytes
 
@@ -88,8 +84,7 @@ class SandboxOutcome:
         return self.status == "exited" and self.exit_code == 0
 
     def why(self) -> str:
-        """Return a short reason for the failure of the run, or "" if it succeeded. The reason may
-        quote the program's output."""
+        """Return a short reason for the failure, or "". It may quote the program's output."""
         if self.status != "exited":
             return f"over its limit of {self.status}"
         if self.exit_code == 0:
@@ -103,7 +98,7 @@ class SandboxOutcome:
 
 class _Watch:
     """Reads the output of a run, and kills the run if it exceeds a limit. Reading ends after
-    `lines` lines, or when the run exits if `lines` is 0."""
+    `lines` lines, or with the run if `lines` is 0."""
 
     def __init__(
         self,
@@ -113,8 +108,7 @@ class _Watch:
         lines: int,
         deadline: float,
     ) -> None:
-        """Start watching `process`. `fds` are the descriptors of bubblewrap's status and of a pipe
-        that the first process inside keeps open."""
+        """`fds` are bubblewrap's status and a pipe that the first process inside keeps open."""
         assert process.stdout is not None and process.stderr is not None
         self._process, self._limits, self._lines = process, limits, lines
         self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
@@ -249,15 +243,13 @@ _ENVIRONMENT = {
 
 
 class _Python(NamedTuple):
-    """The Python interpreter for programs. It is the one on which this process's environment is
-    based."""
+    """The Python interpreter for programs, on which this process's environment is based."""
 
     executable: str
     parts: tuple[str, ...]
     """Files and folders to mount in addition to `bubblewrap.PROGRAMS`."""
     hidden: tuple[str, ...]
-    """Package folders inside the mounted folders. They are hidden because they may contain tasks
-    with answers."""
+    """Package folders to hide, because they may contain tasks with answers."""
 
 
 def _python() -> _Python:
@@ -295,13 +287,10 @@ class Sandbox:
         lines: int = 0,
         within_s: float = math.inf,
     ) -> SandboxOutcome:
-        """Run `command` in an empty, writable folder and return the outcome.
-
-        `files` are executable and in a read-only folder. In `command`, `{box}` is replaced by that
-        folder and `{python}` by the Python interpreter. If `lines` is set, the run ends after that
-        many lines of output, and the wall-time limit applies to each line. `within_s` limits the
-        wall time of the whole run. Raises RuntimeError if the sandbox itself fails.
-        """
+        """Run `command` in an empty, writable folder. `files` are executable and in a read-only
+        folder, `{box}`. `{python}` is the Python interpreter. If `lines` is set, the run ends after
+        that many lines of output, and the wall-time limit applies to each line. `within_s` limits
+        the wall time of the whole run. Raises RuntimeError if the sandbox itself fails."""
         with ExitStack() as stack:
             started, env, folder = time.monotonic(), dict(_ENVIRONMENT), None
             status, status_end = _pipe(stack)
@@ -406,8 +395,8 @@ class Sandbox:
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """Return a sandbox after a probe has failed to break out of it. Raises IsolationError if this
-    machine does not support `isolation`."""
+    """Return a sandbox that a probe could not break out of. Raises IsolationError if this machine
+    does not support `isolation`."""
     if isolation not in _ISOLATIONS:
         raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     failure = f"{_KNOB} = {isolation!r} does not work here"

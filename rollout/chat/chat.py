@@ -30,9 +30,9 @@ _PROBE = ToolSpec(
 
 
 class TemplateChat:
-    """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer. The
-    template also determines the text between a sampled turn and the next turn. To find this text,
-    the class renders a short conversation and takes everything after its assistant message."""
+    """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer. To find
+    the text between two turns, it renders a short conversation and takes everything after its
+    assistant message."""
 
     def __init__(
         self,
@@ -42,15 +42,11 @@ class TemplateChat:
         ends: Collection[int] = (),
         marks: Sequence[str] = (),
     ) -> None:
-        """Set up the chat format of a tokenizer.
-
-        If `tools_in_thinking` is set, the policy calls tools only while it thinks. A turn that ends
-        before its thinking is closed is then continued by the next turn (DeepSeek-V3.2, 2025,
+        """If `tools_in_thinking` is set, the policy calls tools only while it thinks. A turn that
+        ends before its thinking is closed is then continued by the next turn (DeepSeek-V3.2, 2025,
         Appendix B, Table 8). `ends` lists additional tokens that end a turn in the engine
-        (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`.
-
-        Raises ValueError if the tokenizer has no chat template or no tokenizer.json.
-        """
+        (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`. Raises
+        ValueError if the tokenizer has no chat template or no tokenizer.json."""
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
         self.format = format_of(tokenizer, self.encoder)
@@ -63,7 +59,7 @@ class TemplateChat:
         """Maps the text of each control token that ends a turn to its id."""
         self._end_ids = frozenset(self.ends.values())
         self.tool_modes: set[bool] = set()
-        """Thinking modes (on or off) in which a conversation with tools has been started."""
+        """Thinking modes in which a conversation with tools has been started."""
         self._prefixes: dict[bool, str] = {}
 
     def inside_thinking(self) -> TemplateChat:
@@ -82,8 +78,8 @@ class TemplateChat:
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """Start a new conversation and return its ids, up to the start of the policy's first turn.
-        Thinking before the last user message is left out. See `Chat.opening`."""
+        """Start a conversation without the thinking before the last user message
+        (`Chat.opening`)."""
         if tools:
             self.tool_modes.add(thinking)
         text = self.text(messages, tools, thinking=thinking)
@@ -96,8 +92,7 @@ class TemplateChat:
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        """Append new messages to `ids`. Returns None if the conversation cannot be extended. See
-        `Chat.extend`."""
+        """Append new messages to `ids`, or return None if that is impossible (`Chat.extend`)."""
         roles = [message["role"] for message in messages]
         if not messages or "assistant" in roles:
             raise ValueError(f"a conversation continues with new messages, not with roles {roles}")
@@ -132,7 +127,7 @@ class TemplateChat:
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """Parse a turn from the ids that the policy sampled. See `Chat.parse`."""
+        """Parse a turn that the policy sampled (`Chat.parse`)."""
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._end_ids
         text = self.decode(sampled[:-1] if closed else sampled)
@@ -185,9 +180,8 @@ class TemplateChat:
         thinking: bool,
     ) -> list[int]:
         """Return the ids that the policy would sample for `reply`, including the end of the turn.
-        `after` contains the messages that follow. They matter for formats in which the start of the
-        next message ends a turn. Raises ValueError if the template renders `messages` differently
-        once `reply` follows."""
+        In some formats, the start of the next message (`after`) ends a turn. Raises ValueError if
+        the template renders `messages` differently once `reply` follows."""
         before = self.text(messages, tools, thinking=thinking)
         whole = self.text([*messages, reply], tools, thinking=thinking, speak=False)
         # Some templates omit a think block at the end of the prompt from the history.
@@ -309,8 +303,7 @@ class TemplateChat:
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text. Text that only looks like a control token is broken up with a
-        private-use character."""
+        """Decode ids. Text that only looks like a control token is broken up with a mark."""
         return self.encoder.decode(ids)
 
 

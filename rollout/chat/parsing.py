@@ -30,8 +30,7 @@ _FAMILIES = (
 
 def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
     """Return the strings that open and close a tokenizer's thinking, or None if they are unknown.
-    `named` is the setting `model.thinking_marks` and takes precedence. If it is not set, the marks
-    are looked up first in the chat template and then among the added tokens."""
+    They are `named` (`model.thinking_marks`), or in the chat template, or added tokens."""
     if named:
         return ThinkingMarks(*named)
     template, added = str(tokenizer.chat_template or ""), tokenizer.get_added_vocab()
@@ -45,16 +44,14 @@ def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
 
 @dataclass(frozen=True, slots=True)
 class _CallBounds:
-    """Patterns that match the start and end of a model family's tool calls. Thinking marks inside a
-    call are ordinary text."""
+    """Patterns for the start and end of a tool call, in which thinking marks are ordinary text."""
 
     start: str = ""
     """Pattern that matches the start of a call. Empty if the family has no calls."""
     end: str = ""
     """Text that ends a call. Empty if a call extends to the end of the turn."""
     whole: re.Pattern[str] | None = None
-    """Pattern that matches the start of a text consisting only of calls. The text is either a whole
-    turn or what follows the thinking."""
+    """Start of a text consisting only of calls: a whole turn, or what follows the thinking."""
 
 
 _NO_CALLS = _CallBounds()
@@ -69,9 +66,9 @@ def split_thinking(
     marks: ThinkingMarks = THINK,
 ) -> tuple[str, str, bool]:
     """Split a turn into its reasoning and its content. Returns (reasoning, content, whether the
-    turn ends while thinking). If the thinking is never closed, there is no content. If the first
-    mark closes thinking, the text before it is reasoning. Set `opened` if the prompt or an earlier
-    turn has already opened the thinking, and `inside` if the thinking may contain calls."""
+    turn ends while thinking). Without an end of the thinking, there is no content. If the first
+    mark closes thinking, the text before it is reasoning. Set `opened` if the thinking was opened
+    before the turn, and `inside` if the thinking may contain calls."""
     opening, closing = re.escape(marks.open), re.escape(marks.close)
     call, end = bounds.start or r"(?!)", re.escape(bounds.end)
     # A call that ends before the next one starts, or else only the start of a call.
@@ -155,12 +152,11 @@ class Format:
     ends: tuple[str, ...] = ()
     """Texts of the control tokens that end a turn, in addition to the tokenizer's eos_token."""
     equal_ends: bool = False
-    """True if these ends are interchangeable, so a template may write another end than the policy
-    sampled."""
+    """True if a template may write another of these ends than the policy sampled."""
     message: str = ""
-    """Text that starts the body of each message, if a turn in this format has several messages."""
+    """Text that starts the body of each message, if a turn has several messages."""
     message_end: str = ""
-    """Text that ends such a message. In the history, a template may also end the turn with it."""
+    """Text that ends such a message and, in the history, perhaps the turn."""
     calls: bool = True
 
 
@@ -191,9 +187,8 @@ def _read_tagged(
     inside: bool,
     marks: ThinkingMarks = THINK,
 ) -> ParsedTurn:
-    """Parse a turn whose thinking is enclosed in `marks`. Set `opened` if the prompt or an earlier
-    turn has already opened the thinking. If `inside` is set, only calls made while thinking are
-    valid."""
+    """Parse a turn whose thinking is enclosed in `marks` (see `split_thinking`). If `inside` is
+    set, only calls made while thinking are valid."""
     reasoning, content, is_open = split_thinking(
         text, bounds, opened=opened, inside=inside, marks=marks
     )
@@ -265,8 +260,7 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _without_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
-    """Return the text outside the marks `begin` and `end`, and the calls. Unpaired marks are
-    removed. If an opening mark is not followed by any calls, a malformed call is added."""
+    """Remove the marks around calls. If no calls follow an opening mark, one is malformed."""
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)
@@ -308,9 +302,8 @@ _LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:'
 
 
 def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse tool calls in the format of Llama 3. A turn with calls consists of JSON objects with
-    `name` and `parameters`, separated by `;`. If a tool takes `code`, the turn may instead contain
-    code after `<|python_tag|>`."""
+    """Parse JSON objects with `name` and `parameters`, separated by `;`. If a tool takes `code`,
+    the turn may instead contain code after `<|python_tag|>`."""
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
     is_json = _LLAMA3_JSON.match(body)
@@ -336,8 +329,7 @@ def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse the tool calls of the tiny test model. Each call is a line such as `@name 1, "two"`.
-    The JSON arguments follow the order in the tool's schema."""
+    """Parse lines such as `@name 1, "two"`, with JSON arguments in the order of the schema."""
     if not tools:
         return text, []
     lines = text.split("\n")
@@ -357,8 +349,8 @@ def read_harmony(
     inside: bool,
     marks: ThinkingMarks = HARMONY,
 ) -> ParsedTurn:
-    """Parse a turn of gpt-oss. A turn consists of messages. Each message has a channel and, if it
-    is a call, a recipient. Calls in the `analysis` channel are valid only if `inside` is set."""
+    """Parse a turn of gpt-oss, which consists of messages with a channel and, for calls, a
+    recipient. Calls in the `analysis` channel are valid only if `inside` is set."""
     reasoning: list[str] = []
     content: list[str] = []
     items: list[_Item] = []
@@ -380,8 +372,7 @@ def read_harmony(
 
 
 def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
-    """Return the text of each block between `start` and `end`. An unclosed block ends where the
-    next one starts."""
+    """Read each block between `start` and `end`. An unclosed block ends where the next starts."""
     before, *blocks = text.split(start)
     around = [before]
     items: list[_Item] = []
@@ -396,9 +387,8 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _C
 
 
 def _from_value(value: Any, key: str, body: str) -> _Item:
-    """Read a tool call from a JSON object. `key` is the key under which this format stores the
-    arguments, but `arguments` and `parameters` are accepted as well. If there are no arguments, the
-    object may contain only the name."""
+    """Read a call from a JSON object. `key` is this format's key for the arguments, but `arguments`
+    and `parameters` are both accepted. They may be missing."""
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
         return Broken(body, form)
@@ -429,8 +419,7 @@ def _named(name: Any, arguments: Any, body: str) -> _Item:
 
 
 def _by_schema(value: str, schema: Any) -> Any:
-    """Parse a value as JSON. The value stays a string if it is not valid JSON, or if the schema
-    allows a string but not the parsed type."""
+    """Parse a value as JSON, unless the schema allows a string but not the parsed type."""
     kinds = _kinds(schema)
     try:
         parsed = strict_json.load(value)
@@ -441,7 +430,7 @@ def _by_schema(value: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows. An empty set means that any type is allowed."""
+    """Return the JSON types that a schema allows, or nothing if it allows all."""
     if not isinstance(schema, Mapping):
         return set()
     keys = cast(Mapping[str, Any], schema)

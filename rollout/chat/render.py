@@ -23,9 +23,8 @@ from keel.model.hub import written_by_code
 from keel.rl.turns import USER_ROLES, Message
 
 _INSIDE, _EDGE = "\U0010fffc", "\U0010fffd"
-"""Private-use characters that mark text from outside the template. `_INSIDE` breaks up text that
-looks like a control token. `_EDGE` is placed around text, so that it cannot combine with adjacent
-template text to form a control token. Both are removed from text that happens to contain them."""
+"""Private-use characters that mark text from outside the template. `_INSIDE` breaks up what looks
+like a control token. `_EDGE` around text keeps it from forming one with adjacent template text."""
 
 
 def unmark(text: str) -> str:
@@ -62,8 +61,7 @@ class Encoder:
             if len(token.content.strip()) > 1
         }
         self.controls: dict[str, int] = {text: index for text, (index, _) in added.items()}
-        """Maps the text of each added token to its id. Whitespace and single characters are left
-        out."""
+        """Maps the text of each added token, except white space and characters, to its id."""
         self.text_of: dict[int, str] = {index: text for text, index in self.controls.items()}
         special = [re.escape(text) for text, (_, token) in added.items() if token.special]
         self._special = re.compile("|".join(special) or r"(?!)")
@@ -77,8 +75,7 @@ class Encoder:
         self._longest = max(map(len, self.controls), default=0)
 
     def shield(self, text: str) -> str:
-        """Break up everything in `text` that looks like a control token. Lone surrogates are
-        replaced with U+FFFD."""
+        """Break up what looks like a control token. Lone surrogates are replaced with U+FFFD."""
         if not text.isascii():
             text = unmark(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         while (broken := self._pattern.sub(lambda m: m[0][0] + _INSIDE + m[0][1:], text)) != text:
@@ -86,9 +83,8 @@ class Encoder:
         return text
 
     def shield_whole(self, text: str) -> str:
-        """Escape text so that it cannot combine with adjacent template text to form a control
-        token. Leading and trailing whitespace stays outside the marks, so that templates can still
-        strip it."""
+        """Shield text, also against adjacent template text. Leading and trailing whitespace stays
+        outside the marks, so that templates can still strip it."""
         core = text.strip()
         sizes = range(1, min(len(core), self._longest) + 1)
         open_ended = any(
@@ -109,8 +105,7 @@ class Encoder:
         return self.encode_in_pieces(text)
 
     def encode_in_pieces(self, text: str) -> list[int]:
-        """Encode a rendered text piece by piece, with one call for the text between two control
-        tokens."""
+        """Encode a rendered text with one call for the text between two control tokens."""
         ids: list[int] = []
         end, strip = 0, False
         for match in self._pattern.finditer(text):
@@ -121,8 +116,7 @@ class Encoder:
         return ids + self._encode_plain(text[end:], left=strip, right=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text. Text that only looks like a control token is broken up with a
-        mark."""
+        """Decode ids. Text that only looks like a control token is broken up with a mark."""
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:
@@ -149,8 +143,8 @@ class Encoder:
 
 
 def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
-    """Return a copy of the tokenizer without its control tokens. `written` is the content of its
-    tokenizer.json."""
+    """Return a copy of the tokenizer with the tokenizer.json `written`, without its control
+    tokens."""
     spec = json.loads(written)
     spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     model = spec["model"]
@@ -181,9 +175,8 @@ _DEVELOPER = re.compile("[\"']developer[\"']")
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages` without the thinking that precedes the last user message. Thinking is kept
-    as long as only tool results follow it, and dropped once a new user message arrives. Tool calls
-    and results are always kept (DeepSeek-V3.2, 2025, section 3.2.1)."""
+    """Drop the thinking before the last user message. It is kept while only tool results follow.
+    Tool calls and results are always kept (DeepSeek-V3.2, 2025, section 3.2.1)."""
     users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
     last = users[-1] if users else -1
     return [
@@ -200,8 +193,7 @@ def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[
 
 
 def name_of(tokenizer: Any) -> str:
-    """Return the name of the code that renders a tokenizer's conversations, for messages to the
-    user."""
+    """Return the name of what renders a tokenizer's conversations, for messages to the user."""
     coded = written_by_code(tokenizer)
     return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
 
@@ -239,8 +231,8 @@ class Renderer:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """Render a conversation as text with marks. If `speak` is set, the text ends with the start
-        of the policy's turn. Raises ValueError if the template rejects the messages."""
+        """Render a conversation as text with marks (see `render`). Raises ValueError if the
+        template rejects the messages."""
         shielded = [self._shield_message(message) for message in messages]
         offered: Any = map_strings(tools, self._encoder.shield)
         if offered and self._omits_tools:
@@ -287,9 +279,9 @@ def render(
     thinking: bool,
     speak: bool = True,
 ) -> str:
-    """Render a conversation with the chat template or with DeepSeek-V3.2's code. If `speak` is set,
-    the text ends with the start of the policy's turn. Developer messages become system messages if
-    the template does not know the role developer. Errors from the template are raised unchanged."""
+    """Render a conversation with the chat template or with DeepSeek-V3.2's code, up to the start of
+    the policy's turn if `speak` is set. Developer messages become system messages if the template
+    does not know them. Errors from the template are raised unchanged."""
     if written_by_code(tokenizer):
         return _deepseek_v32(messages, tools, thinking=thinking)
     if not _DEVELOPER.search(str(tokenizer.chat_template)):
@@ -306,8 +298,8 @@ def render(
 
 
 def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise ValueError if the rendered `text` lacks a developer message, or a system message that
-    is not the first message."""
+    """Raise ValueError if `text` lacks a developer message or a system message that is not
+    first."""
     for number, message in enumerate(messages):
         late = number > 0 and message["role"] == "system"
         checked = late or message["role"] == "developer"

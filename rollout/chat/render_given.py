@@ -16,8 +16,7 @@ from keel.rollout.chat.chat import TemplateChat
 
 _ASSISTANT = "assistant"
 _CHECKED: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""Sequences of roles for which the template is known to show every message, for each way of
-rendering."""
+"""Sequences of roles and ways of rendering for which the template shows every message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +39,10 @@ def render_given(
     thinking: bool,
     trained: Collection[int] | None = None,
 ) -> list[Context]:
-    """Tokenize a conversation in which the policy writes the assistant messages. Returns its
-    contexts.
-
-    Each context ends with one of the policy's turns. `trained` lists the indices of the messages to
-    train on; None selects all assistant messages. If `thinking` is False, reasoning in the messages
-    is left out. Raises ValueError naming the message if the template does not show a message
-    completely.
-    """
+    """Tokenize a conversation in which the policy writes the assistant messages. Each context ends
+    with one of the policy's turns. `trained` lists the indices of the messages to train on, or None
+    for all of the assistant's. Without `thinking`, reasoning is left out. Raises ValueError naming
+    the message if the template does not show a message completely."""
     if not thinking:
         messages = [
             {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -93,10 +88,10 @@ def _check_shown(
     first: int,
     way: tuple[bool, bool | None],
 ) -> None:
-    """Check that the template shows every message that was not written by the assistant. A template
-    may skip unknown roles, or a system message that is not first. The check replaces the contents
-    with probe words and renders them with `write`. It runs once for each sequence of roles and way
-    of rendering. `first` is the index of the first message."""
+    """Check that the template shows every message that the assistant did not write. It may skip
+    unknown roles, or a system message that is not first. The contents are replaced by probe words
+    and rendered with `write`, once for each sequence of roles and way of rendering. `first` is the
+    index of the first message."""
     roles = tuple(
         str(one["role"]) if _plain(one.get("content")) else "" for one in messages
     )  # an empty message loses nothing

@@ -29,14 +29,11 @@ _TOOLS = tuple(
 def check_prefix_law(
     chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS, modes: Sequence[bool] = (True, False)
 ) -> None:
-    """Check that extending a conversation turn by turn gives the same ids as rendering it at once.
-
-    The check uses short conversations. It also verifies that ordinary text never becomes a control
-    token and that tools are shown. `modes` selects thinking, no thinking, or both. One difference
-    is allowed: an empty think block that a template puts before a turn but omits from the history
-    may remain, because the policy was sampled after it. Raises ValueError naming the template, the
-    case and a fix.
-    """
+    """Check that extending a conversation turn by turn gives the same ids as rendering it at once,
+    that ordinary text never becomes a control token, and that tools are shown. `modes` selects
+    thinking, no thinking, or both. One difference is allowed: an empty think block that a template
+    puts before a turn but omits from the history may remain, because the policy was sampled after
+    it. Raises ValueError naming the template, the case and a fix."""
     for thinking in modes:
         for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
             _check_conversation(chat, tools, calls, thinking=thinking)
@@ -44,10 +41,9 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Check that the policy can call tools while it thinks, and only then. The check parses a call,
-    appends its result and continues the thinking. It also checks that a call after the thinking
-    counts as malformed. `chat` must have `tools_in_thinking` set and must pass `check_prefix_law`.
-    Raises ValueError naming the template and a fix."""
+    """Check that the policy can call tools while it thinks, and only then, and that the thinking
+    continues after the result. `chat` must have `tools_in_thinking` set and pass
+    `check_prefix_law`. Raises ValueError naming the template and a fix."""
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
     reply = _reply(0, 1, tools, thinking=True)
     after, close = _answers(reply), chat.marks.close
@@ -80,8 +76,8 @@ def _check_conversation(
     chat: TemplateChat, tools: Sequence[ToolSpec], calls: Sequence[int], *, thinking: bool
 ) -> None:
     """Check a conversation in which turn i makes `calls[i]` calls, followed by an answer and
-    another user question. Each turn is extended once as if the policy had ended it, and once as if
-    it had been truncated at its length limit."""
+    another question. Each turn is extended as if the policy had ended it, and as if it had been
+    truncated."""
     messages: list[Message] = [
         {"role": "system", "content": "Help."},
         {"role": "user", "content": "Which?"},
@@ -194,9 +190,8 @@ def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") ->
 
 
 def ends_of(path: str) -> tuple[int, ...]:
-    """Return the `eos_token_id`s of a model, which end every completion in the engine. They are
-    read from generation_config.json or, if that file does not exist, from config.json, as in vLLM.
-    `path` is a folder or a hub name. Raises ConfigError if neither file exists."""
+    """Return the `eos_token_id`s of a model, which end every completion in the engine, from
+    generation_config.json or else config.json, as in vLLM. Raises ConfigError if neither exists."""
     try:
         config = GenerationConfig.from_pretrained(path, **hub_options(path))
     except OSError:

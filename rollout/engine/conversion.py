@@ -28,9 +28,8 @@ class _RenderedPrompt:
 
 
 def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> _RenderedPrompt:
-    """Convert a prompt to token ids. Messages are rendered with the chat template. A raw prompt is
-    encoded after the tokenizer's start token. `marks` are the strings that open and close thinking
-    in this model family. Raises ValueError if the prompt is empty."""
+    """Convert a prompt to token ids, with the chat template or, if it is raw, after the tokenizer's
+    start token. `marks` open and close the model's thinking. Raises ValueError if it is empty."""
     if prompt.raw:
         (message,) = prompt.messages
         text = str(message["content"])
@@ -52,8 +51,7 @@ def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) 
 def decode_all(
     tokenizer: Any, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
 ) -> list[str]:
-    """Decode completions to text without special tokens, and replace the model's thinking marks
-    with `THINK`."""
+    """Decode completions without special tokens, with `THINK` for the model's thinking marks."""
     completions = [list(ids) for ids in completions]
     hidden = _hidden_ids(tokenizer, marks)
     if hidden:
@@ -78,9 +76,8 @@ def _hidden_ids(tokenizer: Any, marks: ThinkingMarks) -> set[int] | None:
 
 
 def _translate_marks(text: str, marks: ThinkingMarks) -> str:
-    """Replace a completion's thinking marks with `THINK`, the marks that rewards look for. If a
-    model with different marks happens to write `THINK` as text, a space is inserted so that it is
-    not mistaken for a mark."""
+    """Replace thinking marks with `THINK`, the marks that rewards look for. If a model with other
+    marks writes `THINK` as text, a space keeps it from being mistaken for a mark."""
     if marks == THINK:
         return text
     for usual in (THINK.open, THINK.close):
@@ -96,10 +93,9 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
 
 
 def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
-    """Convert a completion to an assistant message. The message has `content`, `raw` and, if there
-    is any reasoning, `reasoning_content`. Set `thinking` if the prompt has already opened the think
-    block. If the block is never closed, the whole text is reasoning, so an answer inside it does
-    not count."""
+    """Convert a completion to a message with `content`, `raw` and perhaps `reasoning_content`. Set
+    `thinking` if the prompt has opened the think block. If it is never closed, all text is
+    reasoning, so an answer inside it does not count."""
     opens = raw.lstrip().startswith(THINK.open)
     text = THINK.open + raw if thinking and not opens else raw
     # No block begins after the last closing mark; searching there would take quadratic time.
@@ -116,8 +112,7 @@ def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
 
 
 Result = Group | TurnResult | LostTurn
-"""The result of a job. An error in a turn is returned as a value, because raising it during a step
-would stop the engine."""
+"""The result of a job. An error in a turn is a value, because raising it would stop the engine."""
 NOT_FINITE = (
     "not finite: a token's log-probability is not a number. The model's logits may overflow in "
     "rollout.dtype"
@@ -128,8 +123,7 @@ NOT_FINITE = (
 class Completion:
     ids: Sequence[int]
     text: str
-    """Decoded text without special tokens. Empty for a turn, which is decoded by the chat format
-    instead."""
+    """Decoded text without special tokens. Empty for a turn, which the chat format decodes."""
     recording: Recording
     versions: NDArray[np.int32]
     """[N] weight version with which each token was sampled."""
@@ -151,8 +145,7 @@ class _Job:
     """Maps the name of each unfinished request to its number within the group."""
     dropped: list[str] = field(default_factory=list[str])
     cut: bool = False
-    """True if the job has reached its deadline. Each unfinished request then ends with its next
-    token."""
+    """True after the deadline. Each unfinished request then ends with its next token."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,8 +155,7 @@ class GroupJob(_Job):
     done: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
 
     def add(self, sibling: int, completion: Completion) -> None:
-        """Add a completion as a trajectory with one segment of P prompt and G sampled tokens.
-        Raises ValueError if the lengths of the recorded arrays do not match."""
+        """Add a completion as a trajectory with one segment of P prompt and G sampled tokens."""
         recording, prompt_id = completion.recording, self.prompt.prompt_id
         prompt = len(self.context)
         if not np.isfinite(recording.logp).all():
@@ -220,8 +212,7 @@ class TurnJob(_Job):
         )
 
     def result(self) -> TurnResult | LostTurn:
-        """Return the turn. It has no tokens if the deadline passed before the first token was
-        sampled."""
+        """Return the turn, without tokens if the deadline passed before the first was sampled."""
         return self.done or TurnResult(
             token_ids_N=np.zeros(0, np.int32),
             logp_old_N=np.zeros(0, np.float32),

@@ -31,8 +31,7 @@ _kernels: Any = kernel_warmup
 # Size of the KV cache.
 
 SPARE = 1.25
-"""Factor by which the cache is enlarged to keep the prompts of finished completions. Later
-completions may share these prompts."""
+"""Enlarges the cache, so that later completions may share prompts with finished ones."""
 SPARE_PAGES = 16
 """Extra pages per completion, because Keel's scheduler allocates several pages at once."""
 _RESERVE = 2**30
@@ -42,13 +41,10 @@ _RESERVE = 2**30
 @contextmanager
 def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
     """Cap the KV cache of engines built inside this context at the size that their completions can
-    use.
-
-    By default, vLLM takes all the memory that it may use. With `rollout.time_share` this wastes
-    time, because a GPU maps only some 100 GiB per second and has to do so at each update. vLLM's
-    options cannot express this limit, since the size of a completion is known only after the model
-    is loaded. `conversations` is described in `EngineSpec`.
-    """
+    use.  By default, vLLM takes all the memory that it may use. With `rollout.time_share` this
+    wastes time, because a GPU maps only some 100 GiB per second, at each update. vLLM's options
+    cannot express this limit, since the size of a completion is known only after the model is
+    loaded."""
     original = _core.get_kv_cache_configs
 
     def get_kv_cache_configs(
@@ -82,14 +78,10 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
 
 
 def enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
-    """Return the cache size for a worker in bytes.
-
-    This is `memory`, unless `memory` is too small for one completion. In that case it is `one`, the
-    size of one completion, provided that this fits into `memory` plus the free GPU memory. vLLM
-    refuses to start if there is no room for `one`, but it may overestimate how much memory
-    everything else needs. `free` is called only in that case, because it creates a CUDA context in
-    this process.
-    """
+    """Return the cache size for a worker in bytes: `memory` or, if that is too small for one
+    completion, the size of `one`, provided that it fits into `memory` plus the free GPU memory.
+    vLLM refuses to start without room for `one`, but may overestimate what everything else needs.
+    `free` creates a CUDA context in this process, so it is called only in that case."""
     return int(one) if memory < one and one <= max(0, memory) + free() else memory
 
 
@@ -103,10 +95,9 @@ def _free_memory() -> int:
 
 @contextmanager
 def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
-    """Skip the parts of vLLM's warm-up that Keel does not need, for engines built inside this
-    context. These parts take about 40 of 112 seconds on an H100 host. The model classes in
-    `architectures` are inspected in this process, which loads them anyway. Without this, vLLM would
-    start a new process to inspect them, and that process would import vLLM again."""
+    """Skip the parts of vLLM's warm-up that Keel does not need, about 40 of 112 seconds on an H100
+    host. The model classes in `architectures` are inspected in this process, which loads them
+    anyway. vLLM would start a process for it that imports vLLM again."""
     for name in architectures:
         known = ModelRegistry.models.get(name)
         if known is not None:
@@ -138,9 +129,9 @@ def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
 
 def install_invariant_kernels() -> None:
     """Replace vLLM's batch-invariant kernels with faster ones that return bitwise identical
-    results. vLLM's GEMM uses tile sizes that suit large batches for all but five shapes, and its
-    normalisation of attention heads copies its input. The calls themselves are patched, because
-    vLLM's registry can only replace whole layers."""
+    results. vLLM's GEMM tiles suit large batches for all but five shapes, and its norm of attention
+    heads copies its input. The calls are patched, because vLLM's registry only replaces whole
+    layers."""
     from keel.model.batch_invariant import kernel_variants  # noqa: PLC0415  (needs Triton)
 
     if hasattr(_linear.linear_batch_invariant, "keel_patch"):
@@ -172,10 +163,9 @@ _wide_outputs: list[_SummedLinearMethod] = []
 
 @contextmanager
 def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
-    """Build engines with a float32 residual stream if `wide` is set, as in the trainer
-    (`keel.model.layers.residual`). In vLLM, a norm layer adds a block's output to the residual
-    stream and passes the sum on. This patch does not round the sum, so the stream is float32 from
-    the first sum on. Raises RuntimeError unless the attention of all `layers` layers was set up."""
+    """Build engines with a float32 residual stream if `wide` is set (`keel.model.layers.residual`).
+    In vLLM, a norm layer adds a block's output to the stream and passes the sum on, here without
+    rounding it. Raises RuntimeError unless the attention of all `layers` was set up."""
     _wide_outputs.clear()
     for kind in (_Float32Norm, _Float32Output):
         name = kind.__bases__[0].__name__
@@ -191,8 +181,7 @@ def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
 
 
 class _Float32Norm(RMSNorm):
-    """A norm layer that adds a block's output to the stream in float32 and rounds only its own
-    result."""
+    """Adds a block's output to the stream in float32 and rounds only its own result."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:

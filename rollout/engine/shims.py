@@ -39,9 +39,8 @@ def install() -> None:
 
 
 def _prepack_experts(original: Any) -> Any:
-    """Pack expert weights for the CPU kernel each time weights are loaded. vLLM does not do this
-    when weights are updated. The kernel would then read unpacked weights as packed ones, and every
-    expert would silently compute wrong results."""
+    """Pack expert weights for the CPU kernel also when weights are updated. Otherwise the kernel
+    would read unpacked weights as packed ones, and every expert would silently be wrong."""
 
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         updating, before = self.moe_kernel is not None, layer.w13_weight
@@ -54,9 +53,8 @@ def _prepack_experts(original: Any) -> Any:
 
 
 def _rotate_3d_queries(original: Any) -> Any:
-    """Apply rotary embeddings correctly to queries of shape [T, heads, D] (multi-head latent
-    attention). vLLM's CPU kernel mixes up the heads of a 3-D query if the rotation is interleaved.
-    The torch implementation does not."""
+    """Use torch for queries of shape [T, heads, D] (multi-head latent attention). vLLM's CPU kernel
+    mixes up their heads if the rotation is interleaved."""
 
     def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         if query.dim() == 3:
@@ -67,10 +65,9 @@ def _rotate_3d_queries(original: Any) -> Any:
 
 
 def _keep_seeded_streams(original: Any) -> Any:
-    """Make a seeded request draw random numbers only for the tokens that it keeps. During a chunked
-    prefill, vLLM samples a token after every chunk, discards it and rewinds the request's random
-    generator. CPU generators cannot be rewound, so completions would depend on how their prompts
-    were split into chunks. This patch sets the generators aside during such steps."""
+    """Make a seeded request draw random numbers only for the tokens that it keeps. After each chunk
+    of a prefill, vLLM samples a token, discards it and rewinds the generator. CPU generators cannot
+    be rewound, so completions would depend on how their prompts were split."""
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         batch = self.input_batch
@@ -86,8 +83,7 @@ def _keep_seeded_streams(original: Any) -> Any:
 
 
 def _gated_delta_rule(original: Any) -> Any:
-    """Compute the gated delta rule in other dtypes as well. vLLM's CPU kernels support only
-    bfloat16."""
+    """Compute the gated delta rule in other dtypes than bfloat16, as vLLM's CPU kernels do not."""
 
     def core(
         mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType
@@ -122,8 +118,8 @@ def _advance(
     a: Tensor,
     output: Tensor,
 ) -> None:
-    """Process the next tokens of sequences of equal length, and update their states in the cache.
-    Sequences start from a state of zeros where `begun` is False."""
+    """Process the next tokens of sequences of equal length, and update their states in the cache,
+    which start at zero where `begun` is False."""
 
     def grouped(x: Tensor) -> Tensor:  # [N, …] → [S, T, …]
         return x.unflatten(0, (len(slots), -1))

@@ -28,14 +28,11 @@ if TYPE_CHECKING:
 _STOP_S = 60.0
 
 _When = Literal["now", "idle", "complete weights"]
-"""When a command may run: immediately, while no completion is being sampled, or while no update is
-in progress."""
+"""Immediately, while no completion is being sampled, or while no update is in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A function to call on the engine's thread. Its result or error is stored in the future."""
-
     run: Callable[[VllmEngine], Any]
     future: Future[Any]
     when: _When = "now"
@@ -43,23 +40,20 @@ class _Command:
 
 @dataclass(slots=True)
 class _JobInFlight:
-    """A job that is being sampled. Its time limits count only the time in which the engine is busy,
-    excluding updates and sleep."""
+    """A job being sampled. Its limits count only the time in which the engine is busy."""
 
     future: Future[Any]
     begin: float
     deadline: float
     cut: bool = False
-    """True if the job was cut at its deadline. A job that also reaches the next deadline is
-    dropped."""
+    """True if the job was cut at its deadline. At the next one, it is dropped."""
 
 
 class EngineThread:
     """Runs an engine on a separate thread, which samples groups and turns and loads weights."""
 
     def __init__(self, build: Callable[[], Any], config: RolloutConfig) -> None:
-        """Build a `VllmEngine` on a new thread and wait until it is ready. An error while building
-        it is raised here."""
+        """Build a `VllmEngine` on a new thread, wait until it is ready, and raise its error."""
         self._build, self._config = build, config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._in_flight: dict[int, _JobInFlight] = {}
@@ -84,14 +78,11 @@ class EngineThread:
         self, request: SampleRequest, *, sampling: SamplingConfig | None = None, record: bool = True
     ) -> Future[Any]:
         """Sample a group or a turn for at most `rollout.timeout_s`, or the timeout of the turn.
-        Returns a future for the `Group` or `TurnResult`.
-
         Cancelling the future aborts the request. Routes and sampling masks are recorded only if
         `record` is set. A turn has no tokens if its deadline passed before the first token. The
-        future fails with ValueError if the prompt does not fit, with RecordingError if a token was
-        not recorded, with LostTurn if a log-probability of a turn is not finite, and with
-        EngineError if the engine breaks or its last update failed.
-        """
+        future fails with ValueError if the prompt does not fit, RecordingError if a token was not
+        recorded, LostTurn if a log-probability of a turn is not finite, and EngineError if the
+        engine breaks or its last update failed."""
         job, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
         options: dict[str, Any] = {"sampling": sampling or self._config.sampling, "record": record}
         if isinstance(request, TurnRequest):
@@ -127,8 +118,8 @@ class EngineThread:
         return self._await(self._enqueue(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
-        """Connect to the trainer rank that sends weights. Set `shares` if that rank runs on the
-        engine's own GPU. No channel is then needed to transfer the weights."""
+        """Connect to the trainer rank that sends weights. If it `shares` the engine's own GPU, no
+        channel is needed."""
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
         self._inbox = Mailbox(rendezvous, name, timeout_s=timeout_s)
@@ -137,10 +128,10 @@ class EngineThread:
             self._await(joined, "the channel to open")
 
     def receive(self) -> None:
-        """Receive the weights that the trainer rank sends, and load them. Raises TimeoutError if no
+        """Receive and load the weights that the trainer rank sends. Raises TimeoutError if no
         message arrives for (1 + engines) × `rollout.update_timeout_s`, or if the engine takes
-        longer than `rollout.update_timeout_s` to process one. Raises ValueError naming the tensor
-        if a tensor is unknown or missing. After an error, the engine cannot be used any more."""
+        longer than `rollout.update_timeout_s` to process one. Raises ValueError naming an unknown
+        or missing tensor. After an error, the engine cannot be used any more."""
         inbox = self._inbox
         assert inbox is not None
         while True:
@@ -155,13 +146,13 @@ class EngineThread:
             inbox.taken()
 
     def sleep(self) -> None:
-        """Release GPU memory until the next update. Depending on `rollout.weight_updates`, running
-        completions either pause or finish first."""
+        """Release GPU memory until the next update. Running completions pause or finish first
+        (`rollout.weight_updates`)."""
         self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
-        """Begin a weight update. The engine does not sample again until `finish_update` is called.
-        Depending on `rollout.weight_updates`, running completions either pause or finish first."""
+        """Begin a weight update. The engine samples again after `finish_update`. Running
+        completions pause or finish first (`rollout.weight_updates`)."""
         self._interrupt(lambda engine: engine.begin_update())
 
     def _interrupt(self, act: Callable[[VllmEngine], Iterable[tuple[int, Result]]]) -> None:
@@ -191,8 +182,7 @@ class EngineThread:
         self._await(self._enqueue(run), what)
 
     def stats(self) -> dict[str, float]:
-        """Return totals since the start, and how many groups, turns and recordings the engine
-        currently holds."""
+        """Return totals since the start, and how many groups and recordings the engine holds."""
         names = ("version", "sampled_tokens", "steps", "fast_steps", "recordings")
 
         def collect(engine: VllmEngine) -> dict[str, float]:
@@ -202,7 +192,7 @@ class EngineThread:
         return self._await(self._enqueue(collect), "the engine's statistics")
 
     def progress(self) -> EngineProgress:
-        """Return the engine's counters. Returns immediately, even if a step hangs."""
+        """Return the engine's counters immediately, even if a step hangs."""
         return EngineProgress(self._steps, self._longest_s, len(self._in_flight))
 
     def close(self) -> None:
@@ -268,8 +258,7 @@ class EngineThread:
         self._in_flight.clear()
 
     def _run_commands(self, engine: VllmEngine, deferred: list[_Command]) -> bool:
-        """Run the queued commands, or wait for one if the engine is idle. Returns False if the
-        thread should stop."""
+        """Run queued commands, or wait for one if the engine is idle. Returns False to stop."""
         while True:
             for command in list(deferred):
                 if self._is_due(command, engine):

@@ -70,8 +70,7 @@ _NOT_CUT = "late: had no further token after the time of its group was up (rollo
 
 
 class VllmEngine:
-    """A vLLM engine that labels each sampled token with a weight version. The checkpoint is version
-    0."""
+    """Labels each sampled token with a weight version. The checkpoint is version 0."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Load the model. Raises ValueError if its architecture does not support recording."""
@@ -85,8 +84,7 @@ class VllmEngine:
         self.version = 0
         self.sampled_tokens = self.steps = 0
         self.updating = False
-        """True while the weights are incomplete or the engine is asleep. Nothing can be sampled
-        then."""
+        """True while the weights are incomplete or the engine is asleep."""
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
         self._marks = marks_of(self._tokenizer, spec.thinking_marks) or THINK
         self._jobs: dict[int, Job] = {}
@@ -129,8 +127,7 @@ class VllmEngine:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds that torch.compile took at startup. The time is short if the compile cache was
-        warm."""
+        """Seconds of torch.compile at startup, which are few if its cache was warm."""
         return float(self._llm.vllm_config.compilation_config.compilation_time)
 
     @property
@@ -149,9 +146,8 @@ class VllmEngine:
     def add(
         self, number: int, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a group or a turn as the job with this `number`, which `step` yields once
-        it is complete. A turn has its own `max_tokens`, which overrides the setting in `sampling`.
-        Raises ValueError if the prompt does not fit."""
+        """Start sampling a group or a turn as the job `number`, which `step` yields once it is
+        complete. Raises ValueError if the prompt does not fit."""
         recording = RecordingOptions(
             routes=record and self._routes,
             sampling_mask=record and self._masks and sampling.truncated,
@@ -251,8 +247,8 @@ class VllmEngine:
                 yield number, self._jobs.pop(number).result()
 
     def cut(self, number: int) -> list[tuple[int, Result]]:
-        """End each of a job's unfinished completions with its next token. Returns the job if it is
-        now complete. Completions without any token are dropped, which does not bias the lengths."""
+        """End each of a job's unfinished completions with its next token, and return the job if it
+        is now complete. Those without any token are dropped, which does not bias the lengths."""
         job = self._jobs[number]
         job.cut = True
         scheduler = scheduler_of(self._llm)
@@ -282,19 +278,18 @@ class VllmEngine:
             self._requests.ended(name)
 
     def sleep(self) -> list[tuple[int, Result]]:
-        """Release GPU memory until the next update. A CPU engine keeps its memory. Running
-        completions pause until the update. Returns the jobs that were completed by tokens already
-        in flight."""
+        """Release GPU memory until the next update. Running completions pause. Returns the jobs
+        that were completed by tokens already in flight."""
         completed = self._pause()
         self.updating = self._asleep = True
         self._llm.sleep(level=_DISCARD, mode="keep")
         return completed
 
     def begin_update(self) -> list[tuple[int, Result]]:
-        """Begin a weight update. The engine does not sample again until `finish_update` is called.
-        Running completions pause and later resume with the new weights. vLLM then recomputes the
-        keys and values of their tokens, but each token keeps the route with which it was sampled.
-        Returns the jobs that were completed by tokens already in flight."""
+        """Begin a weight update. Running completions pause, and resume with the new weights after
+        `finish_update`. vLLM then recomputes the keys and values of their tokens, but each token
+        keeps the route with which it was sampled. Returns the jobs that tokens in flight
+        completed."""
         completed: list[tuple[int, Result]] = []
         if self._asleep:
             self._llm.wake_up(["weights"])
@@ -313,16 +308,16 @@ class VllmEngine:
         call_workers(self._llm, "keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load one bucket of weights. Raises ValueError naming the tensor if a tensor is not in the
-        checkpoint. Raises TimeoutError or ConnectionError if the bytes cannot be received (see
-        `Channel.receive`)."""
+        """Load one bucket of weights. Raises ValueError naming a tensor that is not in the
+        checkpoint, and TimeoutError or ConnectionError if the bytes cannot be received
+        (`Channel.receive`)."""
         self._manifest.arrived(bucket)
         call_workers(self._llm, "keel_load_bucket", bucket)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Finish a weight update and switch sampling to the new weights. Raises ValueError if
-        tensors are missing. Raises RuntimeError if the `checksum` does not match the bytes received
-        directly from the trainer. After an error, the weights stay incomplete."""
+        """Switch sampling to the new weights. Raises ValueError if tensors are missing, and
+        RuntimeError if the `checksum` does not match the bytes received from the trainer. After an
+        error, the weights stay incomplete."""
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
         if self._asleep:
@@ -421,8 +416,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
 
 
 _MAX_HASHED_TOKENS = 2**24
-"""Maximum number of tokens whose block hashes are stored, over all conversations. Each token takes
-about 9 bytes."""
+"""Maximum number of tokens with stored block hashes. Each takes about 9 bytes."""
 
 
 class _TemplatedRequests:
@@ -435,7 +429,7 @@ class _TemplatedRequests:
         """Conversation, prompt and vLLM's `Request` of each unfinished request."""
         self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []
-        """Stored block hashes for the first blocks of the prompt that is being added."""
+        """Stored hashes for the first blocks of the prompt that is being added."""
         if (hasher := self._core.request_block_hasher) is not None:
             self._core.request_block_hasher = partial(self._hash, hasher)
 
@@ -449,9 +443,9 @@ class _TemplatedRequests:
         varying: Mapping[str, int],
         params: Callable[[], SamplingParams],
     ) -> None:
-        """Add a request for one completion, with `name` as vLLM's id for it. `name` must be unique,
-        and `conversation` may be empty. Two requests have the same `kind` if their `params` differ
-        only in `varying`. Raises ValueError if the request is invalid."""
+        """Add a request for one completion with the unique `name`. Two requests have the same
+        `kind` if their `params` differ only in `varying`. Raises ValueError if the request is
+        invalid."""
         ids = np.asarray(context, np.int32)
         prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
         if (template := self._templates.get(kind)) is None:
@@ -480,16 +474,15 @@ class _TemplatedRequests:
             self._open[name] = conversation, ids, prepared
 
     def ended(self, name: str) -> None:
-        """Store a request's block hashes once it has finished or been aborted, so that the
-        conversation's next turn can reuse them."""
+        """Store the block hashes of a finished or aborted request for the conversation's next
+        turn."""
         if (entry := self._open.pop(name, None)) is not None:
             conversation, prompt, request = entry
             sampled = np.array(list(request.output_token_ids), np.int32)
             self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
 
     def _hash(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
-        """Return hashes for the blocks that have none yet. This method replaces vLLM's block
-        hasher."""
+        """Replaces vLLM's block hasher: hash only the blocks that have no hash yet."""
         if self._known:
             request.block_hashes += self._known
         return hasher(request)
@@ -504,8 +497,7 @@ class _PrefixHashes:
         self._tokens = 0
 
     def prefix(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
-        """Return the hashes of the leading blocks of a conversation, as far as its token ids are
-        unchanged."""
+        """Return the hashes of a conversation's leading blocks whose token ids are unchanged."""
         if (entry := self._entries.get(conversation)) is None:
             return []
         before, hashes = entry

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker:
-    """Runs one engine in a Ray actor. `keel.rollout.pool.ray_engines` turns this class into an
-    asyncio actor."""
+    """Runs one engine. `keel.rollout.pool.ray_engines` makes it an asyncio actor."""
 
     def __init__(self, spec: EngineSpec) -> None:
         # Triton's default. Otherwise torch moves its cache to a folder that vLLM deletes at exit,
@@ -68,8 +67,7 @@ class RolloutWorker:
         return await asyncio.wrap_future(future)
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:
-        """Load weights. `buckets` contains object references, so that only one bucket is in memory
-        at a time."""
+        """Load weights, one bucket at a time. `buckets` contains object references."""
         await asyncio.to_thread(self._engine.begin_update)
         for bucket in buckets:
             await asyncio.to_thread(self._engine.load_bucket, await bucket)

@@ -17,38 +17,35 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineStarted, Sample
 from keel.weights.sync import Transfer, UpdatableEngine
 
 MAX_RESTARTS = 3
-"""Maximum number of restarts of one engine within three hours. After one more failure, the run
-fails. The period is longer if engines may take too long to start or stall to restart this often in
-three hours (see `replace`)."""
+"""Maximum number of restarts of one engine within three hours, or longer if starts and stalls take
+so long that it could not fail this often (see `replace`)."""
 _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
-"""Error that vLLM raises when another process frees GPU memory during its memory profiling, and the
-number of attempts to start an engine when this happens."""
+"""vLLM's error when another process frees GPU memory during its memory profiling, and the number of
+attempts to start an engine then."""
 _TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
-"""Matches numbers, such as process and actor ids, which differ from one start to the next."""
+"""Matches process and actor ids, which differ from one start to the next."""
 PROGRESS_POLL_S = 2.0
 WARN_S, STUCK_S = 20.0, 60.0
-"""Seconds without a finished step before the pool logs a warning, and before it replaces the
-engine."""
+"""Seconds without a finished step before a warning, and before the engine is replaced."""
 _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0
-"""Lower bounds for `WARN_S` and `STUCK_S`, as multiples of the longest step so far."""
+"""Lower bounds for these, as multiples of the longest step so far."""
 
 
 class RolloutEngine(UpdatableEngine, Protocol):
     """The pool's interface to an engine. All methods return immediately. Cancelling a future aborts
-    the work. If the engine died, the future fails with `EngineError` and the pool replaces the
-    engine. The pool cannot recover from any other error."""
+    the work. If the engine died, it fails with `EngineError` and the pool replaces the engine. The
+    pool cannot recover from other errors."""
 
     def ready(self) -> Future[EngineStarted]:
-        """Return a future that resolves when the engine can sample. With `rollout.time_share`, it
-        resolves when the engine is asleep."""
+        """Resolves when the engine can sample or, with `rollout.time_share`, when it is asleep."""
         ...
 
     def sample(
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
-        """Return a future for the `Group` or `TurnResult` that answers the request."""
+        """Return a future for a `Group` or `TurnResult`."""
         ...
 
     def sleep(self) -> Future[None]: ...
@@ -77,7 +74,7 @@ class EngineSlot:
     engine: RolloutEngine
     stage: Stage
     pending: Future[Any] | None
-    """Future that the slot waits for until `deadline`. None if the engine is ready or asleep."""
+    """Future that the slot waits for until `deadline`. None if it is ready or asleep."""
     deadline: float
     version: int = 0
     """Weight version that the engine samples from or is loading."""
@@ -114,8 +111,7 @@ class EngineSupervisor:
         update_s: float,
     ) -> None:
         """Create a supervisor without starting any engine. `build(i)` begins to start engine i.
-        `update_s` is the time limit in seconds for a weight update, and for an engine to fall
-        asleep."""
+        `update_s` is the time limit for a weight update, and for an engine to fall asleep."""
         self.slots: list[EngineSlot] = []
         self.update_s = update_s
         self.target: WeightUpdate | None = None
@@ -124,8 +120,7 @@ class EngineSupervisor:
         self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
         self._started: Stage = "asleep" if config.time_share else "ready"
-        """Stage of an engine that has just started. With `rollout.time_share`, it sleeps until it
-        receives weights."""
+        """Stage of an engine that has just started. With `rollout.time_share`, it sleeps."""
         self._closed = False
         """Set by `kill`, which may run on a different thread than `start`."""
 
@@ -134,9 +129,8 @@ class EngineSupervisor:
         return {slot.pending: slot for slot in self.slots if slot.pending is not None}
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines and wait until they are ready. Returns their distinct warnings. Raises
-        TimeoutError if an engine does not start in time. Raises EngineError if an engine fails to
-        start, or if `kill` is called while they start."""
+        """Start all engines and return their distinct warnings. Raises TimeoutError if one does not
+        start in time, and EngineError if one fails or `kill` is called meanwhile."""
         for index in range(self._config.engines):
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s
@@ -175,8 +169,8 @@ class EngineSupervisor:
                 return
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
-        """Make all engines load the new weights or fall asleep. An engine in another stage does so
-        when that stage ends."""
+        """Make all engines load the new weights or fall asleep, at the end of their current
+        stage."""
         self.resting = resting
         if target is not None and target is not self.target:
             self.target = target
@@ -186,7 +180,7 @@ class EngineSupervisor:
                 self._put_to_sleep(slot)
 
     def kill(self) -> None:
-        """Kill all engines. This also cancels a start that is running on another thread."""
+        """Kill all engines, even if they are being started on another thread."""
         self._closed = True
         for slot in self.slots:
             slot.engine.kill()
@@ -198,7 +192,7 @@ class EngineSupervisor:
             raise EngineError("the engines were killed while they started")
 
     def advance(self, slot: EngineSlot) -> EngineError | None:
-        """Move a slot to its next stage once its pending result has arrived or its deadline has
+        """Move a slot to its next stage, once its pending result has arrived or its deadline has
         passed. Returns an error if the engine must be replaced."""
         assert slot.pending is not None
         if not slot.pending.done():
@@ -224,7 +218,7 @@ class EngineSupervisor:
 
     def replace(self, slot: EngineSlot, error: EngineError) -> None:
         """Start a new engine in this slot. Raises EngineError if the slot was restarted too often,
-        or if two starts failed with the same error."""
+        or if two starts failed alike."""
         slot.engine.kill()
         if slot.stage == "starting":
             failure = _NUMBER.sub("#", str(error))
@@ -248,9 +242,9 @@ class EngineSupervisor:
         self._check_updated()
 
     def _check_updated(self) -> None:
-        """Resolve the update once all running engines have the new weights. Engines that are
-        restarting load the weights later. With `rollout.time_share`, the update waits for them as
-        well, because the trainer needs the GPU memory that they use to start."""
+        """Resolve the update once all running engines have the new weights. Those that are
+        restarting load them later. With `rollout.time_share`, the update waits for them as well,
+        because the trainer needs the GPU memory that they use to start."""
         waited_for = self._config.time_share
         rest = [slot for slot in self.slots if slot.stage != "starting" or waited_for]
         if self.target is not None and rest and all(slot.stage == "ready" for slot in rest):
@@ -271,10 +265,9 @@ class EngineSupervisor:
 
 
 class StallDetector:
-    """Detects engines that have work to do but no longer finish any steps. A process still answers
-    when its GPU hangs, so the pool polls the number of finished steps. Only the time in which an
-    engine can sample counts. Weight updates, sleep and idle time are excluded. The first step is
-    excluded as well, because it may compile kernels."""
+    """Detects engines that have work but finish no steps. A process still answers when its GPU
+    hangs, so the pool polls the number of finished steps. Weight updates, sleep and idle time do
+    not count, nor does the first step, which may compile kernels."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last = clock, clock()
@@ -286,8 +279,7 @@ class StallDetector:
     def poll(
         self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
     ) -> list[tuple[EngineSlot, EngineError]]:
-        """Poll all engines and return the slots of engines that hang. Calls `warn` for engines that
-        may be hanging."""
+        """Return the slots of engines that hang, and call `warn` for those that may."""
         now = self._clock()
         if now < self.next_poll:
             return []

@@ -50,7 +50,7 @@ class _Request:
     purpose: Purpose
     sequences: int
     tokens: int
-    """Upper bound on the total number of tokens sampled by the request's sequences."""
+    """Upper bound on the number of tokens sampled by all sequences."""
     sample: SampleRequest
     sampling: SamplingConfig
     prompt_id: str = ""
@@ -59,12 +59,11 @@ class _Request:
     slot: EngineSlot | None = None
     answer: Future[Any] = field(default_factory=Future[Any])
     deadline: float = 0.0
-    """Time at which the engine is considered unresponsive. Ignored while the slot is not ready."""
+    """Time at which the engine counts as unresponsive. Ignored while the slot is not ready."""
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Sort key for the queue. Evaluation requests come first, because the training loop waits
-        for them."""
+        """Sort key. Evaluation comes first, because the training loop waits for it."""
         return self.purpose != "eval", self.number
 
 
@@ -80,9 +79,8 @@ class RolloutPool:
         update_timeout_s: float | None = None,
         translate: Translate = lambda future: future,
     ) -> None:
-        """Create a pool without starting its engines. `build(i)` begins to start engine i.
-        `update_timeout_s` is the time limit for a weight update and defaults to
-        `rollout.update_timeout_s`."""
+        """`build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
+        update and defaults to `rollout.update_timeout_s`."""
         self.say: Callable[[str], Any] = lambda _: None
         """Callback for messages about warnings and restarts. Called on the pool's thread."""
         self._config = config
@@ -100,10 +98,9 @@ class RolloutPool:
         """Future returned by the last `sleep`. The next update clears it."""
         self._ended: Exception | None = None
         self._memory_freed = False
-        """True if the engines failed permanently and were killed. Their GPU memory is then free."""
+        """True if the engines failed for good and were killed."""
         self._events: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        """Events that wake the thread. Each one is a request with an answer, or None for any other
-        event."""
+        """Wakes the thread. Each event is a request with an answer, or None for any other."""
         # Owned by the thread:
         self._supervisor = EngineSupervisor(
             config,
@@ -134,8 +131,7 @@ class RolloutPool:
         return sum(slot.progress.last.steps for slot in self._supervisor.slots)
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines and return their warnings. Raises EngineError or TimeoutError if an
-        engine does not start."""
+        """Start all engines and return their warnings. Raises EngineError or TimeoutError."""
         warnings = self._supervisor.start()
         if self._config.time_share:
             self._asleep = Future()
@@ -151,14 +147,11 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[Group]:
-        """Sample `group_size` completions of `prompt`. Returns a future for the group.
-
-        Cancelling the future aborts the completions. The engine stops them after
-        `rollout.timeout_s`, counted from the start of sampling. If an engine dies or stops
-        responding, its groups are sampled again. Evaluation groups are sampled without recording
-        routes and sampling masks. The future fails with the engine's error if the prompt is
-        invalid, and with EngineError if engines keep dying.
-        """
+        """Sample `group_size` completions of `prompt`.  Cancelling the future aborts them. The
+        engine stops them after `rollout.timeout_s` from the start of sampling. If an engine dies or
+        stops responding, its groups are sampled again. Evaluation is not recorded. The future fails
+        with the engine's error if the prompt is invalid, and with EngineError if engines keep
+        dying."""
         sampling = sampling or self._config.sampling
         with self._lock:
             draw = self._draws[prompt.prompt_id]
@@ -180,9 +173,8 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
-        """Sample one turn of a conversation and return a future for it. If possible, the turn runs
-        on the engine that sampled the conversation's previous turn. If that engine dies, the turn
-        is sampled again."""
+        """Sample one turn of a conversation, if possible on the engine that sampled the previous
+        one. If that engine dies, the turn is sampled again."""
         return self._enqueue(
             label=f"turn of conversation {request.conversation}",
             purpose=purpose,
@@ -206,14 +198,12 @@ class RolloutPool:
         return request.result
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
-        """Send new weights to every engine, including engines that restart later.
-
-        The future resolves once all running engines sample from `version` or a later one. It waits
-        for restarting engines only with `rollout.time_share`. The same version may be sent again to
-        wake sleeping engines. An engine that takes longer than the pool's `update_timeout_s` is
-        replaced. The future fails if the weights themselves are invalid. Raises RuntimeError if
-        another update is in flight.
-        """
+        """Send new weights to every engine, including engines that restart later.  The future
+        resolves once all running engines sample from `version` or a later one. It waits for
+        restarting engines only with `rollout.time_share`. The same version may be sent again to
+        wake sleeping engines. An engine that takes longer than `update_timeout_s` is replaced. The
+        future fails if the weights are invalid. Raises RuntimeError if another update is in
+        flight."""
         update = WeightUpdate(version, transfer)
         with self._lock:
             if self._ended is not None:
@@ -234,8 +224,8 @@ class RolloutPool:
 
     def sleep(self) -> Future[None]:
         """Release the GPU memory of every engine until the next `update`. Engines that are loading
-        weights finish loading first. If the engines failed permanently, the future resolves as
-        well, so that the last checkpoint can use their memory."""
+        weights finish first. If the engines failed for good, the future resolves as well, so that
+        the last checkpoint can use their memory."""
         with self._lock:
             update = self._update
             if update is None or update.done.done():
@@ -299,8 +289,7 @@ class RolloutPool:
             asleep.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
-        """Process the calls that other threads have queued. Returns False if the thread should
-        stop."""
+        """Process the calls of other threads. Returns False if the thread should stop."""
         with self._lock:
             if self._ended is not None:
                 return False
@@ -344,10 +333,9 @@ class RolloutPool:
     def _choose_slot(
         self, request: _Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
     ) -> EngineSlot | None:
-        """Choose the engine for a request. If possible, a conversation goes to the engine that has
-        its prefix; all other requests go to the least loaded engine. Returns None if the
-        conversation should wait for its own engine, which is full, because no available engine has
-        less than half of its load."""
+        """Choose the engine that has the conversation's prefix, or else the least loaded one.
+        Returns None if the conversation should wait for its own engine, which is full, because no
+        available engine has less than half of its load."""
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
         if not request.conversation:
             return chosen

@@ -26,10 +26,9 @@ from keel.rollout.spec import (
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
 _DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
 _CONCURRENT_CALLS = 10_000
-"""Maximum number of concurrent calls to the actor. An engine receives fewer groups than this, so
-the actor never queues a call."""
+"""More than an engine receives, so the actor never queues a call."""
 _RESULT_LOST = (*GONE, ObjectLostError)
-"""Ray errors that mean that a call's result was lost together with the actor's node."""
+"""Ray errors that mean that a result was lost with the actor's node."""
 
 
 class RayEngine:
@@ -89,8 +88,8 @@ def ray_pool(
     update_timeout_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> RolloutPool:
-    """Return a pool for the engines of a run, without starting them. `options(i)` returns
-    additional actor options for engine i. It is called each time the engine starts."""
+    """Return a pool without starting its engines. `options(i)` returns additional actor options for
+    engine i, at each start."""
     return RolloutPool(
         spec.config,
         lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
@@ -101,9 +100,8 @@ def ray_pool(
 
 
 def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
-    """Return a future for the result of an actor call. Cancelling the future cancels the call. The
-    errors in `gone` and timeouts inside the actor are converted to `EngineError`. Other errors are
-    raised unchanged."""
+    """Return a future for an actor call, which it can cancel. The errors in `gone` and timeouts
+    inside the actor become `EngineError`."""
     future = with_engine_errors(ref.future(), gone)
 
     def cancelled(outer: Future[Any]) -> None:

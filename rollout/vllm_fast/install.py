@@ -36,22 +36,16 @@ from keel.weights.loader import WeightsExtension, moe_runners
 
 
 class _SlotRoutes:
-    """Stores routes on the GPU, indexed by KV cache slot.
-
-    This class replaces `AuxOutputWorkerConnector` in vLLM's Model Runner V2, which copies each
-    step's routes to the CPU and sorts them in Python. vLLM's own route capture is still used. One
-    kernel per step stores each token's routes under the slot that also holds the token's keys.
-
-    A token keeps its slot as long as another token attends to it. Routes can therefore be found
-    through a request's blocks, even after chunked prefills, with shared prefixes, or when tokens
-    are recomputed after a preemption.
-    """
+    """Stores routes on the GPU, indexed by KV cache slot.  It replaces vLLM's
+    `AuxOutputWorkerConnector`, which copies each step's routes to the CPU and sorts them in Python.
+    One kernel per step stores each token's routes under the slot that also holds the token's keys.
+    A token keeps its slot as long as another token attends to it, so routes can be found through a
+    request's blocks, even after chunked prefills, with shared prefixes, or after a preemption."""
 
     def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:
-        """Allocate storage for the routes. `captured` [N, all layers, K] int32 holds the experts of
-        the current step, and `slots` [≥ N] holds the cache slot of each token in the step. Both
-        tensors are overwritten in each step, in stream order. `layers` lists the MoE layers, and
-        `size` is the number of slots in the cache."""
+        """`captured` [N, all layers, K] int32 holds the experts of the current step, and `slots` [≥
+        N] the cache slot of each token in it. Both are overwritten in each step, in stream order.
+        `layers` lists the MoE layers, and `size` is the number of slots in the cache."""
         self._captured, self._slots = captured, slots
         every = list(range(captured.shape[1]))
         self._layers = (
@@ -69,11 +63,10 @@ class _SlotRoutes:
         self._copy_stream = torch.cuda.Stream() if captured.is_cuda else None
 
     def begin_step(self, metadata: Any) -> None:
-        """Do nothing. vLLM calls this before the forward pass."""
+        """vLLM calls this before the forward pass."""
 
     def prepare_output(self, batch: Any) -> None:
-        """Store the routes of the step on the GPU, without copying anything to the CPU. vLLM calls
-        this after sampling."""
+        """Store the routes of the step. vLLM calls this after sampling."""
         self.store(int(batch.query_start_loc_np[batch.num_reqs]))
 
     def store(self, tokens: int) -> None:
@@ -83,8 +76,8 @@ class _SlotRoutes:
         self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
 
     def rows(self, slots: NDArray[np.int64], *, stored: bool = False) -> NDArray[np.int16]:
-        """Return the routes [len(slots), L, K]. Unless all rows are already `stored`, this waits
-        for the steps in flight."""
+        """Return the routes [len(slots), L, K], after the steps in flight unless all are
+        `stored`."""
         with (
             torch.cuda.stream(self._copy_stream) if stored and self._copy_stream else nullcontext()
         ):
@@ -92,7 +85,7 @@ class _SlotRoutes:
             return self._table[index].cpu().numpy()
 
     def close(self) -> None:
-        """Do nothing. vLLM calls this when the engine shuts down."""
+        """vLLM calls this when the engine shuts down."""
 
 
 class FastExtension(WeightsExtension):
@@ -100,8 +93,7 @@ class FastExtension(WeightsExtension):
 
     def keel_install_fast(self, routes: bool) -> None:
         """Replace the last part of the sampler, the preparation of repeated steps and, if `routes`
-        is set, route capture. Raises ValueError if the KV cache does not have exactly one slot per
-        token."""
+        is set, route capture."""
         runner = self.model_runner
         if sampler.install(runner):
             sampler.install_graphs(runner)
@@ -137,8 +129,8 @@ class FastExtension(WeightsExtension):
     def keel_finished_routes(
         self, requests: Sequence[tuple[Sequence[int], int]]
     ) -> list[NDArray[np.int16]]:
-        """Return the routes [slots from `first` on, L, K] of several requests that finished in the
-        last step. Each request is given as a pair (cache blocks, first)."""
+        """Return the routes [slots from `first` on, L, K] of requests that finished in the last
+        step, each given as (cache blocks, first)."""
         slots = [self._keel_slots(blocks)[first:] for blocks, first in requests]
         rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), stored=True)
         return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])
@@ -152,8 +144,7 @@ _BLOCK = 256
 
 
 class _KnownStep(NamedTuple):
-    """A step that ran as a CUDA graph and in which each row sampled one token. The next step may
-    reuse it."""
+    """A step that ran as a CUDA graph and sampled one token in each row."""
 
     counts: dict[str, int]
     ids: list[str]
@@ -281,8 +272,7 @@ class _StepReuse:
         return known._replace(state=state)
 
     def _run(self, graph: Any, state: Any) -> Tensor:
-        """Replay the model and return the last hidden states. `state` is used by tests without CUDA
-        graphs."""
+        """`state` is used by tests without CUDA graphs."""
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 
@@ -298,14 +288,11 @@ def advance(
     ids: Tensor,
     slots: Tensor,
 ) -> None:
-    """Fill the first rows of `positions`, `lengths`, `ids` and `slots` for the next step.
-
-    In that step, the input of each request is the token that it sampled last. `requests` [rows]
-    int64 is the request of each row. The other tensors are indexed by request: `computed`
-    [requests] is the number of tokens with keys and values, `sampled` [requests, 1] is the last
-    token, and `table` [requests, blocks] lists the KV blocks of `page` tokens each. On the device
-    `meta`, the kernel is only compiled.
-    """
+    """Fill the first rows of `positions`, `lengths`, `ids` and `slots` for the next step, whose
+    inputs are the tokens sampled last.  `requests` [rows] int64 is the request of each row. By
+    request, `computed` [requests] is the number of tokens with keys and values, `sampled`
+    [requests, 1] is the last token, and `table` [requests, blocks] lists the KV blocks of `page`
+    tokens each. On the device `meta`, the kernel is only compiled."""
     rows = len(requests)
     _advance[(triton.cdiv(rows, _BLOCK),)](requests, computed, sampled, table, table.stride(0),
         positions, lengths, ids, slots, rows, PAGE=page, BLOCK=_BLOCK,
@@ -330,8 +317,7 @@ def _advance(
 
 
 def _covers(runner: Any) -> bool:
-    """Return True for a text model with full attention that runs on one GPU with CUDA graphs. Keel
-    does not enable vLLM's other features."""
+    """Return True for a text model with full attention on one GPU with CUDA graphs."""
     groups = runner.kv_cache_config.kv_cache_groups
     return (
         runner.vllm_config.parallel_config.world_size == 1

@@ -45,8 +45,8 @@ _LAST_BIT = tl.constexpr(10)
 
 @triton.jit
 def _order(logits_ptr, ids, inside, temperature):
-    """Divide logits by the temperature and convert them to integers in the same order. NaN is
-    treated as infinity, so that the log-probability becomes NaN and is detected."""
+    """Divide logits by the temperature and convert them to integers in the same order. NaN becomes
+    infinity, so that the log-probability becomes NaN and is detected."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     logits = logits / temperature  # as in vLLM's kernel, to the bit
     logits = tl.where(logits != logits, float("inf"), logits)
@@ -66,8 +66,8 @@ def _maxima(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, maxima_ptr, vocab_size,
     groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum of each of GROUPS groups in one row. A group consists of every
-    `groups`-th id. Likely ids are often neighbours, so this puts them in different groups."""
+    """Compute the maximum of each of GROUPS groups in one row. A group has every `groups`-th id,
+    because likely ids are often neighbours."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -83,8 +83,7 @@ def _bound(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find a threshold that at least top_k logits of a row meet or exceed. If fewer logits are
-    finite, all finite ones do."""
+    """Find a threshold that at least top_k logits of a row, or else all finite ones, reach."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:
@@ -109,8 +108,7 @@ def _file(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, bounds_ptr, keys_ptr,
     found_ptr, vocab_size, ROOM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the sort keys of the logits in one block that reach the row's bound, in no particular
-    order."""
+    """Store the sort keys of the logits in one block that reach the row's bound, in no order."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -136,8 +134,8 @@ def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
 
 @triton.jit
 def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
-    """Store the sort keys of a row's top_k largest logits exactly, using many passes. This is the
-    fallback for a flat distribution whose candidates do not fit into the buffer."""
+    """Store the sort keys of a row's top_k largest logits with many passes, for a flat distribution
+    whose candidates do not fit into the buffer."""
     least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, _LEAST)
     for step in range(31):
         higher = least + (1 << (30 - step))
@@ -251,8 +249,7 @@ _WIDEST = 2048
 _NARROWEST, _NARROW = 16, 64
 """Minimum and usual number of ids that are sorted at once."""
 _ROWS = 1024
-"""Minimum number of rows for which the kernel is compiled. Smaller batches then need no further
-compilation."""
+"""Minimum number of rows to compile for, so that smaller batches need no further compilation."""
 
 
 @triton.jit(do_not_specialize=["vocab_size", "width", "bits_row"])
@@ -260,8 +257,7 @@ def _find(
     logits_ptr, logits_row, sampled_ptr, ids_ptr, counts_ptr, bits_ptr, bits_row, vocab_size,
     width, RECORD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find the kept ids in one block of a row and set their bits. The ids are in no particular
-    order."""
+    """Find the kept ids in one block of a row, in no particular order, and set their bits."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(sampled_ptr + row) > 0:
@@ -307,8 +303,8 @@ def _draw_filed(
     logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
     RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the token, the largest logit and the sum of exponentials of a row. All kept ids of the
-    row must be stored."""
+    """Return the token, the largest logit and the sum of exponentials of a row whose kept ids are
+    all stored."""
     place = tl.arange(0, WIDTH)
     inside = place < count
     # Ascending, so the lowest id wins ties and the sum is deterministic.
@@ -326,8 +322,7 @@ def _draw_filed(
 
 @triton.jit
 def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
-    """Return the token, the largest logit and the sum of exponentials of a row that keeps more ids
-    than are stored."""
+    """Return the same for a row that keeps more ids than are stored."""
     token = 0
     highest = -float("inf")
     top = -float("inf")
@@ -355,8 +350,8 @@ def _draw(
     SCALE: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of one row, and write its log-probability and its ids. The ids are written
-    after the ids of earlier rows."""
+    """Draw the token of one row, and write its log-probability and, after those of earlier rows,
+    its ids."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * logits_row
     ids = ids_ptr + row.to(tl.int64) * width
@@ -416,18 +411,14 @@ def draw(
     record: bool,
     truncation: Truncation | None = None,
 ) -> SampledRows:
-    """Draw a token for each row of `logits` [rows, V].
-
-    If `truncation` is given, temperature and truncation are applied here. Otherwise, the logits
-    must already be divided by the temperature, and must be minus infinity for ids that were cut
-    off. `states` [rows] is the index of each row's request, and `positions` [rows] is the position
-    of its token. `temperature` and `seeds` are indexed by request. Where `sampled` [rows] is 0 (an
-    unfinished prompt), the mask is empty and the other results are undefined. If `truncation` is
-    given, `width` is the largest top_k among the rows; otherwise, it is the number of ids that a
-    row usually keeps.
-
-    All results are new tensors, because a later step may run before they are read.
-    """
+    """Draw a token for each row of `logits` [rows, V].  With `truncation`, temperature and
+    truncation are applied here. Otherwise, the logits must be divided by the temperature and minus
+    infinity for ids that were cut off. `states` [rows] is the index of each row's request, and
+    `positions` [rows] the position of its token. `temperature` and `seeds` are indexed by request.
+    Where `sampled` [rows] is 0 (an unfinished prompt), the mask is empty and the other results are
+    undefined. `width` is the largest top_k among the rows or, without `truncation`, the number of
+    ids that a row usually keeps.  All results are new tensors, because a later step may run before
+    they are read."""
     rows, vocab_size = logits.shape
     width = min(width, vocab_size, _WIDEST)
     device = logits.device

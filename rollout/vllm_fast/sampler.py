@@ -47,8 +47,7 @@ _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities of a step. It has the methods of vLLM's `LogprobsTensors`, but no ids
-    or ranks."""
+    """Has the methods of vLLM's `LogprobsTensors`, but no ids or ranks."""
 
     logp: Tensor
     """[rows, 1] float32"""
@@ -67,11 +66,11 @@ class KeptSampler(Sampler):
 
     one_and_none: Tensor
     """[2, requests] int32 numbers of sampled tokens (1) and rejected tokens (0), for steps without
-    a prompt. Steps can share this tensor because nothing writes to it."""
+    a prompt. Nothing writes to it."""
     unmasked: NDArray[np.bool_]
     """[requests] True for requests whose sampling masks are not recorded."""
     changed: bool = True
-    """True if requests have been added since the parameters were last copied to the GPU."""
+    """True if requests were added since the parameters were copied to the GPU."""
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.changed = True
@@ -88,8 +87,8 @@ class KeptSampler(Sampler):
 
     @property
     def only_known(self) -> bool:
-        """True if all logits processors are vLLM's own. Their state changes only when the requests
-        change."""
+        """True if all logits processors are vLLM's own, whose state changes only with the
+        requests."""
         return [type(processor) for processor in self.logits_processors] == _PROCESSORS
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
@@ -137,8 +136,7 @@ class KeptSampler(Sampler):
         return _as_vllm(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
-        """Return True if these requests use only temperature > 0, top-p and a sufficiently small
-        top-k."""
+        """Return True if these requests use only temperature > 0, top-p and a small top-k."""
         states, thinking = self.sampling_states, self.thinking_budget_state
         if not self.only_known:
             return False
@@ -170,8 +168,7 @@ def _as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOut
 
 
 def install(runner: Any) -> bool:
-    """Replace the model runner's sampler with a `KeptSampler`. Returns False if this process has no
-    sampler."""
+    """Replace a model runner's sampler. Returns False if this process has none."""
     sampler: Any = runner.sampler
     if type(sampler) is not Sampler:
         return False
@@ -190,7 +187,7 @@ _BLOCK = 256
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters for the rows of a step, in fixed GPU buffers. Each has shape [rows]."""
+    """Sampling parameters for the rows of a step, [rows] each, in fixed GPU buffers."""
 
     temperature: Tensor
     top_k: Tensor
@@ -218,8 +215,7 @@ def gather(
     top_p: Tensor,
     seeds: Tensor,
 ) -> None:
-    """Fill the first `size` rows with the parameters of `requests`, followed by padding.
-    `temperature`, `top_k`, `top_p` and `seeds` are indexed by request."""
+    """Fill the first `size` rows with the parameters of `requests`, followed by padding."""
     grid, rows = (triton.cdiv(size, _BLOCK),), len(requests)
     _gather[grid](requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=_BLOCK)
 
@@ -245,8 +241,7 @@ _Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]
 
 
 class SampleGraphs:
-    """Wraps a model runner's `sample` method and runs supported steps with CUDA graphs. Other steps
-    use the original method."""
+    """Wraps a model runner's `sample` and runs supported steps with CUDA graphs."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._original = runner, runner.sample
@@ -283,7 +278,7 @@ class SampleGraphs:
         return self._original(hidden_states, input_batch, grammar_output)
 
     def _for(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
-        """Fill the fixed buffers and return the graphs for a batch, or [] if the batch is not
+        """Fill the fixed buffers and return the graphs for a batch, or [] if it is not
         supported."""
         last, self._last = self._last, None
         if last and last[0] is batch.idx_mapping and hidden_states.data_ptr() == self._at:
@@ -325,8 +320,7 @@ class SampleGraphs:
         return None if manager is None else manager.hidden_states
 
     def _of(self, size: int, width: int) -> _Graphs:
-        """Return the graphs for a batch size, which are captured at first use. Returns [] if
-        capturing failed."""
+        """Return the graphs for a batch size, or [] if capturing failed."""
         fixed = self._fixed()
         assert fixed is not None
         if self._at != fixed.data_ptr():
@@ -382,8 +376,7 @@ class SampleGraphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection inside this context, because freeing a tensor would abort a
-    capture."""
+    """Disable garbage collection, because freeing a tensor would abort a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -412,8 +405,7 @@ def _empty_like(sampled: SampledRows) -> SampledRows:
 
 
 def install_graphs(runner: Any) -> None:
-    """Wrap a model runner's `sample` method so that it uses CUDA graphs. Does nothing unless the
-    runner uses one GPU, has a `KeptSampler`, and has few enough steps in flight."""
+    """Use CUDA graphs in a model runner on one GPU with few enough steps in flight."""
     alone = runner.vllm_config.parallel_config.world_size == 1
     few = runner.vllm_config.max_concurrent_batches <= _COPIES
     if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:

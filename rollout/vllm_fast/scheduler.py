@@ -36,12 +36,10 @@ from vllm.v1.request import Request, RequestStatus
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
 
 _MIN_STEPS = 2
-"""Minimum number of steps that a request must be away from the end of the context window in order
-to join."""
+"""Minimum number of steps to the end of the context window for a request to join."""
 _MAX_STEPS = 1024
 _MAX_IDS = 1 << 24
-"""`_MAX_STEPS` and `_MAX_IDS` limit how many steps and sampling-mask ids a batch stores before they
-are written back to its requests."""
+"""Limits of the steps and sampling-mask ids that a batch stores before it is written back."""
 _NEVER = 1 << 62
 
 
@@ -55,9 +53,8 @@ class _ScheduledStep:
 
 
 def _only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
-    """Return True if a request only needs to sample one token per step until it ends. `window` is
-    the size of the model's context window. If `logprobs` is set, a recorder handles
-    log-probabilities, so a request that asks for them qualifies too."""
+    """Return True if a request only samples one token per step until it ends. `window` is the size
+    of the context window. Log-probabilities are fine if a recorder handles them (`logprobs`)."""
     params = request.sampling_params
     known = request.num_tokens + request.num_output_placeholders
     return not (
@@ -72,8 +69,7 @@ def _only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
 
 
 class DecodeBatch:
-    """Counters and recorded arrays of a batch. Arrays of shape [P] are indexed by batch slot.
-    Columns correspond to steps."""
+    """Counters and recorded arrays of a batch, [P] by batch slot. Columns correspond to steps."""
 
     def __init__(self, places: int) -> None:
         self.requests: list[Request | None] = [None] * places
@@ -87,7 +83,7 @@ class DecodeBatch:
         self.computed = np.zeros(places, np.int64)
         self.outputs = np.zeros(places, np.int64)
         """[P] number of tokens sampled before a step, including those in flight, minus the number
-        of the step. `computed` is defined in the same way for scheduled tokens."""
+        of the step. `computed` is the same for scheduled tokens."""
         self.limits = np.zeros(places, np.int64)
         """[P] `max_tokens` of each request."""
         self.due = np.full(places, _NEVER)
@@ -103,8 +99,7 @@ class DecodeBatch:
         self._logp = np.empty((_MAX_STEPS, places), np.float32)
         self._starts = np.zeros((_MAX_STEPS, places), np.int64)
         self._sizes = np.zeros((_MAX_STEPS, places), np.int64)
-        """Number of ids in each sampling mask. `_starts` contains the position in `_ids` at which
-        each mask begins."""
+        """Number of ids in each sampling mask, from `_starts` in `_ids` on."""
         self._ids = np.empty(0, np.int32)
         self._num_ids = 0
         self._with_logp = self._with_masks = False
@@ -116,8 +111,7 @@ class DecodeBatch:
         return self.received + len(self.in_flight)
 
     def settle(self) -> None:
-        """Update everything that depends on which requests are in the batch. Call this after
-        requests have joined or left."""
+        """Update what depends on the requests in the batch, after some have joined or left."""
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
         self.places = np.array(list(present), int)
         self.ids = [request.request_id for request in present.values()]
@@ -126,9 +120,8 @@ class DecodeBatch:
         self.end = int(self.room.min())
 
     def join(self, request: Request, *, window: int, block: int) -> None:
-        """Add a request to the batch, starting with the next step. Call `settle` afterwards.
-        `window` is the size of the model's context window. `block` is the number of tokens per KV
-        block."""
+        """Let a request join at the next step, before `settle`. `window` is the size of the context
+        window, and `block` the number of tokens per KV block."""
         place, now, params = self.requests.index(None), self.scheduled, request.sampling_params
         assert params is not None
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
@@ -151,8 +144,7 @@ class DecodeBatch:
         self.due[place] = self.room[place] = _NEVER
 
     def as_cached(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
-        """Return the requests of the next step in vLLM's format. `blocks` contains the new KV
-        blocks, in the order of `ids`."""
+        """Return the requests of the next step in vLLM's format, with new KV `blocks` by `ids`."""
         now = self.scheduled
         return CachedRequestData(
             req_ids=self.ids,
@@ -197,8 +189,8 @@ class DecodeBatch:
         return [place for place in self.places.tolist() if not self.live[place]]
 
     def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
-        """Update a request with its state in the batch and its new `tokens`. If the scheduler
-        schedules ahead, `step` is the number of its last step."""
+        """Update a request with its state and new `tokens`. With scheduling ahead, `step` is the
+        number of its last step."""
         request = self.requests[place]
         assert request is not None
         in_flight = self.scheduled - max(self._known(place), int(self.first[place]))
@@ -212,7 +204,7 @@ class DecodeBatch:
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
         """Receive the tokens of the oldest step. Returns the batch slots of the requests that end
-        with these tokens. Returns None and receives nothing if vLLM has to handle the step."""
+        with them, or None if vLLM has to handle the step."""
         step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
         if output.num_nans_in_logits or column + 1 >= self.end:
             return None
@@ -260,8 +252,7 @@ class DecodeBatch:
         begins: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> None:
-        """Store the sampling masks of one step. The mask of `places[n]` is
-        `ids[begins[n]:ends[n]]`."""
+        """Store the masks `ids[begins[n]:ends[n]]` of `places[n]` for one step."""
         self._with_masks = True
         total = self._num_ids + len(ids)
         if total > len(self._ids):
@@ -272,8 +263,7 @@ class DecodeBatch:
         self._num_ids = total
 
     def _known(self, place: int) -> int:
-        """Return the number of steps received so far, not counting steps after the request's
-        end."""
+        """Return the number of steps received up to the request's end."""
         return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
@@ -294,7 +284,7 @@ class DecodeBatch:
 
 
 def _positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
-    """Return the index of each row's token in a flat array. If every row has one token, `firsts` is
+    """Return the index of each row's token in a flat array, which is its row if `firsts` is
     None."""
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]
 
@@ -306,16 +296,13 @@ _MAX_WAIT = 64
 _LIMITS = ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")
 """Limits of vLLM's scheduler that are reduced by what the batch already uses."""
 _MAX_FINISHED = 0.25
-"""Maximum fraction of the batch that may consist of finished requests. Their rows are still
-computed."""
+"""Maximum fraction of finished requests, whose rows are still computed."""
 _BLOCKS_AHEAD = 4
-"""Number of KV blocks to allocate at once, provided that twice as many are free for every
-request."""
+"""Number of KV blocks to allocate at once if twice as many are free for every request."""
 
 
 class _FastPath(Scheduler):
-    """Adds the fast path to a scheduler (see the module docstring). The recorder uses `recordings`
-    and `finished_blocks`."""
+    """Adds the fast path to a scheduler (see the module docstring)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -333,8 +320,8 @@ class _FastPath(Scheduler):
         self._undelivered: dict[str, list[int]] = {}
         """Flushed tokens that have not reached the output processor yet."""
         self._stuck = False
-        """True if requests are waiting but vLLM began none of them in its last step, although it
-        still had tokens to spare."""
+        """True if vLLM began none of the waiting requests in its last step, although it had tokens
+        to spare."""
         groups = self.kv_cache_config.kv_cache_groups
         self._possible = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
 
@@ -405,8 +392,7 @@ class _FastPath(Scheduler):
         return super().reset_prefix_cache(*args, **kwargs)
 
     def has_finished_requests(self) -> bool:
-        """Return True also if a paused engine has undelivered tokens, so that it runs one more
-        (empty) step."""
+        """A paused engine with undelivered tokens runs one more (empty) step."""
         pending = self._undelivered or (self._batch is not None and self._batch.received)
         paused = self._pause_state != PauseState.UNPAUSED
         return bool(paused and pending) or super().has_finished_requests()
@@ -459,7 +445,7 @@ class _FastPath(Scheduler):
 
     def _next_step(self, batch: DecodeBatch, throttle_prefills: bool) -> SchedulerOutput | None:
         """Schedule the next step of the batch, together with requests that begin. Returns None if
-        vLLM has to schedule the whole step."""
+        vLLM has to schedule it."""
         if batch.full or self._pause_state != PauseState.UNPAUSED:
             return None
         joined = self._should_begin(batch) or bool(self._outside)
@@ -510,8 +496,7 @@ class _FastPath(Scheduler):
     def _with_others(
         self, batch: DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
-        """Let vLLM schedule all other requests with the remaining capacity. The two steps are then
-        merged."""
+        """Let vLLM schedule all other requests with the remaining capacity, and merge the steps."""
         count, outside = len(batch.ids), len(self._outside)
         self.running = self._outside
         for name in _LIMITS:
@@ -544,8 +529,7 @@ class _FastPath(Scheduler):
     def _allocate(
         self, batch: DecodeBatch, due: list[int], ahead: int
     ) -> list[tuple[list[int], ...] | None]:
-        """Allocate KV blocks for the batch slots in `due`. Returns the new blocks for every
-        request, in batch order."""
+        """Allocate KV blocks for the slots in `due`. Returns the new blocks in batch order."""
         if not due:
             return [None] * len(batch.ids)
         size, now = self._block_size, batch.scheduled
@@ -565,8 +549,8 @@ class _FastPath(Scheduler):
         return [new.get(place) for place in batch.places.tolist()]
 
     def _finish(self, batch: DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
-        """Report the requests that ended with the last tokens as finished. They keep their KV
-        blocks until other requests join, because steps in flight still use these blocks."""
+        """Report the requests that ended with the last tokens. They keep their KV blocks until
+        other requests join, because steps in flight still use these blocks."""
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:
             request = batch.requests[place]
@@ -609,8 +593,7 @@ class _FastPath(Scheduler):
             super()._free_request(request)
 
     def keel_flush(self) -> None:
-        """Write the batch's state back to its requests. Afterwards they look as if vLLM itself had
-        run the steps."""
+        """Write the batch's state back to its requests, as if vLLM had run the steps."""
         batch, self._batch = self._batch, None
         self._outside = []
         if batch is None or not batch.scheduled:

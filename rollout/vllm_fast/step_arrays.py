@@ -21,15 +21,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 UNMASKED = "keel_unmasked"
-"""Key in a request's `extra_args` that turns off the recording of its sampling masks."""
+"""Key in a request's `extra_args` that turns off its sampling masks."""
 _MEAN_IDS, _LEAST_IDS = 64, 16_384
-"""Number of ids copied to the CPU with each step: the average per row, and the minimum for steps
-with few rows."""
+"""Ids copied to the CPU with each step: the average per row, and the minimum for few rows."""
 
 
 def ids_in_step(rows: int, width: int) -> int:
-    """Return the number of ids copied to the CPU with each step. Further ids are fetched when they
-    are needed."""
+    """Return the number of ids copied to the CPU with each step. Others are fetched if needed."""
     return rows * min(width, max(_MEAN_IDS, _LEAST_IDS // rows))
 
 
@@ -39,13 +37,11 @@ class StepMasks(NamedTuple):
     counts: Tensor
     """[rows] int32"""
     flat: Tensor
-    """[ids_in_step] int32 ids of all rows, one row after another. Ids that do not fit are left
-    out."""
+    """[ids_in_step] int32 ids of all rows, one after another, as far as they fit."""
     ids: Tensor
     """[rows, width] int32 ids on the GPU, in no particular order within a row."""
     bits: Tensor | None
-    """[rows, ⌈V / 8⌉] uint8 on the GPU, with one bit per id. None if no row can have more than
-    `width` ids."""
+    """[rows, ⌈V / 8⌉] uint8 on the GPU, or None if no row can have more than `width` ids."""
 
     def to_cpu_nonblocking(self) -> StepMasks:
         counts, flat = (t.to("cpu", non_blocking=True) for t in (self.counts, self.flat))
@@ -53,8 +49,7 @@ class StepMasks(NamedTuple):
         return StepMasks(counts, flat, self.ids.clone(), self.bits)
 
     def tolists(self, num_sampled_tokens: Any = None) -> SamplingMaskLists:
-        """Return the kept ids of all rows. Row r kept `token_ids[offsets[r]:offsets[r + 1]]`, in
-        ascending order."""
+        """Return the ids `token_ids[offsets[r]:offsets[r + 1]]` that row r kept, ascending."""
         counts, width = self.counts.cpu().numpy(), self.ids.shape[1]
         offsets = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -112,8 +107,7 @@ class PackedRecording:
         return np.concatenate(self.logp) if self.logp else np.zeros(0, np.float32)
 
     def sampling_masks(self) -> SamplingMasks:
-        """Return the sampling masks of the G tokens. The ids in each mask are in ascending
-        order."""
+        """Return the sampling masks of the G tokens, with ascending ids."""
         if not self.sizes:
             return SamplingMasks.empty(0)
         sizes = np.concatenate(self.sizes)
