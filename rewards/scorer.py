@@ -94,7 +94,7 @@ class Scorer:
         self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
-        """Start scoring all trajectories of a group.  If a verifier fails on a completion, its
+        """Start scoring all trajectories of a group. If a verifier fails on a completion, its
         component is 0 and the component `error` is 1. Completions that the judge could not score
         are dropped and, in training, truncated ones if the length rule says so. The future raises
         ValueError if the domain has no weights or the reward spec is malformed, and JudgeStopped or

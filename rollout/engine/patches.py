@@ -41,7 +41,7 @@ _RESERVE = 2**30
 @contextmanager
 def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
     """Cap the KV cache of engines built inside this context at the size that their completions can
-    use.  By default, vLLM takes all the memory that it may use. With `rollout.time_share` this
+    use. By default, vLLM takes all the memory that it may use. With `rollout.time_share` this
     wastes time, because a GPU maps only some 100 GiB per second, at each update. vLLM's options
     cannot express this limit, since the size of a completion is known only after the model is
     loaded."""

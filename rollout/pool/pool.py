@@ -147,7 +147,7 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[Group]:
-        """Sample `group_size` completions of `prompt`.  Cancelling the future aborts them. The
+        """Sample `group_size` completions of `prompt`. Cancelling the future aborts them. The
         engine stops them after `rollout.timeout_s` from the start of sampling. If an engine dies or
         stops responding, its groups are sampled again. Evaluation is not recorded. The future fails
         with the engine's error if the prompt is invalid, and with EngineError if engines keep
@@ -198,7 +198,7 @@ class RolloutPool:
         return request.result
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
-        """Send new weights to every engine, including engines that restart later.  The future
+        """Send new weights to every engine, including engines that restart later. The future
         resolves once all running engines sample from `version` or a later one. It waits for
         restarting engines only with `rollout.time_share`. The same version may be sent again to
         wake sleeping engines. An engine that takes longer than `update_timeout_s` is replaced. The

@@ -36,7 +36,7 @@ from keel.weights.loader import WeightsExtension, moe_runners
 
 
 class _SlotRoutes:
-    """Stores routes on the GPU, indexed by KV cache slot.  It replaces vLLM's
+    """Stores routes on the GPU, indexed by KV cache slot. It replaces vLLM's
     `AuxOutputWorkerConnector`, which copies each step's routes to the CPU and sorts them in Python.
     One kernel per step stores each token's routes under the slot that also holds the token's keys.
     A token keeps its slot as long as another token attends to it, so routes can be found through a
@@ -289,7 +289,7 @@ def advance(
     slots: Tensor,
 ) -> None:
     """Fill the first rows of `positions`, `lengths`, `ids` and `slots` for the next step, whose
-    inputs are the tokens sampled last.  `requests` [rows] int64 is the request of each row. By
+    inputs are the tokens sampled last. `requests` [rows] int64 is the request of each row. By
     request, `computed` [requests] is the number of tokens with keys and values, `sampled`
     [requests, 1] is the last token, and `table` [requests, blocks] lists the KV blocks of `page`
     tokens each. On the device `meta`, the kernel is only compiled."""

@@ -417,7 +417,7 @@ def draw(
     `positions` [rows] the position of its token. `temperature` and `seeds` are indexed by request.
     Where `sampled` [rows] is 0 (an unfinished prompt), the mask is empty and the other results are
     undefined. `width` is the largest top_k among the rows or, without `truncation`, the number of
-    ids that a row usually keeps.  All results are new tensors, because a later step may run before
+    ids that a row usually keeps. All results are new tensors, because a later step may run before
     they are read."""
     rows, vocab_size = logits.shape
     width = min(width, vocab_size, _WIDEST)
