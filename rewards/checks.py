@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from keel.rewards.code.verifier import CodeSettings, check_outputs, check_reference, read_task
+from keel.rewards.code.verifier import CodeSettings, check_task, read_task
 from keel.rewards.compose import check_parts
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
 from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
@@ -60,7 +60,16 @@ def try_functions(
         answer = cast(Mapping[str, Any], entry).get("answer")
     right = answer if isinstance(answer, str) and answer else "The result is 42."
     gives_up = "I have tried it in two ways, and they do not agree. I do not know."
-    texts = [_sample(prompt, text).dumps() for text in (right, gives_up)]
+    texts: list[str] = []
+    for text in (right, gives_up):
+        message = {"role": "assistant", "content": text, "raw": text}
+        if prompt.thinking:
+            thinking = "Let me think about it. The question is clear."
+            message["reasoning_content"] = thinking
+            message["raw"] = f"<think>{thinking}</think>{text}"
+        tokens = 1 + len(message["raw"]) // 4
+        sample = TextTrajectory(messages=(message,), finish_reason="stop", sampled_tokens=tokens)
+        texts.append(sample.dumps())
     pool = WorkerPool(1, timeout_s=timeout_s)
     messages: dict[str, str] = {}
     try:
@@ -87,17 +96,6 @@ def try_functions(
     return messages
 
 
-def _sample(prompt: Prompt, text: str) -> TextTrajectory:
-    message: dict[str, Any] = {"role": "assistant", "content": text, "raw": text}
-    if prompt.thinking:
-        thinking = "Let me think about it. The question is clear."
-        raw = f"<think>{thinking}</think>{text}"
-        message |= {"reasoning_content": thinking, "raw": raw}
-    return TextTrajectory(
-        messages=(message,), finish_reason="stop", sampled_tokens=1 + len(message["raw"]) // 4
-    )
-
-
 def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
@@ -115,13 +113,13 @@ def check_prompts(
     open_sandbox(code.isolation)
     programs = [prompt for prompt in prompts if prompt.reward.get("kind") == "code"]
     for prompt in programs:
-        check_outputs(prompt.reward, code, name=f"prompt {prompt.prompt_id}")
+        check_task(prompt.reward, code, name=f"prompt {prompt.prompt_id}")
     solved = [prompt for prompt in programs if prompt.reward.get("reference") is not None]
     started, runs = time.monotonic(), 0
     for prompt in solved[:_REFERENCES]:
         if time.monotonic() - started > _REFERENCES_S:
             break
-        check_reference(prompt.reward, code, name=f"prompt {prompt.prompt_id}")
+        check_task(prompt.reward, code, name=f"prompt {prompt.prompt_id}", run_reference=True)
         runs += 1
     if not solved:
         return "no reference solutions to try the tests on"

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from keel.rewards.custom import is_function, load_function
 from keel.rl.types import FUNCTIONS
@@ -88,7 +88,7 @@ def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
     """Raise ValueError if a reward component is not available for prompts of this `kind`."""
-    if kind == FUNCTIONS and not _function_weights(weights):
+    if kind == FUNCTIONS and not function_weights(weights):
         raise ValueError("has nothing to judge it by, and data.sources[].rewards has no function")
     for name in weights:
         kinds = [kind for kind, parts in JUDGED_PARTS.items() if name in parts]
@@ -98,29 +98,20 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
             )
 
 
-def _function_weights(weights: Mapping[str, float]) -> dict[str, float]:
+def function_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the positive weights of user functions, whose mean grades prompts without answers."""
     return {name: weight for name, weight in weights.items() if is_function(name) and weight > 0}
 
 
-def mean_of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the weighted mean of all user functions with a positive weight. It is the score of
-    prompts that only functions grade."""
-    positive = _function_weights(weights)
-    return sum(weight * parts[name] for name, weight in positive.items()) / sum(positive.values())
-
-
-def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the reward of a truncated completion, which counts as wrong. The reward is at most
-    0."""
-    score = compose({**parts, "correct": 0.0}, weights)
-    return replace(score, value=min(0.0, score.value))
-
-
-def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
+def compose(
+    parts: Mapping[str, float], weights: Mapping[str, float], *, cut_off: bool = False
+) -> Score:
     """Compute the reward as the weighted sum of its components. If only a rounding error remains,
-    the reward is exactly 0, because otherwise the error could become an advantage."""
+    the reward is exactly 0, because otherwise the error could become an advantage. A completion
+    that was `cut_off` counts as wrong, and its reward is at most 0."""
+    parts = {**parts, "correct": 0.0} if cut_off else parts
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)
     if abs(value) <= _ROUNDING * max(map(abs, terms), default=0.0):
         value = 0.0
-    return Score(value=value, parts=parts)
+    return Score(value=min(0.0, value) if cut_off else value, parts=parts)

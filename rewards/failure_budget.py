@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import sysconfig
 import threading
 import traceback
@@ -82,10 +81,6 @@ class FailureBudget:
             self.report(line)
         if stop:
             raise RewardStopped(stop)
-
-
-def to_standard_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def error_location(error: BaseException) -> str:

@@ -73,13 +73,13 @@ def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
         trajectory = TextTrajectory.loads(text)
         texts = {"answer": trajectory.all_said, "thinking": trajectory.all_thinking}
         parts = [part for name, part in texts.items() if of in (name, "both") and part]
-        shares = [language_share(prompt, part) for part in parts]
+        shares = [_language_share(prompt, part) for part in parts]
         return sum(shares) / len(shares) if shares else 1.0
 
     return verify
 
 
-def language_share(prompt: str, text: str) -> float:
+def _language_share(prompt: str, text: str) -> float:
     """Return the fraction of the letters in `text` that are in the language of `prompt`."""
     allowed, language = _prompt_language(prompt)
     if not allowed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ import torch
 from keel.rewards import compose
 from keel.rewards.compose import ERROR, LANGUAGE_PARTS, REFUSAL, Score
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
-from keel.rewards.failure_budget import FailureBudget, to_standard_error
+from keel.rewards.failure_budget import FailureBudget
 from keel.rewards.judge.results import Counts, Failed, Judged
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import REFUSAL as REFUSAL_SPEC
@@ -51,10 +52,10 @@ class _Draft:
     dropped: str = ""
 
 
-_Drafts = Sequence[_Draft]
-_Source = tuple[Sequence[Future[Any]], Callable[[_Drafts], None]]
-"""Futures, and a function that adds their results to the drafts once all are done. It raises
-ValueError if the input is invalid."""
+_Started = tuple[
+    dict[str, list[Future[Judged | Failed]]], dict[str, list[Future[list[VerifierScore]]]]
+]
+"""The futures of the judge and those of the worker processes, for each reward component."""
 
 
 class Scorer:
@@ -73,7 +74,7 @@ class Scorer:
         max_failure_fraction: float = 1.0,
         environments: Collection[str] = (),
         log: Path | None = None,
-        say: Callable[[str], None] = to_standard_error,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
         """Check the weights and start the workers. `weights` maps each domain to its reward
         components and their weights, and `lengths` to its length rule. `environments` contains the
@@ -100,11 +101,11 @@ class Scorer:
         ValueError if the domain has no weights or the reward spec is malformed, and JudgeStopped or
         RewardStopped if too many completions could not be scored."""
         try:
-            sources = self._sources(group)
+            started = self._start(group)
         except ValueError as error:
             return failed(ValueError(f"prompt {group.prompt.prompt_id} {error}"))
-        futures = [future for some, _ in sources for future in some]
-        return when_all(futures, lambda: self._scored(group, sources, purpose))
+        futures = [future for parts in started for some in parts.values() for future in some]
+        return when_all(futures, lambda: self._scored(group, started, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
         futures = [self.submit(group, purpose) for group in groups]
@@ -126,90 +127,41 @@ class Scorer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _sources(self, group: Group) -> list[_Source]:
+    def _start(self, group: Group) -> _Started:
         prompt, trajectories = group.prompt, group.trajectories
         kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
         if weights is None:
             raise ValueError(f"has no rewards for its domain {prompt.domain!r} in data.sources")
         compose.check_parts(str(kind), weights)
-        sources: list[_Source] = []
-        if prompt.environment:
-            sources.append(((), lambda drafts: _add_verdicts(drafts, graded=kind != ENVIRONMENT)))
+        judged: dict[str, list[Future[Judged | Failed]]] = {}
+        verified: dict[str, list[Future[list[VerifierScore]]]] = {}
         if is_judged(prompt.reward):
-            sources.append(self._judged(prompt, trajectories))
+            judged["correct"] = self._ask(prompt, trajectories)
         elif kind not in (ENVIRONMENT, FUNCTIONS):
-            label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
-            name = f"correct ({' '.join(filter(None, label))})"
-            futures = self._verify(prompt, trajectories)
-            sources.append(self._verified("correct", group, futures, name))
+            verified["correct"] = self._verify(prompt, trajectories)
         if REFUSAL in weights:
-            declining = replace(prompt, reward=REFUSAL_SPEC)
-            sources.append(self._judged(declining, trajectories, refusal=True))
+            judged[REFUSAL] = self._ask(replace(prompt, reward=REFUSAL_SPEC), trajectories)
         for name in weights:
             if is_function(name):
-                future = self._call(name, group)
+                verified[name] = [self._call(name, group)]
             elif name in LANGUAGE_PARTS:
                 # An environment may have written the task.
                 opening = _opening(prompt, trajectories[0]) if trajectories else prompt.messages
                 task = str(opening[-1].get("content") or "")
                 spec = {"kind": "language", "prompt": task, "of": LANGUAGE_PARTS[name]}
                 texts = [_text(trajectory, sampled=True) for trajectory in trajectories]
-                future = self._pool.submit(spec, texts)
-            else:
-                continue
-            sources.append(self._verified(name, group, [future], name))
+                verified[name] = [self._pool.submit(spec, texts)]
+        return judged, verified
 
-        def finish(drafts: _Drafts) -> None:
-            for draft in drafts:
-                if kind == FUNCTIONS:
-                    draft.parts["correct"] = compose.mean_of_functions(draft.parts, weights)
-                if draft.trajectory.verdict is None:
-                    text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
-                    kept = keeps_format(text, thinking=prompt.thinking, finished=finished)
-                    draft.parts["format"] = float(kept)
-
-        return [*sources, ((), finish)]
-
-    def _judged(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, refusal: bool = False
-    ) -> _Source:
+    def _ask(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> list[Future[Judged | Failed]]:
         if self._judge is None:
             raise ValueError("needs a judge; set rewards.judge.base_url and model")
-        futures = [
+        return [
             self._judge.submit(replace(prompt, messages=_opening(prompt, one)), one)
             for one in trajectories
         ]
-        prefix = f"{REFUSAL}: " if refusal else ""
-
-        def add_to(drafts: _Drafts) -> None:
-            for draft, future in zip(drafts, futures, strict=True):
-                result: Judged | Failed = future.result()
-                if isinstance(result, Failed):
-                    reason = f"the judge failed ({result.kind}): {result.reason}"
-                    draft.dropped = draft.dropped or reason
-                    continue
-                parts = {"correct": result.value, **result.parts}
-                draft.parts |= {REFUSAL: result.value} if refusal else parts
-                for verdict in result.verdicts:
-                    draft.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
-
-        return futures, add_to
-
-    def _verified(
-        self, part: str, group: Group, futures: Sequence[Future[list[VerifierScore]]], name: str
-    ) -> _Source:
-        def add_to(drafts: _Drafts) -> None:
-            scores = [score for future in futures for score in future.result()]
-            errors = [(score.error, score.at) for score in scores]
-            counted = is_function(part)
-            self._failures.record(name, group.prompt.prompt_id, errors, counted=counted)
-            for draft, score in zip(drafts, scores, strict=True):
-                draft.parts |= {**score.parts, part: score.score}
-                if score.error:
-                    draft.parts[ERROR] = 1.0
-                    draft.notes[part] = f"error: {score.error}"
-
-        return futures, add_to
 
     def _call(self, name: str, group: Group) -> Future[list[VerifierScore]]:
         spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
@@ -235,15 +187,55 @@ class Scorer:
         jobs = {text: self._pool.submit(prompt.reward, [text]) for text in set(completions)}
         return [jobs[text] for text in completions]
 
-    def _scored(self, group: Group, sources: Sequence[_Source], purpose: Purpose) -> ScoredGroup:
+    def _drafts(self, group: Group, started: _Started) -> list[_Draft]:
+        """Collect all components of a group. Raises ValueError if its input is invalid."""
+        prompt, weights = group.prompt, self._weights[group.prompt.domain]
+        kind, drafts = prompt.reward.get("kind"), [_Draft(one) for one in group.trajectories]
+        for draft in drafts:
+            if prompt.environment and draft.trajectory.verdict is not None:
+                draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
+            if prompt.environment and kind == ENVIRONMENT and "correct" not in draft.parts:
+                raise ValueError("its environment's verdict has no part `correct`; return one")
+        judged, verified = started
+        for part, answers in judged.items():
+            prefix = f"{REFUSAL}: " if part == REFUSAL else ""
+            for draft, answer in zip(drafts, answers, strict=True):
+                result = answer.result()
+                if isinstance(result, Failed):
+                    reason = f"the judge failed ({result.kind}): {result.reason}"
+                    draft.dropped = draft.dropped or reason
+                    continue
+                draft.parts |= {part: result.value, **({} if prefix else result.parts)}
+                for verdict in result.verdicts:
+                    draft.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
+        for part, futures in verified.items():
+            scores = [score for future in futures for score in future.result()]
+            label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
+            name = f"correct ({' '.join(filter(None, label))})" if part == "correct" else part
+            errors = [(score.error, score.at) for score in scores]
+            self._failures.record(name, prompt.prompt_id, errors, counted=is_function(part))
+            for draft, score in zip(drafts, scores, strict=True):
+                draft.parts |= {**score.parts, part: score.score}
+                if score.error:
+                    draft.parts[ERROR] = 1.0
+                    draft.notes[part] = f"error: {score.error}"
+        for draft in drafts:
+            if kind == FUNCTIONS:
+                graded = compose.function_weights(weights)
+                total = sum(weight * draft.parts[name] for name, weight in graded.items())
+                draft.parts["correct"] = total / sum(graded.values())
+            if draft.trajectory.verdict is None:
+                text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
+                kept = keeps_format(text, thinking=prompt.thinking, finished=finished)
+                draft.parts["format"] = float(kept)
+            _finish(draft, weights)
+        return drafts
+
+    def _scored(self, group: Group, started: _Started, purpose: Purpose) -> ScoredGroup:
         weights = self._weights[group.prompt.domain]
         rule = self._lengths.get(group.prompt.domain, LengthRule())
-        drafts = [_Draft(trajectory) for trajectory in group.trajectories]
         try:
-            for _, add_to in sources:
-                add_to(drafts)
-            for draft in drafts:
-                _finish(draft, weights)
+            drafts = self._drafts(group, started)
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}: {error}") from error
         if self._log is not None and not self._log_announced and self._pool.printed():
@@ -255,9 +247,8 @@ class Scorer:
             if cut and rule.truncated == "drop" and purpose == "train":
                 draft.dropped = draft.dropped or CUT_OFF
             if not draft.dropped:
-                zero = cut and rule.truncated == "zero"
-                score = compose.compose_cut_off if zero else compose.compose
-                scores.append(score(draft.parts, weights))
+                cut_off = cut and rule.truncated == "zero"
+                scores.append(compose.compose(draft.parts, weights, cut_off=cut_off))
         remaining = [draft for draft in drafts if not draft.dropped]
         trajectories = tuple(draft.trajectory for draft in remaining)
         notes = tuple(draft.notes for draft in remaining)
@@ -277,14 +268,6 @@ class Scorer:
             left_out=tuple(draft.trajectory for draft in drafts if draft.dropped),
             notes_G=notes if any(notes) else (),
         )
-
-
-def _add_verdicts(drafts: _Drafts, *, graded: bool) -> None:
-    for draft in drafts:
-        if draft.trajectory.verdict is not None:
-            draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
-    if not graded and any("correct" not in draft.parts for draft in drafts):
-        raise ValueError("its environment's verdict has no part `correct`; return one")
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:

@@ -240,7 +240,7 @@ _MAX_COMPARISONS = 500_000
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
-def same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
+def _same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
     """Return whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
 
     A list equals a tuple with the same items. The order of sets and dicts does not matter. A number
@@ -292,7 +292,7 @@ class _Comparison:
         return True
 
 
-def same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
+def _same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
     """Return whether two outputs are equal, ignoring white space at the end of lines and of the
     text. If `tolerance` is set, the outputs are compared word by word, and numbers may differ as in
     `same_value`."""
@@ -409,7 +409,7 @@ class CodeSettings:
         return CodeSettings(**settings, limits=Limits(**limits))
 
 
-class CodeVerdict(NamedTuple):
+class _CodeVerdict(NamedTuple):
     """The score of a program, from 0 to 1."""
 
     score: float
@@ -422,7 +422,7 @@ class CodeVerdict(NamedTuple):
 
 def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
-) -> CodeVerdict:
+) -> _CodeVerdict:
     """Run the last code block of an answer on the hidden tests. Code in the thinking is ignored.
     Raises ValueError if the spec is malformed or this machine cannot isolate programs, and
     RuntimeError if the sandbox itself fails."""
@@ -437,32 +437,31 @@ def verify_code(
     return _Attempt(task, blocks[-1], sandbox, settings).verdict()
 
 
-def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Raise ValueError if an expected output exceeds the output limit for programs."""
-    limit = settings.limits.output_kib
-    task = read_task(spec)
+def check_task(
+    spec: Mapping[str, Any], settings: CodeSettings, *, name: str, run_reference: bool = False
+) -> None:
+    """Raise ValueError if an expected output exceeds the output limit for programs, or if the
+    `reference` solution is run and fails a test."""
+    limit, task = settings.limits.output_kib, read_task(spec)
     for index, test in enumerate(task.tests):
         # With a tolerance, a number may be written in fewer digits.
         shortest = len("\n".join(_lines(test.stdout)).encode(errors="replace"))
         if task.tolerance is not None:
             shortest = max(0, 2 * len(test.stdout.split()) - 1)
-        needed = shortest / 1024
-        if needed > limit:
+        if shortest / 1024 > limit:
             raise ValueError(
-                f"{name}: tests[{index}] expects {needed:.0f} KiB of output, above the limit of "
-                f"{limit} (rewards.code.output_kib); raise it or shorten the test"
+                f"{name}: tests[{index}] expects more output than {limit} KiB; raise "
+                "rewards.code.output_kib or shorten the test"
             )
-
-
-def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Raise ValueError if the `reference` solution of a valid spec fails a test."""
-    task, sandbox = read_task(spec), open_sandbox(settings.isolation)
+    if not run_reference:
+        return
+    sandbox = open_sandbox(settings.isolation)
     verdict = _Attempt(task, task.reference or "", sandbox, settings).verdict()
     for index, failure in enumerate(verdict.failures):
         if failure:
             raise ValueError(
-                f"{name}: its reference solution fails tests[{index}]: {failure}. Correct the test "
-                "or the solution"
+                f"{name}: its reference solution fails tests[{index}]: {failure}; correct one of "
+                "them"
             )
 
 
@@ -470,7 +469,7 @@ def _failed_subtasks(task: _CodeTask, failures: Sequence[str]) -> set[str]:
     return {test.subtask for test, why in zip(task.tests, failures, strict=False) if why}
 
 
-def _verdict(task: _CodeTask, failures: list[str], skipped: str = "not run") -> CodeVerdict:
+def _verdict(task: _CodeTask, failures: list[str], skipped: str = "not run") -> _CodeVerdict:
     failures += [skipped] * (len(task.tests) - len(failures))
     failed = _failed_subtasks(task, failures)
     if task.subtasks:
@@ -481,7 +480,7 @@ def _verdict(task: _CodeTask, failures: list[str], skipped: str = "not run") -> 
     if shown := [why for test, why in zip(task.tests, failures, strict=True) if test.sample]:
         parts[_SAMPLES] = float(not any(shown))
     parts |= {f"{_SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}
-    return CodeVerdict(score, tuple(failures), parts)
+    return _CodeVerdict(score, tuple(failures), parts)
 
 
 class _Attempt:
@@ -495,7 +494,7 @@ class _Attempt:
         source = code.encode(errors="backslashreplace")
         self._files: Mapping[str, bytes] = {task.language.source: source, **task.language.extra}
 
-    def verdict(self) -> CodeVerdict:
+    def verdict(self) -> _CodeVerdict:
         task = self._task
         if task.language.compile:
             # The binary comes out through a pipe: no folder is shared with the sandbox.
@@ -526,7 +525,7 @@ class _Attempt:
 
     def _wrong_output(self, test: _CodeTest, stdout: bytes) -> str:
         try:
-            same = same_text(test.stdout, stdout.decode(), self._task.tolerance)
+            same = _same_text(test.stdout, stdout.decode(), self._task.tolerance)
         except UnicodeDecodeError:
             return "its output is not UTF-8"
         return "" if same else "wrong output"
@@ -550,7 +549,7 @@ class _Attempt:
             if kind == "broken":
                 return [f"does not load: {value}"[:300]] * len(tests)
             with suppress(RecursionError):
-                same = kind == "returned" and same_value(test.returns, value, self._task.tolerance)
+                same = kind == "returned" and _same_value(test.returns, value, self._task.tolerance)
             why = "wrong value" if kind == "returned" else f"raised {value}"[:300]
             failures.append("" if same else why)
         if len(failures) < len(tests):

@@ -10,7 +10,7 @@ import random
 import re
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_PAUSE_S = 30.0
-_MAX_DOUBLINGS = 10
 _RETRIED = frozenset({408, 409, 425})
 """HTTP statuses that are retried, in addition to 429 and 5xx."""
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
@@ -34,7 +33,6 @@ _TOO_LONG = re.compile(
     r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
     re.IGNORECASE,
 )
-_MAX_TOKENS = 1 << 32
 _MAX_REPLY_BYTES = 16 << 20
 _CACHE_FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
@@ -265,7 +263,7 @@ class JudgeEndpoint:
                     if not error.retry or attempt > self._settings.retries:
                         raise
                     self.counts.retried[error.kind] += 1
-                    pause = self._backoff_s * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
+                    pause = self._backoff_s * 2 ** min(attempt - 1, 10)
                     pause *= random.uniform(0.5, 1.5)
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
 
@@ -351,30 +349,19 @@ class JudgeEndpoint:
     def _content(self, body: str) -> str:
         try:
             completion = json.loads(body)
-            choice = completion["choices"][0]
+            choice, usage = completion["choices"][0], completion.get("usage") or {}
             content, finish = choice["message"]["content"], choice.get("finish_reason")
+            self.counts.prompt_tokens += usage.get("prompt_tokens") or 0
+            self.counts.reply_tokens += usage.get("completion_tokens") or 0
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise BadReply("not a chat completion") from error
-        usage = completion.get("usage")
-        if isinstance(usage, Mapping):
-            tokens = cast(Mapping[str, Any], usage).get
-            prompt, reply = (tokens(key) for key in ("prompt_tokens", "completion_tokens"))
-            self.counts.prompt_tokens += _token_count(prompt)
-            self.counts.reply_tokens += _token_count(reply)
         if finish == "length":
             limit = self._settings.max_reply_tokens
             raise BadReply(f"cut off after rewards.judge.max_reply_tokens = {limit}")
-        if not isinstance(content, str):
+        # The cache cannot store a lone surrogate.
+        if not isinstance(content, str) or any("\ud800" <= c <= "\udfff" for c in content):
             raise BadReply("no text in it")
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate, which the cache cannot store
-            raise BadReply("not text") from error
         return content
-
-
-def _token_count(value: Any) -> int:
-    return value if type(value) is int and 0 <= value <= _MAX_TOKENS else 0
 
 
 # --- HTTP with bounded replies ---

@@ -67,10 +67,10 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
 
 
 def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> _Answer:
-    fields: Any = json.loads(line)
-    if not isinstance(fields, dict):
+    record: Any = json.loads(line)
+    if not isinstance(record, dict):
         raise ValueError("must be an object")
-    fields = cast(dict[str, Any], fields)
+    fields = cast(dict[str, Any], record)
     for key in fields:  # other columns are ignored, but not a misspelt name
         if key not in _KEYS and (near := difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)):
             raise ValueError(f"unknown key {key!r}; did you mean {near[0]}?")

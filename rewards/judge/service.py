@@ -115,7 +115,7 @@ class JudgeService:
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
         limit, final = self._settings.max_characters, outside_think(answer)
-        parsed = spec.read(final)
+        parsed: Any = spec.read(final)
         reason = f"the answer {parsed}" if isinstance(parsed, str) else ""
         if size(final) > limit:
             reason = f"the answer has {size(final)} characters, above max_characters = {limit}"

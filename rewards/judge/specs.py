@@ -46,9 +46,11 @@ _Task = Sequence[Mapping[str, Any]]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Spec(BaseModel):
-    """A reward spec for a judge. It parses an answer, samples judgements of it, and combines them
-    into a reward."""
+class _Spec(BaseModel):
+    """A reward spec for a judge. `read` parses an answer, or returns the reason it is malformed.
+    `sample` judges it once, and raises Unjudged if the judge gives no usable reply. `judged`
+    combines several samples into a reward. `missed` is the result for an answer that scores 0
+    without being judged."""
 
     model_config = _STRICT
     kind: str = ""
@@ -67,19 +69,6 @@ class Spec(BaseModel):
             raise ValueError(
                 f"{spec.get('kind')}: {where and f'{where}: '}{first['msg']}, is {value}"
             ) from error
-
-    def read(self, answer: str) -> Any:
-        """Parse an answer for `sample`. If the answer is malformed, returns the reason as text."""
-        raise NotImplementedError
-
-    async def sample(self, ask: _Ask, task: _Task, answer: Any, thinking: str, number: int) -> Any:
-        raise NotImplementedError
-
-    def judged(self, answer: Any, samples: Sequence[Any]) -> Judged:
-        raise NotImplementedError
-
-    def missed(self, reason: str) -> Judged:
-        raise NotImplementedError
 
 
 # --- Rubrics ---
@@ -102,7 +91,7 @@ _SUM_TOLERANCE = 1e-3
 _Verdicts = Mapping[str, tuple[float, str]]
 
 
-class Rubric(Spec):
+class Rubric(_Spec):
     """Criteria for an answer, which can meet each of them fully (1), partly (0.5) or not at all
     (0)."""
 
@@ -180,7 +169,7 @@ _HELPS = Criterion(
 REFUSAL = {"kind": "refusal", "refuse": True}
 
 
-class _Refusal(Spec):
+class _Refusal(_Spec):
     refuse: bool
 
     @classmethod
@@ -240,7 +229,7 @@ def _boxed_score(text: str) -> float | None:
     return SCORES.get(marked_answer(text) or "") if BOXED in text else None
 
 
-class ProofSample(NamedTuple):
+class _ProofSample(NamedTuple):
     """The result of judging a proof once."""
 
     verification: Verification
@@ -256,7 +245,7 @@ class ProofSample(NamedTuple):
         return 1 - confirmed * (1 - self.verification.score)
 
 
-class ProofSpec(Spec):
+class ProofSpec(_Spec):
     """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`."""
 
     reference: str | None = None
@@ -272,7 +261,7 @@ class ProofSpec(Spec):
 
     async def sample(
         self, ask: _Ask, task: _Task, answer: Proof, thinking: str, number: int
-    ) -> ProofSample:
+    ) -> _ProofSample:
         async def verify() -> tuple[Verification, MetaCheck | None]:
             found = await ask(verify_question(task, self.reference or "", answer.solution))
             if found.score == 1 or not self.check_verifier:
@@ -283,9 +272,9 @@ class ProofSpec(Spec):
 
         own = ask(meta_question(task, answer.solution, answer.evaluation))
         (verification, check), self_check = await asyncio.gather(verify(), own)
-        return ProofSample(verification, check, self_check)
+        return _ProofSample(verification, check, self_check)
 
-    def judged(self, answer: Proof, samples: Sequence[ProofSample]) -> Judged:
+    def judged(self, answer: Proof, samples: Sequence[_ProofSample]) -> Judged:
         proofs = [sample.proof for sample in samples]
         right = sum(proofs) / len(proofs)
         honest = 1 - abs(answer.score - right)
@@ -324,7 +313,7 @@ def read_evaluation(answer: str) -> Evaluation | str:
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
 
 
-class VerificationSpec(Spec):
+class VerificationSpec(_Spec):
     """The reward spec for evaluating a proof with a known score."""
 
     problem: str = Field(pattern=r"\S")
@@ -363,7 +352,8 @@ class VerificationSpec(Spec):
 
 # --- All kinds ---
 
-KINDS: dict[str, Callable[[Mapping[str, Any]], Spec]] = {
+_JudgedSpec = Rubric | ProofSpec | VerificationSpec
+KINDS: dict[str, Callable[[Mapping[str, Any]], _JudgedSpec]] = {
     "rubric": Rubric.parse,
     "proof": ProofSpec.parse,
     "refusal": _Refusal.rubric,
@@ -375,7 +365,7 @@ def is_judged(spec: Mapping[str, Any]) -> bool:
     return spec.get("kind") in KINDS
 
 
-def judged_spec(spec: Mapping[str, Any]) -> Spec:
+def judged_spec(spec: Mapping[str, Any]) -> _JudgedSpec:
     """Parse a reward spec for the judge. Raises ValueError if it is malformed."""
     kind = spec.get("kind")
     if kind not in KINDS:

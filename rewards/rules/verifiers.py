@@ -152,11 +152,10 @@ def _texts(choices: Any) -> dict[str, str]:
         )
     texts: dict[str, str] = {}
     for letter, value in cast(dict[str, Any], choices).items():
-        if len(letter) != 1 or letter not in string.ascii_uppercase:
-            raise ValueError(f"choices has the key {letter!r}; use at most 26 letters A to Z")
         text = str(value) if type(value) in (int, float) else value
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"choices: {letter} must be non-empty text, is {text!r}")
+        known = len(letter) == 1 and letter in string.ascii_uppercase
+        if not known or not isinstance(text, str) or not text.strip():
+            raise ValueError(f"choices[{letter}] = {value!r}: use at most 26 texts, named A to Z")
         if _plain(text) in map(_plain, texts.values()):
             raise ValueError(f"choices: {letter} has the same text as another, {text!r}")
         texts[letter] = text

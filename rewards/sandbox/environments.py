@@ -58,7 +58,7 @@ _CURE = (
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxLaunch:
+class _SandboxLaunch:
     """The command line that starts a sandbox. It implements `LaunchedSandbox` in agents."""
 
     command: Sequence[str]
@@ -101,14 +101,14 @@ class EnvironmentSandbox:
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[SandboxLaunch]:
+    ) -> AbstractContextManager[_SandboxLaunch]:
         """Prepare a sandbox for a command line. Raises FileNotFoundError if the program does not
         exist, and PermissionError if the user inside cannot read or write a folder."""
         return self._launch(command, readable, forking=False)
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[SandboxLaunch]:
+    ) -> AbstractContextManager[_SandboxLaunch]:
         """Prepare a sandbox for a process that forks children and isolates them with `inner`."""
         return self._launch(command, readable, forking=True)
 
@@ -139,7 +139,7 @@ class EnvironmentSandbox:
     @contextmanager
     def _launch(
         self, command: Sequence[str], readable: Sequence[Path], *, forking: bool
-    ) -> Generator[SandboxLaunch]:
+    ) -> Generator[_SandboxLaunch]:
         root = os.geteuid() == 0
         host = self.network == "host"
         program = runtime(command[0])
@@ -187,7 +187,7 @@ class EnvironmentSandbox:
                 "USER": "sandbox",
                 "PATH": f"{Path(program.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             }
-            yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
+            yield _SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
         """Mount readable and writable folders and cover hidden ones. For nested folders, the

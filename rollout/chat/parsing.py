@@ -57,7 +57,7 @@ class _CallBounds:
 _NO_CALLS = _CallBounds()
 
 
-def split_thinking(
+def _split_thinking(
     text: str,
     bounds: _CallBounds = _NO_CALLS,
     *,
@@ -189,7 +189,7 @@ def _read_tagged(
 ) -> ParsedTurn:
     """Parse a turn whose thinking is enclosed in `marks` (see `split_thinking`). If `inside` is
     set, only calls made while thinking are valid."""
-    reasoning, content, is_open = split_thinking(
+    reasoning, content, is_open = _split_thinking(
         text, bounds, opened=opened, inside=inside, marks=marks
     )
     items: list[_Item] = []

@@ -96,15 +96,26 @@ def _check_conversation(
             if count < 2:
                 raise _failure(chat, thinking, str(error)) from error
             return  # a template with one call per turn
-        if _last_words(reply) not in chat.decode(sampled):
+        made = reply.get("tool_calls")
+        last = made[-1]["function"]["arguments"]["name"] if made else reply["content"]
+        if last not in chat.decode(sampled):
             problem = "it does not show the assistant's text or tool calls"
             raise _failure(chat, thinking, problem, _WRITES_TOOLS if count else "")
         whole = chat.opening([*messages, reply, *after], tools, thinking=thinking)
         for name, turn_end in (("ended", sampled), ("cut", sampled[:-1])):
             extended = chat.extend([*ids, *turn_end], after, thinking=thinking)
             if extended is not None and not _same(chat, extended, whole):
-                case = f"{len(after)} {after[0]['role']} messages after a turn that was {name}"
-                raise _failure(chat, thinking, f"{case}: {_difference(chat, extended, whole)}")
+                ours, once = chat.decode(extended), chat.decode(whole)
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(ours, once, strict=False)) if a != b), 0
+                )
+                shown = slice(max(at - 20, 0), at + 60)
+                raise _failure(
+                    chat,
+                    thinking,
+                    f"{len(after)} {after[0]['role']} messages after a turn that was {name} are "
+                    f"{ours[shown]!r}, but {once[shown]!r} when rendered whole",
+                )
             if count and extended is None:
                 raise _failure(chat, thinking, "it cannot continue after a tool's result")
         ids = chat.extend([*ids, *sampled], after, thinking=thinking) or whole
@@ -154,11 +165,6 @@ def _answers(reply: Message) -> list[Message]:
     ]
 
 
-def _last_words(reply: Message) -> str:
-    calls = reply.get("tool_calls")
-    return list(calls[-1]["function"]["arguments"].values())[-1] if calls else reply["content"]
-
-
 def _same(chat: TemplateChat, ids: Sequence[int], others: Sequence[int]) -> bool:
     if list(ids) == list(others):
         return True
@@ -169,13 +175,6 @@ def _same(chat: TemplateChat, ids: Sequence[int], others: Sequence[int]) -> bool
         for each in (ids, others)
     ]
     return turns[0] == turns[1]
-
-
-def _difference(chat: TemplateChat, ids: Sequence[int], others: Sequence[int]) -> str:
-    ours, whole = chat.decode(ids), chat.decode(others)
-    at = next((i for i, (a, b) in enumerate(zip(ours, whole, strict=False)) if a != b), 0)
-    start = max(at - 20, 0)
-    return f"extended {ours[start : at + 60]!r}, rendered whole {whole[start : at + 60]!r}"
 
 
 def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") -> ValueError:

@@ -53,10 +53,13 @@ def decode_all(
 ) -> list[str]:
     """Decode completions without special tokens, with `THINK` for the model's thinking marks."""
     completions = [list(ids) for ids in completions]
-    hidden = _hidden_ids(tokenizer, marks)
-    if hidden:
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {i: str(token) for i, token in added.items() if token.special}
+    shown = HARMONY_CONTROLS if marks == HARMONY else f"{marks.open} {marks.close}"
+    hidden = {i for i, text in special.items() if text not in shown}
+    skip = len(hidden) == len(special)  # all special tokens are hidden
+    if hidden and not skip:
         completions = [[index for index in ids if index not in hidden] for ids in completions]
-    skip = hidden is None
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         # On all cores; transformers decodes one at a time.
@@ -64,15 +67,6 @@ def decode_all(
     else:
         texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in completions]
     return [_translate_marks(text, marks) for text in texts]
-
-
-def _hidden_ids(tokenizer: Any, marks: ThinkingMarks) -> set[int] | None:
-    # The special tokens outside thinking marks. None means all of them.
-    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {i: str(token) for i, token in added.items() if token.special}
-    shown = HARMONY_CONTROLS if marks == HARMONY else f"{marks.open} {marks.close}"
-    hidden = {i for i, text in special.items() if text not in shown}
-    return hidden if len(hidden) < len(special) else None
 
 
 def _translate_marks(text: str, marks: ThinkingMarks) -> str:

@@ -323,7 +323,7 @@ class RolloutPool:
             request.answer = slot.engine.sample(
                 request.sample, sampling=request.sampling, record=request.purpose == "train"
             )
-            request.slot, request.deadline = slot, self._deadline()
+            request.slot, request.deadline = slot, time.monotonic() + self._config.silent_s
             del self._queue[index]
             self._in_flight[request.number] = request
             slot.sequences += request.sequences
@@ -349,9 +349,6 @@ class RolloutPool:
         if len(self._homes) > _MAX_HOMES:
             self._homes.popitem(last=False)
         return chosen
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._config.silent_s
 
     def _take_back(self, request: _Request) -> None:
         slot = request.slot
@@ -381,15 +378,16 @@ class RolloutPool:
                 self._replace(slot, error)
             elif over and slot.stage == "ready":
                 for request in self._in_slot(slot):  # now the engine can sample again
-                    request.deadline = self._deadline()
+                    request.deadline = time.monotonic() + self._config.silent_s
                     self._in_flight[request.number] = self._in_flight.pop(request.number)
-        while (request := self._overdue()) is not None:
-            assert request.slot is not None
-            error = EngineError(
-                f"fell silent: no {request.label} within {self._config.silent_s:g} s, though "
-                f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
-            )
-            self._replace(request.slot, error)
+        now = time.monotonic()
+        for request in list(takewhile(lambda request: request.deadline <= now, self._sampling())):
+            if request.slot is not None and not request.answer.done():
+                error = EngineError(
+                    f"fell silent: no {request.label} within {self._config.silent_s:g} s, though "
+                    f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
+                )
+                self._replace(request.slot, error)
         for slot, error in self._stalls.poll(self._supervisor.slots, lambda line: self.say(line)):
             self._replace(slot, error)
 
@@ -417,11 +415,6 @@ class RolloutPool:
         for request in self._in_flight.values():
             if request.slot is not None and request.slot.stage == "ready":
                 yield request
-
-    def _overdue(self) -> _Request | None:
-        now = time.monotonic()
-        late = takewhile(lambda request: request.deadline <= now, self._sampling())
-        return next((request for request in late if not request.answer.done()), None)
 
     def _in_slot(self, slot: EngineSlot) -> list[_Request]:
         return [request for request in self._in_flight.values() if request.slot is slot]

@@ -31,7 +31,7 @@ _RESULT_LOST = (*GONE, ObjectLostError)
 """Ray errors that mean that a result was lost with the actor's node."""
 
 
-class RayEngine:
+class _RayEngine:
     """An engine that runs in a Ray actor (`RolloutWorker`)."""
 
     def __init__(
@@ -92,17 +92,17 @@ def ray_pool(
     engine i, at each start."""
     return RolloutPool(
         spec.config,
-        lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
+        lambda index: _RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
         startup_timeout_s=startup_timeout_s,
         update_timeout_s=update_timeout_s,
-        translate=with_engine_errors,
+        translate=_with_engine_errors,
     )
 
 
 def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
     """Return a future for an actor call, which it can cancel. The errors in `gone` and timeouts
     inside the actor become `EngineError`."""
-    future = with_engine_errors(ref.future(), gone)
+    future = _with_engine_errors(ref.future(), gone)
 
     def cancelled(outer: Future[Any]) -> None:
         if outer.cancelled():
@@ -112,7 +112,7 @@ def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future
     return future
 
 
-def with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
+def _with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
     """Convert errors caused by a dead or late engine to `EngineError`."""
     outer: Future[Any] = Future()
 

@@ -202,7 +202,8 @@ class _StepReuse:
             or batch.req_ids != ids
         ):
             return None
-        graph = self._graph(batch.num_reqs)
+        rows = batch.num_reqs
+        graph = runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
         if (
             graph.cg_mode != CUDAGraphMode.FULL
             or graph.num_tokens != batch.num_tokens_after_padding
@@ -215,9 +216,6 @@ class _StepReuse:
             graph=graph,
             state=state,
         )
-
-    def _graph(self, rows: int) -> Any:
-        return self._runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
 
     def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
         runner, cached = self._runner, output.scheduled_cached_reqs

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from keel.rollout.vllm_fast.step_arrays import StepMasks, ids_in_step
+from keel.rollout.vllm_fast.step_arrays import StepMasks
 
 WIDEST_TOP_K = 1024
 """Largest top_k that the kernels support."""
@@ -246,6 +246,8 @@ def _truncate(
 
 _WIDEST = 2048
 """Number of ids stored per row. If a row keeps more ids, the whole row is scanned."""
+_MEAN_IDS, _LEAST_IDS = 64, 16_384
+"""Ids copied to the CPU with each step: the average per row, and the minimum for few rows."""
 _NARROWEST, _NARROW = 16, 64
 """Minimum and usual number of ids that are sorted at once."""
 _ROWS = 1024
@@ -446,7 +448,8 @@ def draw(
     logp = torch.empty((rows, 1), dtype=torch.float32, device=device)
     masks = None
     if record:
-        flat = torch.empty(ids_in_step(rows, width), dtype=torch.int32, device=device)
+        copied = rows * min(width, max(_MEAN_IDS, _LEAST_IDS // rows))
+        flat = torch.empty(copied, dtype=torch.int32, device=device)
         masks = StepMasks(counts, flat, ids, bits)
     widest = max(_NARROWEST, triton.next_power_of_2(width))
     _draw[(rows,)](logits, logits.stride(0), states, temperature, seeds, positions, ids,

@@ -4,7 +4,7 @@
 mask. It also applies temperature and truncation if nothing else changes the logits. Batches that
 the kernels do not support use vLLM's sampler.
 
-On one GPU, `SampleGraphs` runs the end of a decoding step (output head, truncation and sampling) as
+On one GPU, `_SampleGraphs` runs the end of a decoding step (output head, truncation, sampling) as
 one CUDA graph. A step with few sequences is limited by the CPU, which spends a fifth of the time on
 launching the kernels after the last layer. There is one graph for each of vLLM's batch sizes and
 each largest top-k, captured when it is first used. Each graph exists twice, because a step begins
@@ -46,14 +46,14 @@ from keel.rollout.vllm_fast.step_arrays import UNMASKED, StepMasks
 _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
-class StepLogprobs(NamedTuple):
+class _StepLogprobs(NamedTuple):
     """Has the methods of vLLM's `LogprobsTensors`, but no ids or ranks."""
 
     logp: Tensor
     """[rows, 1] float32"""
 
-    def to_cpu_nonblocking(self) -> StepLogprobs:
-        return StepLogprobs(self.logp.to("cpu", non_blocking=True))
+    def to_cpu_nonblocking(self) -> _StepLogprobs:
+        return _StepLogprobs(self.logp.to("cpu", non_blocking=True))
 
     def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> LogprobsLists:
         logp = self.logp.cpu().numpy()
@@ -61,7 +61,7 @@ class StepLogprobs(NamedTuple):
         return LogprobsLists(unknown, logp, unknown[:, 0], None)
 
 
-class KeptSampler(Sampler):
+class _KeptSampler(Sampler):
     """Samples one token per request, and computes a log-probability for that token only."""
 
     one_and_none: Tensor
@@ -155,7 +155,7 @@ class KeptSampler(Sampler):
 
 
 def _as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
-    logprobs: Any = StepLogprobs(rows.logp)
+    logprobs: Any = _StepLogprobs(rows.logp)
     masks: Any = rows.masks
     return SamplerOutput(
         sampled_token_ids=rows.tokens,
@@ -173,7 +173,7 @@ def install(runner: Any) -> bool:
     if type(sampler) is not Sampler:
         return False
     counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
-    sampler.__class__ = KeptSampler
+    sampler.__class__ = _KeptSampler
     most = sampler.sampling_states.max_num_reqs
     runner.sampler.one_and_none = counts.repeat(1, most)
     runner.sampler.unmasked = np.zeros(most, bool)
@@ -186,7 +186,7 @@ _COPIES = 2
 _BLOCK = 256
 
 
-class SamplingRows(NamedTuple):
+class _SamplingRows(NamedTuple):
     """Sampling parameters for the rows of a step, [rows] each, in fixed GPU buffers."""
 
     temperature: Tensor
@@ -197,16 +197,16 @@ class SamplingRows(NamedTuple):
     """1 for a row that samples a token, 0 for padding."""
 
     @staticmethod
-    def of(rows: int, device: torch.device) -> SamplingRows:
+    def of(rows: int, device: torch.device) -> _SamplingRows:
         kinds = (torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)
-        return SamplingRows(*(torch.zeros(rows, dtype=kind, device=device) for kind in kinds))
+        return _SamplingRows(*(torch.zeros(rows, dtype=kind, device=device) for kind in kinds))
 
-    def first(self, rows: int) -> SamplingRows:
-        return SamplingRows(*(each[:rows] for each in self))
+    def first(self, rows: int) -> _SamplingRows:
+        return _SamplingRows(*(each[:rows] for each in self))
 
 
 def gather(
-    into: SamplingRows,
+    into: _SamplingRows,
     requests: Tensor,
     size: int,
     *,
@@ -240,7 +240,7 @@ _Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]
 """The `_COPIES` graphs for one batch size, and their results."""
 
 
-class SampleGraphs:
+class _SampleGraphs:
     """Wraps a model runner's `sample` and runs supported steps with CUDA graphs."""
 
     def __init__(self, runner: Any) -> None:
@@ -253,7 +253,7 @@ class SampleGraphs:
         self._last: tuple[Tensor, _Graphs] | None = None
         """Rows that are in the fixed buffers now, and their graphs."""
         self._failed = False
-        self._rows = SamplingRows.of(runner.max_num_reqs, runner.device)
+        self._rows = _SamplingRows.of(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
         self._most = runner.max_num_reqs
         self._stream = torch.cuda.Stream()
@@ -302,7 +302,7 @@ class SampleGraphs:
         return graphs
 
     def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
-        kept: KeptSampler = self._runner.sampler
+        kept: _KeptSampler = self._runner.sampler
         fixed = self._fixed()
         return (
             fixed is not None
@@ -409,4 +409,4 @@ def install_graphs(runner: Any) -> None:
     alone = runner.vllm_config.parallel_config.world_size == 1
     few = runner.vllm_config.max_concurrent_batches <= _COPIES
     if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:
-        runner.sample = SampleGraphs(runner).sample
+        runner.sample = _SampleGraphs(runner).sample

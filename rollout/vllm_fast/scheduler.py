@@ -52,22 +52,6 @@ class _ScheduledStep:
     places: NDArray[np.int64]
 
 
-def _only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
-    """Return True if a request only samples one token per step until it ends. `window` is the size
-    of the context window. Log-probabilities are fine if a recorder handles them (`logprobs`)."""
-    params = request.sampling_params
-    known = request.num_tokens + request.num_output_placeholders
-    return not (
-        params is None
-        or known - request.num_computed_tokens != 1
-        or request.is_prefill_chunk
-        or request.num_stale_output_tokens
-        or params.detokenize
-        or (params.logprobs is not None and not logprobs)
-        or window - known <= _MIN_STEPS
-    )
-
-
 class DecodeBatch:
     """Counters and recorded arrays of a batch, [P] by batch slot. Columns correspond to steps."""
 
@@ -420,8 +404,19 @@ class _FastPath(Scheduler):
         return batch
 
     def _only_decodes(self, request: Request) -> bool:
-        recorded = request.request_id in self.recordings
-        return _only_decodes(request, self.max_model_len, logprobs=recorded)
+        """Return True if a request only samples one token per step until it ends. The recorder
+        handles its log-probabilities."""
+        params = request.sampling_params
+        known = request.num_tokens + request.num_output_placeholders
+        return not (
+            params is None
+            or known - request.num_computed_tokens != 1
+            or request.is_prefill_chunk
+            or request.num_stale_output_tokens
+            or params.detokenize
+            or (params.logprobs is not None and request.request_id not in self.recordings)
+            or self.max_model_len - known <= _MIN_STEPS
+        )
 
     @property
     def _block_size(self) -> int:
@@ -621,7 +616,7 @@ class _FastPath(Scheduler):
             output.new_token_ids = before + output.new_token_ids
 
 
-class FastScheduler(_FastPath):
+class _FastScheduler(_FastPath):
     """Fast scheduler that waits for each step to finish before it schedules the next one."""
 
 

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
 UNMASKED = "keel_unmasked"
 """Key in a request's `extra_args` that turns off its sampling masks."""
-_MEAN_IDS, _LEAST_IDS = 64, 16_384
-"""Ids copied to the CPU with each step: the average per row, and the minimum for few rows."""
-
-
-def ids_in_step(rows: int, width: int) -> int:
-    """Return the number of ids copied to the CPU with each step. Others are fetched if needed."""
-    return rows * min(width, max(_MEAN_IDS, _LEAST_IDS // rows))
 
 
 class StepMasks(NamedTuple):
@@ -37,7 +30,7 @@ class StepMasks(NamedTuple):
     counts: Tensor
     """[rows] int32"""
     flat: Tensor
-    """[ids_in_step] int32 ids of all rows, one after another, as far as they fit."""
+    """int32 ids of all rows, one after another, as far as they fit."""
     ids: Tensor
     """[rows, width] int32 ids on the GPU, in no particular order within a row."""
     bits: Tensor | None

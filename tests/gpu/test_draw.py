@@ -160,7 +160,7 @@ def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, recor
         assert getattr(found, name).shape == getattr(expected, name).shape
     same = found.sampled_token_ids == expected.sampled_token_ids
     assert same.cpu().numpy()[happened].all()
-    assert isinstance(found.logprobs_tensors, kept_sampler.StepLogprobs) == ours
+    assert isinstance(found.logprobs_tensors, kept_sampler._StepLogprobs) == ours
     if expected.logprobs_tensors is not None:
         wanted, got = (output.logprobs_tensors.tolists() for output in (expected, found))
         np.testing.assert_allclose(

@@ -20,9 +20,9 @@ GRAPH = pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA g
 
 
 def test_rows_are_gathered_and_the_rest_padded() -> None:
-    from keel.rollout.vllm_fast.sampler import SamplingRows, gather
+    from keel.rollout.vllm_fast.sampler import _SamplingRows, gather
 
-    into = SamplingRows.of(7, DEVICE)
+    into = _SamplingRows.of(7, DEVICE)
     for each in into:
         each.fill_(9)
     of = {
@@ -109,12 +109,12 @@ def check(bench: Bench, graphs: Any, requests: list[int], size: int, *, at: int)
 
 
 def without_graphs(bench: Bench, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int]]]:
-    """Return `SampleGraphs` with plain calls as graphs, and the list of captures."""
+    """Return `_SampleGraphs` with plain calls as graphs, and the list of captures."""
     from keel.rollout.vllm_fast import sampler
 
     patch.setattr(torch.cuda, "Stream", lambda: None)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    graphs: Any = sampler.SampleGraphs(bench.runner)
+    graphs: Any = sampler._SampleGraphs(bench.runner)
     made: list[tuple[int, int]] = []
 
     def capture(size: int, width: int) -> list[Any]:
@@ -146,10 +146,10 @@ def test_graphs_draw_like_eager_sampling(record: bool, monkeypatch: pytest.Monke
 @GRAPH
 @pytest.mark.parametrize("record", [True, False])
 def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
-    from keel.rollout.vllm_fast.sampler import SampleGraphs
+    from keel.rollout.vllm_fast.sampler import _SampleGraphs
 
     bench = Bench(record=record)
-    graphs = SampleGraphs(bench.runner)
+    graphs = _SampleGraphs(bench.runner)
     with torch.inference_mode():
         for place, (requests, size) in enumerate(
             [([1, 0, 4], 4), ([1, 0, 4], 4), ([3, 2, 1], 4), ([2], 2), ([4, 3, 2, 1, 0], 8)] * 2
@@ -159,10 +159,10 @@ def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
 
 @GRAPH
 def test_two_steps_may_be_in_flight() -> None:
-    from keel.rollout.vllm_fast.sampler import SampleGraphs
+    from keel.rollout.vllm_fast.sampler import _SampleGraphs
 
     bench = Bench()
-    graphs = SampleGraphs(bench.runner)
+    graphs = _SampleGraphs(bench.runner)
     with torch.inference_mode():
         outputs: list[Any] = []
         for place in range(2):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language import language, language_share, words_of
+from keel.rewards.language import _language_share, language, words_of
 
 FOLDER = Path(__file__).with_name("language")
 SAMPLES: dict[str, list[str]] = json.loads((FOLDER / "samples.json").read_text())
@@ -23,14 +23,14 @@ ASIDE = "\n```python\nfor item in range(10):\n    print(item)\n```\n$$\\sum_{i} 
 def own(name: str) -> float:
     """Return the smallest share of an answer in the prompt's language, with code and a formula."""
     *answer, prompt = SAMPLES[name]
-    return min(language_share(prompt, text) for text in (ASIDE.join(answer), *answer))
+    return min(_language_share(prompt, text) for text in (ASIDE.join(answer), *answer))
 
 
 def others(name: str) -> float:
     """Return the mean share of answers in the other languages."""
     prompt = SAMPLES[name][-1]
     shares = [
-        language_share(prompt, " ".join(SAMPLES[other][:-1])) for other in SAMPLES if other != name
+        _language_share(prompt, " ".join(SAMPLES[other][:-1])) for other in SAMPLES if other != name
     ]
     return sum(shares) / len(shares)
 
@@ -39,7 +39,7 @@ def mixed(name: str) -> float:
     """Return the share of an answer with one sentence in the language and one in another."""
     first, *_, prompt = SAMPLES[name]
     other = SAMPLES["German" if name == "English" else "English"][0]
-    return language_share(prompt, f"{first} {other}")
+    return _language_share(prompt, f"{first} {other}")
 
 
 PROMPT = "How many apples does she have left in the basket?"
@@ -55,11 +55,11 @@ def test_answers_in_the_language_in_another_and_mixed(name: str) -> None:
 def test_too_little_text_costs_nothing() -> None:
     code = "```\nfor apple in basket:\n    total += apple.count\nreturn total\n```"
     terms = "设 x 为苹果数, 见 https://example.com/some/page 和 GPU, x_1。"
-    assert language_share("2 + 2 = ?", SAMPLES["German"][0]) == 1.0  # the prompt has no words
+    assert _language_share("2 + 2 = ?", SAMPLES["German"][0]) == 1.0  # the prompt has no words
     for text in ("", "42", "$x = 7$, \\(y\\)"):
-        assert language_share(PROMPT, text) == 1.0
-    assert language_share("Gib mir nur die Zahl der Äpfel im Korb.", code) == 1.0
-    assert language_share(SAMPLES["Chinese"][-1], terms) == 1.0
+        assert _language_share(PROMPT, text) == 1.0
+    assert _language_share("Gib mir nur die Zahl der Äpfel im Korb.", code) == 1.0
+    assert _language_share(SAMPLES["Chinese"][-1], terms) == 1.0
 
 
 def test_code_and_formulas_are_set_aside() -> None:
@@ -72,7 +72,7 @@ def test_code_and_formulas_are_set_aside() -> None:
 
 
 def test_a_foreign_word_costs_its_share() -> None:
-    share = language_share(PROMPT, "She has seven яблок left in the basket now.")
+    share = _language_share(PROMPT, "She has seven яблок left in the basket now.")
     assert 0.8 < share < 0.95
 
 
@@ -92,7 +92,7 @@ def test_hostile_texts_take_linear_time() -> None:
     texts += [text * (25_000 // len(text)) for text in inside]
     for text in [*texts, "`a` " * 6_000]:
         began = time.thread_time()  # independent of machine load
-        language_share(PROMPT, text)
+        _language_share(PROMPT, text)
         assert time.thread_time() - began < 3
 
 
@@ -125,15 +125,15 @@ PAIRS = [
     for step in (0, 2, 5, 12)
 ]
 """Languages of a prompt and an answer."""
-plain = cache(language_share)
+plain = cache(_language_share)
 """Share of an answer without marks, for comparison."""
 
 
 @pytest.mark.parametrize("code", CODE)
 def test_honest_code_costs_nothing(code: str) -> None:
     for first, second, _, prompt in SAMPLES.values():
-        assert language_share(prompt, f"{first}\n{code}\n{second}") == 1.0
-        assert language_share(prompt, code) == 1.0
+        assert _language_share(prompt, f"{first}\n{code}\n{second}") == 1.0
+        assert _language_share(prompt, code) == 1.0
 
 
 @pytest.mark.parametrize("mark", MARKS)
@@ -145,9 +145,9 @@ def test_marks_around_text_gain_nothing(mark: str) -> None:
         if mark == "a fence that is never closed":  # the next one would close it
             dressed = MARKS[mark].format("\n\n".join(answer))
         share = plain(prompt, "\n\n".join(answer))
-        assert language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
+        assert _language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
     for *answer, prompt in SAMPLES.values():
-        assert language_share(prompt, "\n\n".join(map(MARKS[mark].format, answer))) >= 0.95
+        assert _language_share(prompt, "\n\n".join(map(MARKS[mark].format, answer))) >= 0.95
 
 
 @pytest.mark.parametrize("mark", BY_WORD)
@@ -159,7 +159,7 @@ def test_marks_around_each_word_gain_nothing(mark: str) -> None:
             prompt = SAMPLES[name][-1]
             dressed = " ".join(map(BY_WORD[mark], " ".join(answer).split()))
             share = plain(prompt, " ".join(answer))
-            gained.append(language_share(prompt, dressed) - share)
+            gained.append(_language_share(prompt, dressed) - share)
     assert sum(gained) / len(gained) < 0.1
 
 

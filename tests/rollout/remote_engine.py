@@ -99,7 +99,7 @@ def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -
         torch.cpu._is_amx_tile_supported = lambda: amx
     # Keeps vLLM out of the pytest process.
     from keel.rollout.engine import vllm_engine  # noqa: PLC0415
-    from keel.rollout.vllm_fast.scheduler import FastScheduler  # noqa: PLC0415
+    from keel.rollout.vllm_fast.scheduler import _FastScheduler  # noqa: PLC0415
 
     class Watched(vllm_engine.VllmEngine):
         def __init__(self, spec: EngineSpec) -> None:
@@ -134,7 +134,7 @@ def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -
         changed = make_args(*args)
         changed.num_gpu_blocks_override = blocks
         if kind == "fast":
-            changed.scheduler_cls = FastScheduler
+            changed.scheduler_cls = _FastScheduler
         return changed
 
     vllm_engine.engine_args = changed_args

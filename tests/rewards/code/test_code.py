@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.rewards.code import verifier as module
-from keel.rewards.code.verifier import CodeSettings, CodeVerdict, verify_code
+from keel.rewards.code.verifier import CodeSettings, _CodeVerdict, verify_code
 from keel.rewards.sandbox.sandbox import IsolationError, Limits, Sandbox, open_sandbox
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, HURRIED, SLEEPERS, answer
 from tests.waiting import PATIENCE_S, within_some
@@ -38,7 +38,7 @@ def spec(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"kind": "code", "tests": list(tests), **more}
 
 
-def passed(verdict: CodeVerdict) -> list[bool]:
+def passed(verdict: _CodeVerdict) -> list[bool]:
     return [not why for why in verdict.failures]
 
 

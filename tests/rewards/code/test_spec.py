@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keel.rewards.code import verifier
 from keel.rewards.code.call_driver import _find, from_jsonable, to_jsonable
-from keel.rewards.code.verifier import code_blocks, read_task, same_text, same_value
+from keel.rewards.code.verifier import _same_text, _same_value, code_blocks, read_task
 from keel.rewards.sandbox.sandbox import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN
 
@@ -112,23 +112,23 @@ DIFFERENT: list[tuple[Any, Any]] = [
 
 def test_values() -> None:
     for expected, value in SAME:
-        assert same_value(expected, value) is True, (expected, value)
+        assert _same_value(expected, value) is True, (expected, value)
     for expected, value in DIFFERENT:
-        assert same_value(expected, value) is False, (expected, value)
+        assert _same_value(expected, value) is False, (expected, value)
 
 
 def test_tolerance() -> None:
-    assert not same_value([0.5], [0.501]) and same_value([0.5], [0.501], 0.01)
-    assert same_text("0.5 x\n", " 0.501  x", 0.01) and not same_text("0.5 x", "0.5 y", 0.01)
-    assert not same_text("0.5", "nan", 0.01) and not same_text("0.5", "0.5 0.5", 0.01)
-    assert same_text("a \nb\n", "a\nb\n\n") and not same_text("a b", "a  b")
-    assert not same_text("a\nb", "ab") and not same_text("a", " a")
+    assert not _same_value([0.5], [0.501]) and _same_value([0.5], [0.501], 0.01)
+    assert _same_text("0.5 x\n", " 0.501  x", 0.01) and not _same_text("0.5 x", "0.5 y", 0.01)
+    assert not _same_text("0.5", "nan", 0.01) and not _same_text("0.5", "0.5 0.5", 0.01)
+    assert _same_text("a \nb\n", "a\nb\n\n") and not _same_text("a b", "a  b")
+    assert not _same_text("a\nb", "ab") and not _same_text("a", " a")
 
 
 @pytest.mark.parametrize("value", ["１２", "1_2", "1_2.0", "٣٤"])
 def test_python_only_numbers_are_text(value: str) -> None:
-    assert not same_text("12", value, 1e-6) and not same_text("34", value, 1e-6)
-    assert same_text("12", "12.0000001", 1e-6) and same_text(value, value, 1e-6)
+    assert not _same_text("12", value, 1e-6) and not _same_text("34", value, 1e-6)
+    assert _same_text("12", "12.0000001", 1e-6) and _same_text(value, value, 1e-6)
 
 
 @settings(max_examples=200)
@@ -139,11 +139,11 @@ def test_sets_are_equal_in_some_order(
     expected = [one for one, _ in pairs]
     value = [two if shuffled else one for one, two in pairs][::-1]
     orders = (zip(expected, order, strict=True) for order in itertools.permutations(value))
-    right = any(all(same_value(a, b, 0.005) for a, b in order) for order in orders)
-    assert right or not same_value(a_set(*expected), a_set(*value), 0.005)
+    right = any(all(_same_value(a, b, 0.005) for a, b in order) for order in orders)
+    assert right or not _same_value(a_set(*expected), a_set(*value), 0.005)
     value = [json.loads(json.dumps(one), parse_float=lambda x: float(x) * LOW) for one in expected]
     random.shuffle(value)
-    assert same_value(a_set(*expected), a_set(*value))
+    assert _same_value(a_set(*expected), a_set(*value))
 
 
 def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,23 +161,23 @@ def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     reversed_ = [[1.0 - number * 1e-14, number] for number in range(2_000)]
     for value in (reversed_, [[LOW, 0.5]] * 2_000):
         compared = 0
-        assert not same_value(a_set(*expected), a_set(*value))
+        assert not _same_value(a_set(*expected), a_set(*value))
         assert compared < 2 * len(expected) + 5_000
 
 
 def test_large_sets_match() -> None:
     expected = [[float(number // 4), number] for number in range(2_000)]
     value = [[one * (1 - number * 1e-14), number] for one, number in expected]
-    assert same_value(a_set(*expected), a_set(*value))
+    assert _same_value(a_set(*expected), a_set(*value))
     value[7][1] = 8
-    assert not same_value(a_set(*expected), a_set(*value))
+    assert not _same_value(a_set(*expected), a_set(*value))
 
 
 def test_integers_have_absolute_tolerance() -> None:
-    assert not same_value(1000000007, 1000000007.9) and same_value(1000000007, 1000000007.0)
-    assert not same_value(1000000006, 1000000506.0, 1e-6) and same_value(3, 3.0000000001)
-    assert not same_value(5, 1e9, 0.9) and not same_value(5.0, 1e9, 0.9)
-    assert not same_text("1000000006", "1000000506", 1e-6)
-    assert not same_text("1000000006", "1000000506.0", 1e-6)
-    assert same_text("1000000006.0", "1000000506", 1e-6) and same_value(0.1, 0.1000000001, 1e-6)
-    assert not same_value(float("inf"), -float("inf"), 0.5) and same_text("inf", "Infinity", 0.1)
+    assert not _same_value(1000000007, 1000000007.9) and _same_value(1000000007, 1000000007.0)
+    assert not _same_value(1000000006, 1000000506.0, 1e-6) and _same_value(3, 3.0000000001)
+    assert not _same_value(5, 1e9, 0.9) and not _same_value(5.0, 1e9, 0.9)
+    assert not _same_text("1000000006", "1000000506", 1e-6)
+    assert not _same_text("1000000006", "1000000506.0", 1e-6)
+    assert _same_text("1000000006.0", "1000000506", 1e-6) and _same_value(0.1, 0.1000000001, 1e-6)
+    assert not _same_value(float("inf"), -float("inf"), 0.5) and _same_text("inf", "Infinity", 0.1)

@@ -16,7 +16,7 @@ from keel.rewards.judge.client import _ReplyCache
 from keel.rewards.judge.prompts import MetaCheck, Verification
 from keel.rewards.judge.results import Failed
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import Proof, ProofSample, ProofSpec, Rubric, judged_spec, read_proof
+from keel.rewards.judge.specs import Proof, ProofSpec, Rubric, _ProofSample, judged_spec, read_proof
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import Reply, Server, judged, material_of, running, says
 from tests.waiting import PATIENCE_S
@@ -119,15 +119,15 @@ def test_malformed_answers(text: str) -> None:
     assert isinstance(read_proof(text), str)
 
 
-def sample(score: float, *, verifier: float | None = None, own: float = 1.0) -> ProofSample:
-    return ProofSample(
+def sample(score: float, *, verifier: float | None = None, own: float = 1.0) -> _ProofSample:
+    return _ProofSample(
         Verification("e", () if score == 1 else ("f",), score),
         None if verifier is None else MetaCheck("v", verifier),
         MetaCheck("s", own),
     )
 
 
-def reward(claimed: float, *samples: ProofSample, alpha: float = 0.75) -> float:
+def reward(claimed: float, *samples: _ProofSample, alpha: float = 0.75) -> float:
     return ProofSpec(alpha=alpha).judged(Proof("y", "z", claimed), samples).value
 
 

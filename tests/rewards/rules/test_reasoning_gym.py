@@ -76,7 +76,7 @@ def junk(entry: dict[str, Any], others: list[str]) -> list[str]:
     ]
 
 
-def same_value(text: str, right: str) -> bool:
+def _same_value(text: str, right: str) -> bool:
     """Junk may equal the answer: a number may be 0, a word a palindrome."""
     try:
         return float(text) == float(right)
@@ -101,7 +101,7 @@ def check_task(task: str, params: str) -> None:
             assert verifier(same) == 1.0, same
         others = [other["entry"]["answer"] for other in tasks[index + 1 :] + tasks[:index]]
         for text in junk(entry, [other for other in others if other != right][:3]):
-            if not same_value(text, right):
+            if not _same_value(text, right):
                 assert score(verifier, text) <= _MOST_PARTIAL, f"{text!r} for {right!r}"
                 assert not passed(score(verifier, text))
 
@@ -112,7 +112,7 @@ def test_every_task_accepts_its_own_answer_only(task: str) -> None:
         verifier, right = verifier_for(spec), spec["entry"]["answer"]
         assert verifier(right) == 1.0 and verifier("") == 0.0
         for nonsense in NONSENSE:
-            assert same_value(nonsense, right) or score(verifier, nonsense) < 0.9, nonsense
+            assert _same_value(nonsense, right) or score(verifier, nonsense) < 0.9, nonsense
         for kind, text in around(right).items():
             if task != "sokoban" or "twice" not in kind:  # moves after the last change nothing
                 assert not passed(score(verifier, text)), f"{kind}: {text!r} for {right!r}"

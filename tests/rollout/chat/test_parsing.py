@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import answer_in, final_text, raw_text, thinking_text
 from keel.rl.turns import THINK, Malformed, Parsed, ThinkingMarks, ToolCall, ToolSpec
-from keel.rollout.chat.parsing import marks_of, split_thinking
+from keel.rollout.chat.parsing import _split_thinking, marks_of
 from keel.rollout.chat.render import call_message
 from keel.rollout.engine.conversion import decode_all, render_prompt, split_message
 from tests.rl.rollouts import prompt
@@ -283,7 +283,7 @@ def test_marks_decide_without_calls(parts: list[str], opened: bool) -> None:
         expected = "\n".join([*said, *thoughts]).strip(), "", True
     else:
         expected = "\n".join(map(str.strip, thoughts)), "".join(said), False
-    assert split_thinking(text, opened=opened) == expected
+    assert _split_thinking(text, opened=opened) == expected
 
 
 HARMONY = "<|channel|>{}<|message|>"

@@ -27,7 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from keel.rollout.recording.base import Recorder, RecordingOptions
 from keel.rollout.recording.packed import PackedRecorder
-from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, FastScheduler
+from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, _FastScheduler
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
 from keel.rollout.vllm_internals import end_at_next_token
 from tests.rollout.tiny_model import make_model
@@ -279,7 +279,7 @@ def check_whole(play: Play, names: Sequence[str]) -> None:
 
 def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool) -> None:
     plain_kind, fast_kind = (
-        (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
+        (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, _FastScheduler)
     )
     for seed in range(2):
         plain = Play(config, plain_kind, ahead=ahead, blocks=blocks)
@@ -288,7 +288,7 @@ def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cu
         short.run(seed, updates=updates, cuts=cuts)
         assert bool(short.longest) == cuts
         assert all(len(short.answers[name]) <= most for name, most in short.longest.items())
-        assert isinstance(short.scheduler, FastScheduler | AsyncFastScheduler)
+        assert isinstance(short.scheduler, _FastScheduler | AsyncFastScheduler)
         assert short.scheduler.fast_steps > 50
         assert (short.preempted > 0) == (updates or blocks == 30)
         whole = [name for name, reason in short.ended.items() if reason != "aborted"]
@@ -382,7 +382,7 @@ class RoutedPlay(Play):
 def routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int) -> None:
     """Run with many preemptions, and with a weight update every 17 steps."""
     for seed in range(6):
-        kind = AsyncFastScheduler if ahead else FastScheduler
+        kind = AsyncFastScheduler if ahead else _FastScheduler
         play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)
         draw = np.random.default_rng(seed)
         for index in range(400):
