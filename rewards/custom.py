@@ -12,7 +12,8 @@ another. If the second parameter of a function is called `trajectories`, it gets
 returns one number for each trajectory.
 
 Functions given to `keel.train` are pickled into a folder, from which the worker processes load
-them.
+them. `FailureBudget` reports each kind of error once, and stops the run if a function fails too
+often.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ import json
 import math
 import os
 import pickle
+import re
 import sys
+import sysconfig
 import threading
+import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,7 +41,6 @@ from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
-from keel.rewards.failure_budget import error_location, format_location
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 PREFIX = "python."
@@ -317,3 +321,99 @@ def _awaited(value: Awaitable[Any]) -> Any:
 
     with _LOOP_LOCK:
         return _runner().run(result())
+
+
+# --- Failures ---
+
+WINDOW = 200
+"""Number of most recent completions over which the failure rate is measured."""
+_MIN_WINDOW = 20
+"""The failure rate is computed as if there were at least this many completions."""
+_MAX_REPORTS = 5
+
+_PACKAGE = str(Path(__file__).absolute().parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_DUMP_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+
+
+class RewardStopped(RuntimeError):
+    """Raised if too many completions could not be scored."""
+
+
+class FailureRate:
+    """Tracks the failure rate over the last `WINDOW` completions. It is not thread-safe."""
+
+    def __init__(self, max_fraction: float) -> None:
+        self._max_fraction = max_fraction
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
+
+    def add(self, failed: bool) -> str:
+        """Record a completion. Returns a summary if the failure rate is too high, else ""."""
+        self._failed.append(failed)
+        failures, total = sum(self._failed), len(self._failed)
+        if not failed or failures <= self._max_fraction * max(total, _MIN_WINDOW):
+            return ""
+        return f"{failures} of the last {total} completions"
+
+
+class FailureBudget:
+    """Counts and reports the reward errors of a run. It is thread-safe."""
+
+    def __init__(self, max_fraction: float, report: Callable[[str], None]) -> None:
+        self._max_fraction = max_fraction
+        self.report = report
+        self._rates: dict[str, FailureRate] = {}
+        self._reported: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def record(
+        self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
+    ) -> None:
+        """Record the error and its location for each completion of a prompt, or "" for none. Raises
+        RewardStopped if `counted` is set and the function has failed too often. Verifiers are not
+        counted, because they usually fail on completions that cannot be parsed."""
+        lines: list[str] = []
+        stop = ""
+        with self._lock:
+            reported = self._reported.setdefault(name, set())
+            rate = self._rates.setdefault(name, FailureRate(self._max_fraction))
+            for error, location in errors:
+                # The text may quote a completion with control characters.
+                message = f"{error} ({location})" if location else error
+                message = "".join(c if c.isprintable() else "�" for c in message.replace("\n", " "))
+                key = location or error.partition(":")[0]
+                if error and key not in reported and len(reported) < _MAX_REPORTS:
+                    reported.add(key)
+                    lines.append(
+                        f"reward {name} failed on prompt {prompt_id}: {message}. Such completions "
+                        "score 0 and count in reward/error; further errors here are not printed"
+                    )
+                if (excess := rate.add(bool(error))) and counted and not stop:
+                    stop = (
+                        f"reward {name} failed on {excess}, above rewards.max_failure_fraction = "
+                        f"{self._max_fraction:g}; last error, on prompt {prompt_id}: {message}"
+                    )
+        for line in lines:
+            self.report(line)
+        if stop:
+            raise RewardStopped(stop)
+
+
+def error_location(error: BaseException) -> str:
+    """Return the innermost frame of user code, such as `my_rewards.py:12 in brief`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _innermost([(f.filename, f.lineno or 0, f.name) for f in reversed(frames)])
+
+
+def dump_location(dump: str) -> str:
+    return _innermost([(f, int(line), name) for f, line, name in _DUMP_FRAME.findall(dump)])
+
+
+def _innermost(frames: list[tuple[str, int, str]]) -> str:
+    libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
+    own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
+    return format_location(*own[0]) if own else ""
+
+
+def format_location(file: str, line: int, name: str) -> str:
+    return f"{file.removeprefix(os.getcwd() + os.sep)}:{line} in {name}"

@@ -14,12 +14,16 @@ import torch
 
 from keel.rewards import compose
 from keel.rewards.compose import ERROR, LANGUAGE_PARTS, REFUSAL, Score
-from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
-from keel.rewards.failure_budget import FailureBudget
-from keel.rewards.judge.results import Counts, Failed, Judged
+from keel.rewards.custom import (
+    FailureBudget,
+    TextTrajectory,
+    is_function,
+    prompt_fields,
+    sees_group,
+)
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import REFUSAL as REFUSAL_SPEC
-from keel.rewards.judge.specs import is_judged
+from keel.rewards.judge.specs import Counts, Failed, Judged, is_judged
 from keel.rewards.length import LengthRule, with_length
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text

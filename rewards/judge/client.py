@@ -21,7 +21,7 @@ from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Tim
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.judge.prompts import BadReply, Question, new_fence, size
-from keel.rewards.judge.results import Counts, FailureKind, JudgeStopped, ServedJudge, Unjudged
+from keel.rewards.judge.specs import Counts, FailureKind, JudgeStopped, ServedJudge, Unjudged
 from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -23,9 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.configs.sections.rewards import JudgeConfig
-from keel.rewards.judge.results import Failed, FailureKind, Judged, ServedJudge
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import judged_spec
+from keel.rewards.judge.specs import Failed, FailureKind, Judged, ServedJudge, judged_spec
 from keel.rl.types import Prompt
 
 _KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")

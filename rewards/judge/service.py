@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 from keel.configs.sections.rewards import JudgeConfig
-from keel.rewards.failure_budget import FailureRate
+from keel.rewards.custom import FailureRate
 from keel.rewards.judge.prompts import rubric_question, size, tail
-from keel.rewards.judge.results import Counts, Failed, Judged, ServedJudge, Unjudged
-from keel.rewards.judge.specs import judged_spec
+from keel.rewards.judge.specs import Counts, Failed, Judged, ServedJudge, Unjudged, judged_spec
 from keel.rewards.text import blank, final_text, outside_think, thinking_text
 from keel.rl.types import Prompt, Trajectory
 

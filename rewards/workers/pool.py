@@ -21,7 +21,7 @@ import psutil
 
 import keel
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.failure_budget import dump_location
+from keel.rewards.custom import dump_location
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.processes import kill_descendants
 from keel.rewards.workers.worker import PREEMPTION, reply_to

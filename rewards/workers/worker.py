@@ -35,7 +35,7 @@ from io import TextIOWrapper
 from typing import Any, cast
 
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.failure_budget import error_location
+from keel.rewards.custom import error_location
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 

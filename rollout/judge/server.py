@@ -73,7 +73,7 @@ class _JudgeActor(VllmServer):
 
 
 class JudgeServer:
-    """One of the judge's servers for a run. Implements `keel.rewards.judge.results.ServedJudge`."""
+    """One of the judge's servers for a run. Implements `keel.rewards.judge.specs.ServedJudge`."""
 
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.checks import FAILED, try_functions
-from keel.rewards.failure_budget import (
+from keel.rewards.custom import (
     _MIN_WINDOW,
     FailureRate,
     RewardStopped,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import JudgeConfig
-from keel.rewards.judge.results import Failed, Judged
 from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import Failed, Judged
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S
 

@@ -17,8 +17,8 @@ import pytest
 from keel.configs.schema import ConversationsConfig
 from keel.data.conversations.files import read_rows
 from keel.rewards.judge import client
-from keel.rewards.judge.results import Counts, Failed, Judged, JudgeStopped
 from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import Counts, Failed, Judged, JudgeStopped
 from tests.rewards.groups import with_message
 from tests.rewards.judge.judge_server import (
     PROMPT,

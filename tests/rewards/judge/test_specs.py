@@ -14,9 +14,16 @@ from keel.configs.schema import ConfigError, JudgeConfig
 from keel.rewards.judge import client
 from keel.rewards.judge.client import _ReplyCache
 from keel.rewards.judge.prompts import MetaCheck, Verification
-from keel.rewards.judge.results import Failed
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import Proof, ProofSpec, Rubric, _ProofSample, judged_spec, read_proof
+from keel.rewards.judge.specs import (
+    Failed,
+    Proof,
+    ProofSpec,
+    Rubric,
+    _ProofSample,
+    judged_spec,
+    read_proof,
+)
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import Reply, Server, judged, material_of, running, says
 from tests.waiting import PATIENCE_S
