@@ -88,7 +88,7 @@ def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
     """Raise ValueError if a reward component is not available for prompts of this `kind`."""
-    if kind == FUNCTIONS and not function_weights(weights):
+    if kind == FUNCTIONS and not any(is_function(n) and w > 0 for n, w in weights.items()):
         raise ValueError("has nothing to judge it by, and data.sources[].rewards has no function")
     for name in weights:
         kinds = [kind for kind, parts in JUDGED_PARTS.items() if name in parts]
@@ -96,11 +96,6 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
             raise ValueError(
                 f"of kind {kind!r} has no reward {name!r}; give its source a separate domain"
             )
-
-
-def function_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the positive weights of user functions, whose mean grades prompts without answers."""
-    return {name: weight for name, weight in weights.items() if is_function(name) and weight > 0}
 
 
 def compose(

@@ -219,7 +219,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 def _location(function: Callable[..., Any]) -> str:
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    return format_location(code.co_filename, code.co_firstlineno, code.co_name) if code else ""
+    return _format_location(code.co_filename, code.co_firstlineno, code.co_name) if code else ""
 
 
 def sees_group(name: str) -> bool:
@@ -271,7 +271,10 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
     def call(argument: Any) -> Any:
         try:
             value = reward(prompt, argument)
-            return _awaited(value) if inspect.isawaitable(value) else value
+            if not inspect.isawaitable(value):
+                return value
+            with _LOOP_LOCK:
+                return _runner().run(_awaited(value))
         except SystemExit as error:  # would end the worker, or the run
             exited = RuntimeError(f"called exit({error.code})")
             raise exited.with_traceback(error.__traceback__) from error
@@ -315,12 +318,8 @@ _LOOP_LOCK = threading.Lock()
 """Several scorers without workers share the loop."""
 
 
-def _awaited(value: Awaitable[Any]) -> Any:
-    async def result() -> Any:
-        return await value
-
-    with _LOOP_LOCK:
-        return _runner().run(result())
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 # --- Failures ---
@@ -412,8 +411,8 @@ def dump_location(dump: str) -> str:
 def _innermost(frames: list[tuple[str, int, str]]) -> str:
     libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
     own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
-    return format_location(*own[0]) if own else ""
+    return _format_location(*own[0]) if own else ""
 
 
-def format_location(file: str, line: int, name: str) -> str:
+def _format_location(file: str, line: int, name: str) -> str:
     return f"{file.removeprefix(os.getcwd() + os.sep)}:{line} in {name}"

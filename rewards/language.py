@@ -103,7 +103,7 @@ def _language_share(prompt: str, text: str) -> float:
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
     """Return the scripts and the language to answer in, or nothing if the prompt is too short."""
-    words = words_of(prompt)
+    words = _words_of(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())
     if total < _MIN_PROMPT_LETTERS:
@@ -172,7 +172,7 @@ _FUNCTION_WORDS_SHARE = 0.15
 _MIN_LETTERS = 6
 
 
-def words_of(text: str) -> str:
+def _words_of(text: str) -> str:
     """Return a text without its code, formulas, links, tags and identifiers."""
     return "".join(_prose_and_code(text))
 

@@ -225,7 +225,7 @@ class Scorer:
                     draft.notes[part] = f"error: {score.error}"
         for draft in drafts:
             if kind == FUNCTIONS:
-                graded = compose.function_weights(weights)
+                graded = {n: w for n, w in weights.items() if is_function(n) and w > 0}
                 total = sum(weight * draft.parts[name] for name, weight in graded.items())
                 draft.parts["correct"] = total / sum(graded.values())
             if draft.trajectory.verdict is None:

@@ -1,6 +1,6 @@
 r"""Compares an answer with the right one by value, so that `\frac12`, `1/2` and `0.5` are equal.
 
-Both texts go through the same steps. `plain` normalizes the notation. `parse` reads the text as a
+Both texts go through the same steps. `plain` normalizes the notation. `_parse` reads the text as a
 number, formula, list, set, region or relation. If it cannot read all of the text, it returns the
 text unchanged. `_same` then compares the two results.
 
@@ -58,13 +58,13 @@ def mathematical(
 
     def judge(answer: str) -> bool:
         number = None if words else _NUMBER.fullmatch(answer)
-        if number and isinstance(expected := gold()[0], Number):
+        if number and isinstance(expected := gold()[0], _Number):
             return _same_number(expected, _number(number), tolerance)
         answer = statements.undressed(answer)
         if not answer or words or statements.spelled(answer) == spelling:
             return bool(answer) and statements.spelled(answer) == spelling
         answer = plain(answer)
-        readings = [parse(answer), *_ungrouped(answer)]
+        readings = [_parse(answer), *_ungrouped(answer)]
         return any(_same(one, other, tolerance) for one in gold() for other in readings)
 
     def verify(text: str) -> bool:
@@ -89,15 +89,15 @@ def mathematical(
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vmatrix\}")
 
 
-def _worked_out(text: str) -> Answer:
+def _worked_out(text: str) -> _Answer:
     if not _CALCULUS.search(text):
-        return parse(text)
+        return _parse(text)
     from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
     from sympy import latex  # noqa: PLC0415  # pyright: ignore
 
     try:
         value = cast(Any, latex2sympy(text, is_real=None)).doit()
-        answer = parse(plain(cast(str, latex(value))))
+        answer = _parse(plain(cast(str, latex(value))))
     except Exception:  # whatever the library cannot read is compared as text
         return text
     index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
@@ -107,7 +107,7 @@ def _worked_out(text: str) -> Answer:
 # --- Reading ---
 
 
-class Number(NamedTuple):
+class _Number(NamedTuple):
     """A rational number. `form` says how it was written: integer, decimal, fraction, ratio or
     scientific. `lowest` is set if a fraction is in lowest terms. `unit` contains the words after
     the number, in the singular."""
@@ -123,13 +123,13 @@ class Number(NamedTuple):
         return self.value / 100 if self.percent else self.value
 
 
-class Several(NamedTuple):
+class _Several(NamedTuple):
     """Several values in brackets. `opening` is the opening bracket, "," for a list without
     brackets, "∨" for alternatives, or "matrix" for the rows of a matrix."""
 
     opening: str
     closing: str
-    items: tuple[Answer, ...]
+    items: tuple[_Answer, ...]
 
 
 _Cut = tuple[float, bool, Formula]
@@ -153,10 +153,10 @@ class _Relation(NamedTuple):
     sides: tuple[str, ...]
     signs: str
     name: str
-    value: Answer
+    value: _Answer
 
 
-Answer = Number | Formula | Several | _Region | _Relation | str
+_Answer = _Number | Formula | _Several | _Region | _Relation | str
 """A parsed answer, or a string if the grammar does not cover it."""
 
 _FRACTION = (
@@ -173,7 +173,7 @@ _NUMBER = re.compile(
 )
 
 
-def _number(match: re.Match[str]) -> Number | str:
+def _number(match: re.Match[str]) -> _Number | str:
     sign = (-1) ** [match["sign"], match["minus"], match["under"]].count("-")
     if top := match["top"] or match["left"]:
         bottom = int(match["bottom"] or match["right"])
@@ -183,20 +183,20 @@ def _number(match: re.Match[str]) -> Number | str:
         lowest = part.denominator == bottom and (bottom > 1 or ratio)
         lowest = lowest and (not match["mixed"] or part < 1)
         value = sign * (int(match["mixed"] or 0) + part)
-        return Number(value, "ratio" if ratio else "fraction", lowest, bool(match["percent"]))
+        return _Number(value, "ratio" if ratio else "fraction", lowest, bool(match["percent"]))
     decimals, exponent = (match["decimals"] or "").rstrip("."), int(match["exponent"] or 0)
     form = "decimal" if decimals or exponent < 0 else "integer"
     if match["ten"]:
         exponent, form = exponent + int(match["ten"]), "scientific"
     value = Fraction((match["whole"] or "0").replace(",", "") + decimals) * Fraction(10) ** exponent
-    return Number(sign * value, form, percent=bool(match["percent"]))
+    return _Number(sign * value, form, percent=bool(match["percent"]))
 
 
-def _ungrouped(text: str) -> list[Answer]:
-    """Parse `100,200`, which `parse` reads as one number, as a list. Returns [] without such a
+def _ungrouped(text: str) -> list[_Answer]:
+    """Parse `100,200`, which `_parse` reads as one number, as a list. Returns [] without such a
     comma."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
-    return [] if spaced == text else [parse(spaced)]
+    return [] if spaced == text else [_parse(spaced)]
 
 
 _BEGIN = re.compile(
@@ -204,7 +204,7 @@ _BEGIN = re.compile(
 )
 
 
-def parse(text: str, depth: int = 0) -> Answer:
+def _parse(text: str, depth: int = 0) -> _Answer:
     """Parse an answer that `plain` has normalized. If it cannot be parsed, returns it unchanged."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
@@ -218,7 +218,7 @@ def parse(text: str, depth: int = 0) -> Answer:
     text = text if "\\begin" in text else text.replace("\\\\", ";")
     if ("±" in text or "∓" in text) and not re.search("[,;¦∧∨⦃⟨]", text):
         signs = (text.translate({0xB1: one, 0x2213: two}) for one, two in ("+-", "-+"))
-        return Several(",", "", tuple(_unnamed(parse(sign, depth)) for sign in signs))
+        return _Several(",", "", tuple(_unnamed(_parse(sign, depth)) for sign in signs))
     for marks, reader in _READERS.items() if _MARK.search(text) else ():
         parts, signs = _split(text, marks)
         if signs:
@@ -246,18 +246,18 @@ def _split(text: str, marks: str) -> tuple[list[str], str]:
     return [*parts, text[start:].strip()], signs
 
 
-def _matrix(match: re.Match[str], depth: int) -> Answer:
+def _matrix(match: re.Match[str], depth: int) -> _Answer:
     if match[1] in ("cases", "aligned"):
-        return parse(match[2].replace("\\\\", ";").replace("&", " "), depth)
+        return _parse(match[2].replace("\\\\", ";").replace("&", " "), depth)
     rows = [row.split("&") for row in match[2].strip().removesuffix("\\\\").split("\\\\")]
-    lines = [Several("row", "", tuple(parse(cell, depth) for cell in row)) for row in rows]
-    return Several("matrix", "", tuple(lines))
+    lines = [_Several("row", "", tuple(_parse(cell, depth) for cell in row)) for row in rows]
+    return _Several("matrix", "", tuple(lines))
 
 
-def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
+def _listed(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= _MOST_ITEMS:
-        return parse(parts[0], depth) if len(parts) == 1 else text
+        return _parse(parts[0], depth) if len(parts) == 1 else text
     items = _items(parts, depth)
     regions = [region for item in items if (region := _region(_unnamed(item), point=True))]
     if len(regions) == len(items) and any(isinstance(item, _Region) for item in items):
@@ -271,42 +271,42 @@ def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
     names = [item.name if isinstance(item, _Relation) else "" for item in items]
     if names[0] and (not any(names[1:]) or len(set(names)) == 1):  # x = 1, 2 and x = 1, x = 2
         items = [item.value if isinstance(item, _Relation) else item for item in items]
-    return Several("∨" if set(marks) <= {*"∨¦"} else ",", "", tuple(items))
+    return _Several("∨" if set(marks) <= {*"∨¦"} else ",", "", tuple(items))
 
 
-def _items(parts: Sequence[str], depth: int) -> list[Answer]:
+def _items(parts: Sequence[str], depth: int) -> list[_Answer]:
     """Parse the items of a list. An item with ± stands for two values, so 0, ±4 has three items."""
-    items: list[Answer] = []
+    items: list[_Answer] = []
     for part in parts:
-        item = parse(part, depth)
-        signed = isinstance(item, Several) and item.opening == "," and re.search("[±∓]", part)
-        items += item.items if signed and isinstance(item, Several) else [item]
+        item = _parse(part, depth)
+        signed = isinstance(item, _Several) and item.opening == "," and re.search("[±∓]", part)
+        items += item.items if signed and isinstance(item, _Several) else [item]
     return items
 
 
-def _names(answer: Answer) -> TypeGuard[_Relation]:
+def _names(answer: _Answer) -> TypeGuard[_Relation]:
     return isinstance(answer, _Relation) and bool(answer.name)
 
 
-def _unnamed(answer: Answer) -> Answer:
+def _unnamed(answer: _Answer) -> _Answer:
     return answer.value if _names(answer) else answer
 
 
-def _united(text: str, parts: list[str], marks: str, depth: int) -> Answer:
-    regions = [region for part in parts if (region := _region(parse(part, depth), point=True))]
+def _united(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
+    regions = [region for part in parts if (region := _region(_parse(part, depth), point=True))]
     if len(regions) < len(parts) or len(set(marks)) > 1:
         return text
     if marks[0] == "∖":
         return _combined(lambda inside: inside[0] and not any(inside[1:]), regions) or text
-    return _combined(any, regions) or Several("∪", "", tuple(regions))
+    return _combined(any, regions) or _Several("∪", "", tuple(regions))
 
 
-def _concluded(text: str, parts: list[str], marks: str, depth: int) -> Answer:
+def _concluded(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
     if marks[0] == "∈":
         concludes = len(parts) == 2 and _NAME.fullmatch(parts[0])
     else:
         concludes = re.search("[=<>≤≥]", parts[0]) or _constant(parts[0]) is not None
-    return parse(parts[-1], depth) if concludes else text
+    return _parse(parts[-1], depth) if concludes else text
 
 
 _NAME = re.compile(
@@ -319,30 +319,30 @@ _NAME = re.compile(
 _FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 
 
-def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
+def _related(text: str, parts: list[str], signs: str, depth: int) -> _Answer:
     if signs[0] in "=≈" and not parts[0]:
-        return parse(text[1:], depth)
+        return _parse(text[1:], depth)
     if not all(parts):
         return text
     sides: tuple[str, ...] = tuple(parts)
-    value = parse(parts[-1], depth)
+    value = _parse(parts[-1], depth)
     if not set(signs) <= {*"=≈"}:
         return _inequality(sides, signs) or _Relation(sides, signs, "", value)
     constants = [c for side in sides if (c := _constant(side)) is not None]
     if any(abs(one - constants[-1]) > abs(constants[-1]) / 100 for one in constants):
         return text  # 7 = 3.14
     names = re.fullmatch(r"\(([\w\s,]+)\)", sides[0])
-    if names and isinstance(value, Several) and names[1].count(",") == len(value.items) - 1:
+    if names and isinstance(value, _Several) and names[1].count(",") == len(value.items) - 1:
         pairs = zip(names[1].split(","), value.items, strict=True)
         named = (_Relation(sides, signs, name.strip(), item) for name, item in pairs)
-        return Several(",", "", tuple(named))
-    is_name = _NAME.fullmatch(sides[0]) or isinstance(value, _Region | Several)
+        return _Several(",", "", tuple(named))
+    is_name = _NAME.fullmatch(sides[0]) or isinstance(value, _Region | _Several)
     is_name = is_name or len(sides) > 2 or "≈" in signs
     return _Relation(sides, signs, parts[0] if is_name else "", value)
 
 
 def _constant(text: str) -> Any:
-    answer = _as_formula(parse(text, 5))
+    answer = _as_formula(_parse(text, 5))
     return answer.constant() if answer else None
 
 
@@ -355,7 +355,7 @@ def _inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
     if signs not in ("≠", "<", "≤", "<<", "<≤", "≤<", "≤≤"):
         return None
-    values = [_as_formula(parse(side, 5)) for side in sides]
+    values = [_as_formula(_parse(side, 5)) for side in sides]
     place = next((n for n, side in enumerate(sides) if _NAME.fullmatch(side)), -1)
     if len(sides) == 3:
         low, _, high = values
@@ -374,7 +374,7 @@ def _inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
         return None
     radius, shift, factor = sides[inside is not None], match[2] or "", match[1] or "1"
     distances = [rf"\frac{{{sign}({radius})-(0{shift})}}{{{factor}}}" for sign in "-+"]
-    low, high = (_as_formula(parse(end, 5)) for end in distances)
+    low, high = (_as_formula(_parse(end, 5)) for end in distances)
     if not low or not high or low.imaginary or not _place(low) < _place(high):
         return None
     region = _interval(low, high, "[]" if closed == bool(inside) else "()")
@@ -415,7 +415,7 @@ def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[_Region]) ->
     return _Region(tuple(changes))
 
 
-_READERS: dict[str, Callable[[str, list[str], str, int], Answer]] = {
+_READERS: dict[str, Callable[[str, list[str], str, int], _Answer]] = {
     ",;¦∧∨": _listed,
     "∪∖": _united,
     "∈": _concluded,
@@ -423,16 +423,16 @@ _READERS: dict[str, Callable[[str, list[str], str, int], Answer]] = {
     "=<>≤≥≠≈": _related,
 }
 _MARK = re.compile(f"[{''.join(_READERS)}]")
-_CONSTANTS: dict[str, Answer] = {
+_CONSTANTS: dict[str, _Answer] = {
     "∞": INFINITE,
     "-∞": MINUS_INFINITE,
-    "∅": Several("⦃", "⦄", ()),
+    "∅": _Several("⦃", "⦄", ()),
     "\\mathbb{R}": _interval(MINUS_INFINITE, INFINITE, "()"),
 }
 _SUCH_THAT = re.compile(r"(?s)\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)")
 
 
-def _bracketed(text: str, depth: int) -> Answer | None:
+def _bracketed(text: str, depth: int) -> _Answer | None:
     level = 0
     for place, character in enumerate(text, 1):
         level += (character in _OPENING) - (character in _CLOSING)
@@ -440,15 +440,15 @@ def _bracketed(text: str, depth: int) -> Answer | None:
             return None
     inside = text[1:-1].strip()
     if text[0] == "⦃" and (match := _SUCH_THAT.fullmatch(inside)):
-        answer = parse(match[1], depth)
+        answer = _parse(match[1], depth)
         return answer if isinstance(answer, _Region) else text
     parts, marks = _split(inside, ",;")
     if not marks and text[0] in "([{":
-        return parse(inside, depth) if text[0] + text[-1] in ("()", "{}") else None
+        return _parse(inside, depth) if text[0] + text[-1] in ("()", "{}") else None
     items = _items(parts if inside else [], depth)
     if len(parts) > _MOST_ITEMS or any(isinstance(item, str) for item in items):
         return text
-    return Several(text[0].replace("{", "⦃"), text[-1], tuple(items))
+    return _Several(text[0].replace("{", "⦃"), text[-1], tuple(items))
 
 
 _WORD = r"[A-Za-z][A-Za-z.'-]*"
@@ -481,10 +481,10 @@ _DENIED = re.compile(
 )
 
 
-def _measured(text: str, depth: int) -> Answer:
+def _measured(text: str, depth: int) -> _Answer:
     if (match := _SHORT.fullmatch(text)) and (number := _NUMBER.fullmatch(match["number"])):
         value = _number(number)
-        if isinstance(value, Number) and {*_SHORT_UNITS.split()}.issuperset(
+        if isinstance(value, _Number) and {*_SHORT_UNITS.split()}.issuperset(
             re.findall(r"[a-z]+", match["unit"].lower())
         ):
             return value._replace(unit=_unit(match["unit"]))
@@ -493,21 +493,21 @@ def _measured(text: str, depth: int) -> Answer:
     except Unreadable:
         pass
     if match := _MODULO.fullmatch(text):
-        value = parse(match[1], depth)
-        if isinstance(value, Number) and 0 <= value.value < int(match[2]):
+        value = _parse(match[1], depth)
+        if isinstance(value, _Number) and 0 <= value.value < int(match[2]):
             return value._replace(unit=f"mod {match[2]}")
     match = _TRAILING.fullmatch(text)
     if match is None:
         return text
     words = (match["bare"] if match["text"] is None else match["text"]).strip()
-    value = parse(match["value"], depth)
+    value = _parse(match["value"], depth)
     if words[:1] in ("(", ""):
         return text if _DENIED.search(words) else value
     is_unit = _NOT_UNITS.isdisjoint(re.findall(r"[a-z]+", words.lower()))
     is_unit = is_unit and (match["text"] is not None or len(words) > 2)
     if not is_unit and words.lower() not in _SHORT_UNITS.split():
         return text
-    if isinstance(value, Number):
+    if isinstance(value, _Number):
         return value if value.unit else value._replace(unit=_unit(words) + (match["power"] or ""))
     return value if isinstance(value, Formula) and match["text"] is not None else text
 
@@ -520,8 +520,8 @@ def _unit(words: str) -> str:
 # --- Comparison ---
 
 
-def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
-    if isinstance(given, Several) and given.opening == "∨" and not isinstance(gold, Several):
+def _same(gold: _Answer, given: _Answer, tolerance: float | None = None) -> bool:
+    if isinstance(given, _Several) and given.opening == "∨" and not isinstance(gold, _Several):
         return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
     if isinstance(gold, _Relation):
         if isinstance(given, _Relation) and not (gold.name and gold.name == given.name):
@@ -529,18 +529,22 @@ def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
         given = given.value if isinstance(given, _Relation) else given
         return bool(gold.name) and _same(gold.value, given, tolerance)
     if isinstance(given, _Relation) and set(given.signs) <= {*"=≈"}:
-        if isinstance(gold, Several) and any(map(_names, gold.items)):
+        if isinstance(gold, _Several) and any(map(_names, gold.items)):
             return False
         before = given.signs.find("≈")
-        if before >= 0 and isinstance(gold, Formula) and _same(gold, parse(given.sides[before], 1)):
+        if (
+            before >= 0
+            and isinstance(gold, Formula)
+            and _same(gold, _parse(given.sides[before], 1))
+        ):
             return True
         return _same(gold, given.value, tolerance)
     match gold:
-        case Number():
+        case _Number():
             return _same_number(gold, given, tolerance)
         case Formula():
             return _same_formula(gold, given, tolerance)
-        case Several():
+        case _Several():
             return _same_several(gold, given)
         case _Region():
             return _same_region(gold, _region(given))
@@ -552,7 +556,7 @@ _PI = re.compile(r"-?(?:\d+(?:\.\d+)?)?\s?\\pi")
 _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "decimal"}
 
 
-def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
+def _same_number(gold: _Number, given: _Answer, tolerance: float | None) -> bool:
     """Return whether an answer equals `gold` and is itself written as a number. Scientific notation
     is accepted only if `gold` is a decimal or in scientific notation."""
     if isinstance(given, Formula):
@@ -561,7 +565,7 @@ def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
         if given.imaginary and not given.work:  # i^2
             return value is not None and formula.close(right, value)
         return bool(_PI.fullmatch(given.text)) and _near(right, value, tolerance)
-    if not isinstance(given, Number):
+    if not isinstance(given, _Number):
         return False
     units = {gold.unit, given.unit}
     if len(units) > 1 and (units <= {*_UNITS.values()} or gold.unit[:3] == "mod"):
@@ -584,7 +588,7 @@ def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
     )
 
 
-def _same_formula(gold: Formula, given: Answer, tolerance: float | None = None) -> bool:
+def _same_formula(gold: Formula, given: _Answer, tolerance: float | None = None) -> bool:
     answer = _as_formula(given)
     if answer is None:
         return False
@@ -594,7 +598,7 @@ def _same_formula(gold: Formula, given: Answer, tolerance: float | None = None) 
     if len(gold.text) == 1 and gold.text.casefold() == answer.text.casefold():
         return True
     value, other = gold.constant(), answer.constant()
-    decimal = isinstance(given, Number) and given.form == "decimal"
+    decimal = isinstance(given, _Number) and given.form == "decimal"
     constants = value is not None and other is not None
     if constants and (_near(value, other, tolerance) or (decimal and _rounded(value, other))):
         return True
@@ -613,10 +617,10 @@ def _near(right: Any, given: Any, tolerance: float | None) -> bool:
     return bool(abs(right - given) <= tolerance * (abs(right) or 1))
 
 
-def _same_several(gold: Several, given: Answer) -> bool:
+def _same_several(gold: _Several, given: _Answer) -> bool:
     if isinstance(given, _Region):
         return _same_region(_region(gold), given)
-    if not isinstance(given, Several):
+    if not isinstance(given, _Several):
         return len(gold.items) == 1 and gold.opening == "⦃" and _same(gold.items[0], given)
     if any(map(_names, (*gold.items, *given.items))):
         return _same_names(gold, given)
@@ -633,19 +637,19 @@ def _same_several(gold: Several, given: Answer) -> bool:
     return _in_order(gold.items, given.items)
 
 
-def _same_item(one: Answer, other: Answer) -> bool:
+def _same_item(one: _Answer, other: _Answer) -> bool:
     """Return whether two list items are equal, with their units if both have one (3 red, 4
     blue)."""
-    if isinstance(one, Number) and isinstance(other, Number) and one.unit and other.unit:
+    if isinstance(one, _Number) and isinstance(other, _Number) and one.unit and other.unit:
         return one.unit == other.unit and _same(one, other)
     return _same(one, other)
 
 
-def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
+def _in_order(gold: Sequence[_Answer], given: Sequence[_Answer]) -> bool:
     return len(gold) == len(given) and all(map(_same_item, gold, given))
 
 
-def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool) -> bool:
+def _in_any_order(gold: Sequence[_Answer], given: Sequence[_Answer], *, once: bool) -> bool:
     """Return whether two lists have the same items, ignoring repeated ones if `once` is set."""
     remaining = list(given)
     for one in gold:
@@ -657,7 +661,7 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
     return all(once and any(_same_item(one, two) for one in gold) for two in remaining)
 
 
-def _same_names(gold: Several, given: Several) -> bool:
+def _same_names(gold: _Several, given: _Several) -> bool:
     """Return whether variables have the same values. Without names, the order counts."""
     sides = gold.items, given.items
     named = [{item.name: item.value for item in side if _names(item)} for side in sides]
@@ -669,7 +673,7 @@ def _same_names(gold: Several, given: Several) -> bool:
 
 
 def _same_relation(gold: _Relation, given: _Relation) -> bool:
-    sides = [_as_formula(parse(side, 1)) for side in (*gold.sides, *given.sides)]
+    sides = [_as_formula(_parse(side, 1)) for side in (*gold.sides, *given.sides)]
     if not all(sides):
         alike = [*map(squeezed, gold.sides)] == [*map(squeezed, given.sides)]
         return alike and gold.signs == given.signs
@@ -691,21 +695,21 @@ def _equal(one: str, other: str, *, ratio: bool = False) -> bool:
         return False
 
 
-def _as_formula(answer: Answer) -> Formula | None:
-    if isinstance(answer, Number):
+def _as_formula(answer: _Answer) -> Formula | None:
+    if isinstance(answer, _Number):
         value = formula.number(answer.share)
         return Formula(lambda _: value)
     return answer if isinstance(answer, Formula) else None
 
 
-def _region(answer: Answer, *, point: bool = False) -> _Region | None:
+def _region(answer: _Answer, *, point: bool = False) -> _Region | None:
     """Convert an interval in brackets to a region, and if `point` is set a number or a set of
     numbers. Returns None for other answers."""
     if isinstance(answer, _Region):
         return answer
     if point and (end := _as_formula(answer)):
         return _interval(end, end, "[]")
-    if not isinstance(answer, Several):
+    if not isinstance(answer, _Several):
         return None
     ends = [end for item in answer.items if (end := _as_formula(item))]
     if len(ends) < len(answer.items):

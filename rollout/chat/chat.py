@@ -105,8 +105,11 @@ class TemplateChat:
             inside = self._parse(turn, (), opened=self.opened(thinking=thinking)).is_open
             if inside and closed:
                 return None  # the format closes thinking before a turn ends
-        if from_user and (inside or self._has_thought(ids)):
-            return None
+        if from_user:
+            text = self.decode(ids)
+            turns = text.split(self.header)[1:] if self.header else [text]
+            if inside or any(self._parse(one, (), opened=False).reasoning for one in turns):
+                return None  # the template would drop the thinking
         if not closed and self._between_messages(turn):
             return None
         after, end = self._continuation(messages, thinking=thinking)
@@ -198,11 +201,9 @@ class TemplateChat:
         if ends:
             return self.encoder.encode(turn[: min(ends)])
         follows = [one for one in after if one["role"] != "assistant"]
-        end = self.end_before(follows or [{"role": "user", "content": "?"}], thinking=thinking)
+        follows = follows or [{"role": "user", "content": "?"}]
+        end = self._continuation(follows, thinking=thinking)[1]
         return self.encoder.encode(turn + end)
-
-    def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
-        return self._continuation(messages, thinking=thinking)[1]
 
     def _prefix(self, thinking: bool) -> str:
         if thinking not in self._prefixes:
@@ -215,11 +216,6 @@ class TemplateChat:
     def opened(self, *, thinking: bool) -> bool:
         """Return True if the prompt opens the thinking, so the policy only has to close it."""
         return self.marks.ends_open(self._prefix(thinking))
-
-    def _has_thought(self, ids: Sequence[int]) -> bool:
-        text = self.decode(ids)
-        turns = text.split(self.header)[1:] if self.header else [text]
-        return any(self._parse(turn, (), opened=False).reasoning.strip() for turn in turns)
 
     @cached_property
     def header(self) -> str:

@@ -144,7 +144,7 @@ class ParsedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class _Format:
     """How a model family writes turns and tool calls."""
 
     name: str
@@ -160,7 +160,7 @@ class Format:
     calls: bool = True
 
 
-def format_of(tokenizer: Any, encoder: Encoder) -> Format:
+def format_of(tokenizer: Any, encoder: Encoder) -> _Format:
     """Detect the chat format from the tokenizer's template and control tokens."""
     template, controls = str(tokenizer.chat_template or ""), encoder.controls
     signs = {
@@ -464,32 +464,32 @@ def _tagged(find_calls: _FindCalls, *bounds: Any) -> Callable[..., ParsedTurn]:
 _FORMATS = {
     known.name: known
     for known in (
-        Format("tiny", _tagged(_tiny_calls, "^@", "\n")),
-        Format(
+        _Format("tiny", _tagged(_tiny_calls, "^@", "\n")),
+        _Format(
             "harmony",
             read_harmony,
             ends=("<|call|>", "<|return|>"),
             message="<|message|>",
             message_end="<|end|>",
         ),
-        Format("deepseek-v3.2", _tagged(_deepseek_calls, "<｜DSML｜invoke", "</｜DSML｜invoke>")),
-        Format(
+        _Format("deepseek-v3.2", _tagged(_deepseek_calls, "<｜DSML｜invoke", "</｜DSML｜invoke>")),
+        _Format(
             "deepseek-v3.1",
             _tagged(_deepseek_v31_calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
         ),
         # The policy ends its turn with the mark that begins the next message.
-        Format(
+        _Format(
             "glm",
             _tagged(_glm_calls, "<tool_call>", "</tool_call>"),
             ends=("<|user|>", "<|observation|>"),
         ),
-        Format(
+        _Format(
             "llama3",
             _tagged(_llama3_calls, r"<\|python_tag\|>", "", _LLAMA3_JSON),
             ends=("<|eot_id|>", "<|eom_id|>"),
             equal_ends=True,
         ),
-        Format("hermes", _tagged(_json_calls, "<tool_call>", "</tool_call>")),
-        Format("plain", _tagged(_no_calls), calls=False),
+        _Format("hermes", _tagged(_json_calls, "<tool_call>", "</tool_call>")),
+        _Format("plain", _tagged(_no_calls), calls=False),
     )
 }

@@ -20,7 +20,7 @@ _CHECKED: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDiction
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class _Context:
     """The token ids of one context, and a mask that selects the tokens to train on."""
 
     ids: list[int] = field(default_factory=list[int])
@@ -38,7 +38,7 @@ def render_given(
     *,
     thinking: bool,
     trained: Collection[int] | None = None,
-) -> list[Context]:
+) -> list[_Context]:
     """Tokenize a conversation in which the policy writes the assistant messages. Each context ends
     with one of the policy's turns. `trained` lists the indices of the messages to train on, or None
     for all of the assistant's. Without `thinking`, reasoning is left out. Raises ValueError naming
@@ -48,7 +48,7 @@ def render_given(
             {key: value for key, value in message.items() if key != "reasoning_content"}
             for message in messages
         ]
-    contexts: list[Context] = []
+    contexts: list[_Context] = []
     done = 0
     """Number of messages covered by the contexts so far."""
     for index, message in enumerate(messages):
@@ -65,7 +65,7 @@ def render_given(
             if extended is not None:
                 _check_shown(chat, extend, between, done, (thinking, None))
         if extended is None:
-            contexts.append(Context())
+            contexts.append(_Context())
             extended = opening(messages[:index])
             _check_shown(chat, opening, messages[:index], 0, (thinking, bool(tools)))
         context = contexts[-1]

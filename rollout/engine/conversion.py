@@ -86,7 +86,7 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
     return f"{THINK.open}{thoughts}" + f"{THINK.close}{turn.content}" * bool(turn.content)
 
 
-def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
+def _split_message(raw: str, *, thinking: bool) -> dict[str, str]:
     """Convert a completion to a message with `content`, `raw` and perhaps `reasoning_content`. Set
     `thinking` if the prompt has opened the think block. If it is never closed, all text is
     reasoning, so an answer inside it does not count."""
@@ -177,7 +177,7 @@ class GroupJob(_Job):
             sibling=sibling,
             segments=(segment,),
             finish_reason=completion.finish_reason,
-            messages=(split_message(completion.text, thinking=self.thinking),),
+            messages=(_split_message(completion.text, thinking=self.thinking),),
         )
 
     def result(self) -> Group:

@@ -56,7 +56,7 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
             layers, one = spec.values(), 0
             if len({type(layer) for layer in layers}) == 1:  # otherwise nothing is known
                 one = sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers)
-            room = enough(memory, one, _free_memory)
+            room = _enough(memory, one, _free_memory)
             if room > memory:
                 _LOG.warning(
                     "rollout.gpu_memory_utilization leaves no room for the keys and values of one "
@@ -77,7 +77,7 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
         _core.get_kv_cache_configs = original
 
 
-def enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
+def _enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
     """Return the cache size for a worker in bytes: `memory` or, if that is too small for one
     completion, the size of `one`, provided that it fits into `memory` plus the free GPU memory.
     vLLM refuses to start without room for `one`, but may overestimate what everything else needs.

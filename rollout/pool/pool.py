@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -194,7 +193,15 @@ class RolloutPool:
                 self._events.put(None)
         if ended is not None:
             request.result.set_exception(ended)
-        request.result.add_done_callback(partial(self._on_result, request))
+
+        def on_result(result: Future[Any]) -> None:
+            with self._lock:
+                self._open.pop(request.number, None)
+                if result.cancelled():
+                    self._cancelled.append(request)
+                    self._events.put(None)
+
+        request.result.add_done_callback(on_result)
         return request.result
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
@@ -242,13 +249,6 @@ class RolloutPool:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self._supervisor.kill()
-
-    def _on_result(self, request: _Request, result: Future[Any]) -> None:
-        with self._lock:
-            self._open.pop(request.number, None)
-            if result.cancelled():
-                self._cancelled.append(request)
-                self._events.put(None)
 
     def _end(self, error: Exception) -> None:
         with self._lock:

@@ -5,7 +5,7 @@ replaces parts of each worker's model runner.
 
 `_StepReuse` runs decoding steps that reuse what was prepared for the previous step. vLLM prepares
 every step from scratch: its rows, the state of each request and the attention metadata. For a batch
-with few sequences, this takes longer than the computation on the GPU. In a `DecodeBatch`, only the
+with few sequences, this takes longer than the computation on the GPU. In a `_DecodeBatch`, only the
 lengths change from one step to the next, and the GPU can update them. Reuse is possible if vLLM has
 run a step as a CUDA graph and the next step has the same rows. One kernel then advances the rows by
 one token, and the graph is replayed.

@@ -205,7 +205,7 @@ class _SamplingRows(NamedTuple):
         return _SamplingRows(*(each[:rows] for each in self))
 
 
-def gather(
+def _fill(
     into: _SamplingRows,
     requests: Tensor,
     size: int,
@@ -288,7 +288,7 @@ class _SampleGraphs:
             return []
         states, size = self._runner.sampler.sampling_states, batch.num_tokens_after_padding
         width = int(states.top_k.np[batch.idx_mapping_np].max())
-        gather(  # before a graph is made, too: its first pass is over these rows
+        _fill(  # before a graph is made, too: its first pass is over these rows
             self._rows,
             batch.idx_mapping,
             self._most,
@@ -315,14 +315,12 @@ class _SampleGraphs:
             and kept.only_truncates(batch.idx_mapping_np)
         )
 
-    def _fixed(self) -> Tensor | None:
-        manager = self._runner.cudagraph_manager
-        return None if manager is None else manager.hidden_states
+    def _fixed(self) -> Any:
+        return self._runner.cudagraph_manager.hidden_states
 
     def _of(self, size: int, width: int) -> _Graphs:
         """Return the graphs for a batch size, or [] if capturing failed."""
         fixed = self._fixed()
-        assert fixed is not None
         if self._at != fixed.data_ptr():
             self._at = fixed.data_ptr()
             self._graphs.clear()
@@ -346,7 +344,6 @@ class _SampleGraphs:
 
     def _draw(self, size: int, width: int) -> SampledRows:
         runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
-        assert fixed is not None
         return draw(
             runner.model.compute_logits(fixed[:size]),
             self._places[:size],

@@ -2,7 +2,7 @@
 
 Most steps sample one token for each running request. vLLM loops over all requests three times in
 such a step. With 256 requests, this takes longer than the GPU needs. Here, these steps are
-scheduled as a `DecodeBatch`.
+scheduled as a `_DecodeBatch`.
 
 When requests begin, vLLM's scheduler sees only the new ones, with the capacity that the batch
 leaves free. The step that it schedules is merged with the batch's step. The requests join the batch
@@ -52,11 +52,12 @@ class _ScheduledStep:
     places: NDArray[np.int64]
 
 
-class DecodeBatch:
+class _DecodeBatch:
     """Counters and recorded arrays of a batch, [P] by batch slot. Columns correspond to steps."""
 
     def __init__(self, places: int) -> None:
-        self.requests: list[Request | None] = [None] * places
+        self.requests: list[Any] = [None] * places
+        """[P] vLLM's `Request` in each batch slot, or None."""
         self.place_of: dict[str, int] = {}
         self.stops: list[frozenset[int]] = [frozenset()] * places
         """[P] ids of the tokens that end the request in each batch slot."""
@@ -107,7 +108,6 @@ class DecodeBatch:
         """Let a request join at the next step, before `settle`. `window` is the size of the context
         window, and `block` the number of tokens per KV block."""
         place, now, params = self.requests.index(None), self.scheduled, request.sampling_params
-        assert params is not None
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
         in_flight = request.num_output_placeholders
         self.requests[place], self.place_of[request.request_id] = request, place
@@ -122,7 +122,6 @@ class DecodeBatch:
 
     def leave(self, place: int) -> None:
         request = self.requests[place]
-        assert request is not None
         del self.place_of[request.request_id]
         self.requests[place], self.stops[place], self.live[place] = None, frozenset(), False
         self.due[place] = self.room[place] = _NEVER
@@ -176,7 +175,6 @@ class DecodeBatch:
         """Update a request with its state and new `tokens`. With scheduling ahead, `step` is the
         number of its last step."""
         request = self.requests[place]
-        assert request is not None
         in_flight = self.scheduled - max(self._known(place), int(self.first[place]))
         request.num_computed_tokens = int(self.computed[place]) + self.scheduled
         request.num_in_flight_tokens += in_flight
@@ -206,7 +204,6 @@ class DecodeBatch:
             self._logp[column, places] = output.logprobs.logprobs[at, 0]
         if output.sampling_masks is not None:
             masks = output.sampling_masks
-            assert masks.offsets is not None
             at = _positions(rows, masks.cu_num_generated_tokens)
             begins, ends = masks.offsets[at], masks.offsets[at + 1]
             self._keep_masks(column, places, masks.token_ids, begins, ends)
@@ -296,7 +293,7 @@ class _FastPath(Scheduler):
         """KV blocks of recorded requests that have finished. Valid until the next step."""
         self.fast_steps = 0
         self._ahead = isinstance(self, AsyncScheduler)
-        self._batch: DecodeBatch | None = None
+        self._batch: _DecodeBatch | None = None
         self._outside: list[Request] = []
         """Running requests that are not in the batch, mostly prefills."""
         self._idle = 0.0
@@ -389,7 +386,7 @@ class _FastPath(Scheduler):
 
     # The batch.
 
-    def _new_batch(self) -> DecodeBatch | None:
+    def _new_batch(self) -> _DecodeBatch | None:
         """Return a batch of all running requests, or None if some of them do more than decode."""
         if (
             not self._possible
@@ -399,7 +396,7 @@ class _FastPath(Scheduler):
             or not all(self._only_decodes(request) for request in self.running)
         ):
             return None
-        batch = DecodeBatch(self.max_num_running_reqs)
+        batch = _DecodeBatch(self.max_num_running_reqs)
         self._join(batch, self.running)
         return batch
 
@@ -422,14 +419,14 @@ class _FastPath(Scheduler):
     def _block_size(self) -> int:
         return self.kv_cache_manager.coordinator.single_type_managers[0].block_size
 
-    def _join(self, batch: DecodeBatch, requests: Iterable[Request]) -> None:
+    def _join(self, batch: _DecodeBatch, requests: Iterable[Request]) -> None:
         for request in requests:
             batch.join(request, window=self.max_model_len, block=self._block_size)
         batch.settle()
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(batch.ids)
 
-    def _join_decoding(self, batch: DecodeBatch) -> None:
+    def _join_decoding(self, batch: _DecodeBatch) -> None:
         if not self._outside:
             return
         unfinished = [request for request in self._outside if not request.is_finished()]
@@ -438,7 +435,7 @@ class _FastPath(Scheduler):
         if decoding:
             self._join(batch, decoding)
 
-    def _next_step(self, batch: DecodeBatch, throttle_prefills: bool) -> SchedulerOutput | None:
+    def _next_step(self, batch: _DecodeBatch, throttle_prefills: bool) -> SchedulerOutput | None:
         """Schedule the next step of the batch, together with requests that begin. Returns None if
         vLLM has to schedule it."""
         if batch.full or self._pause_state != PauseState.UNPAUSED:
@@ -462,7 +459,7 @@ class _FastPath(Scheduler):
         batch.in_flight.append(_ScheduledStep(output, other, batch.ids, batch.places))
         return output
 
-    def _should_begin(self, batch: DecodeBatch) -> bool:
+    def _should_begin(self, batch: _DecodeBatch) -> bool:
         finished = len(batch.ids) - int(np.count_nonzero(batch.live))
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
         full = self._stuck or len(batch.ids) >= self.max_num_running_reqs
@@ -471,7 +468,7 @@ class _FastPath(Scheduler):
         cost = _JOIN_COST * len(batch.ids)
         return self._idle >= cost or finished > _MAX_FINISHED * len(batch.ids)
 
-    def _alone(self, batch: DecodeBatch, cached: CachedRequestData) -> SchedulerOutput:
+    def _alone(self, batch: _DecodeBatch, cached: CachedRequestData) -> SchedulerOutput:
         self.current_step += 1
         output = SchedulerOutput(
             scheduled_new_reqs=[],
@@ -489,7 +486,7 @@ class _FastPath(Scheduler):
         return output
 
     def _with_others(
-        self, batch: DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
+        self, batch: _DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
         """Let vLLM schedule all other requests with the remaining capacity, and merge the steps."""
         count, outside = len(batch.ids), len(self._outside)
@@ -522,7 +519,7 @@ class _FastPath(Scheduler):
         )
 
     def _allocate(
-        self, batch: DecodeBatch, due: list[int], ahead: int
+        self, batch: _DecodeBatch, due: list[int], ahead: int
     ) -> list[tuple[list[int], ...] | None]:
         """Allocate KV blocks for the slots in `due`. Returns the new blocks in batch order."""
         if not due:
@@ -531,7 +528,6 @@ class _FastPath(Scheduler):
         new: dict[int, tuple[list[int], ...] | None] = {}
         for place in due:
             request = batch.requests[place]
-            assert request is not None
             before = request.num_computed_tokens
             request.num_computed_tokens = int(batch.computed[place]) + now
             tokens = int(batch.due[place]) - now + size * ahead
@@ -543,13 +539,12 @@ class _FastPath(Scheduler):
         batch.due[due] += size * ahead
         return [new.get(place) for place in batch.places.tolist()]
 
-    def _finish(self, batch: DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
+    def _finish(self, batch: _DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
         """Report the requests that ended with the last tokens. They keep their KV blocks until
         other requests join, because steps in flight still use these blocks."""
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:
             request = batch.requests[place]
-            assert request is not None
             *before, last = batch.tokens_of(place)
             self._write_back(batch, place, before)
             if self._ahead:
@@ -576,7 +571,7 @@ class _FastPath(Scheduler):
             self.keel_flush()
         return outputs
 
-    def _remove(self, batch: DecodeBatch, places: Collection[int]) -> None:
+    def _remove(self, batch: _DecodeBatch, places: Collection[int]) -> None:
         if not places:
             return
         requests = {it for place in places if (it := batch.requests[place]) is not None}
@@ -595,7 +590,6 @@ class _FastPath(Scheduler):
             return
         for place in batch.places[batch.live[batch.places]].tolist():
             request = batch.requests[place]
-            assert request is not None
             tokens = batch.tokens_of(place)
             self._write_back(batch, place, tokens)
             if tokens:
@@ -606,7 +600,7 @@ class _FastPath(Scheduler):
             self._remove(batch, finished)
             self._stuck = False
 
-    def _write_back(self, batch: DecodeBatch, place: int, tokens: list[int]) -> None:
+    def _write_back(self, batch: _DecodeBatch, place: int, tokens: list[int]) -> None:
         batch.write_back(place, tokens, self.current_step if self._ahead else None)
 
     def _complete(self, output: EngineCoreOutput) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language import _language_share, language, words_of
+from keel.rewards.language import _language_share, _words_of, language
 
 FOLDER = Path(__file__).with_name("language")
 SAMPLES: dict[str, list[str]] = json.loads((FOLDER / "samples.json").read_text())
@@ -63,12 +63,12 @@ def test_too_little_text_costs_nothing() -> None:
 
 
 def test_code_and_formulas_are_set_aside() -> None:
-    assert words_of("a `code` b $x+y$ word").split() == ["word"]
-    assert words_of("one ~~~\nall of\n\nthis").split() == ["one"]
-    prices = words_of("cost $5, and\n\nanother $ sign").split()
+    assert _words_of("a `code` b $x+y$ word").split() == ["word"]
+    assert _words_of("one ~~~\nall of\n\nthis").split() == ["one"]
+    prices = _words_of("cost $5, and\n\nanother $ sign").split()
     assert prices == ["cost", ",", "and", "another", "sign"]
-    assert words_of("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
-    assert words_of("`open and\n\nclosed`").split() == ["open", "and", "closed"]
+    assert _words_of("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
+    assert _words_of("`open and\n\nclosed`").split() == ["open", "and", "closed"]
 
 
 def test_a_foreign_word_costs_its_share() -> None:
@@ -166,15 +166,15 @@ def test_marks_around_each_word_gain_nothing(mark: str) -> None:
 def test_running_text_in_code_is_kept() -> None:
     wrapped = "$\\text{Das ist die Antwort}$"
     for text in (wrapped, "$Das ist die Antwort$", "$Das$ $ist$ $die$ $Antwort$"):
-        assert words_of(text).split() == [".", "Das", "ist", "die", "Antwort."]
-    assert words_of("`return value`, `the sum`").split() == [","]
-    assert words_of("$苹果的数量是七$").split() == [".", "苹果的数量是七."]
-    assert words_of("$面积$ and $Δx$").split() == ["and"]
-    assert "ANTWORT" in words_of("DAS IST DIE ANTWORT")
-    assert words_of("CPU and GPU").split() == ["and"]
-    assert words_of("\\alpha \\beta \\gamma \\delta").split() == []
-    assert words_of("\\Das \\ist \\die \\Antwort").split() == ["Das", "ist", "die", "Antwort"]
-    assert "answer" in words_of("`so it is clear that the answer is seven`")
-    assert words_of("`build essential cmake ninja curl wget the`").split() == []
+        assert _words_of(text).split() == [".", "Das", "ist", "die", "Antwort."]
+    assert _words_of("`return value`, `the sum`").split() == [","]
+    assert _words_of("$苹果的数量是七$").split() == [".", "苹果的数量是七."]
+    assert _words_of("$面积$ and $Δx$").split() == ["and"]
+    assert "ANTWORT" in _words_of("DAS IST DIE ANTWORT")
+    assert _words_of("CPU and GPU").split() == ["and"]
+    assert _words_of("\\alpha \\beta \\gamma \\delta").split() == []
+    assert _words_of("\\Das \\ist \\die \\Antwort").split() == ["Das", "ist", "die", "Antwort"]
+    assert "answer" in _words_of("`so it is clear that the answer is seven`")
+    assert _words_of("`build essential cmake ninja curl wget the`").split() == []
     few = "alder birch cedar elm fir gum hazel iris juniper kauri the larch its maple nutmeg"
-    assert words_of(f"`{few}`").split() == []  # too few function words
+    assert _words_of(f"`{few}`").split() == []  # too few function words

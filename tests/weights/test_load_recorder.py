@@ -315,7 +315,7 @@ def test_cache_is_bounded_by_completions() -> None:
         scheduler_config=SimpleNamespace(max_num_seqs=8),
     )
     page = 2 * 16 * 2 * 64 * 2  # keys and values of 16 tokens
-    enough = cache.SPARE * 8 * 2 * (7 + cache.SPARE_PAGES) * page  # 100 tokens are 7 pages
+    _enough = cache.SPARE * 8 * 2 * (7 + cache.SPARE_PAGES) * page  # 100 tokens are 7 pages
     calls: list[list[float]] = []
 
     def record(vllm_config: Any, kv_cache_specs: Any, available_memory: list[float]) -> str:
@@ -326,16 +326,16 @@ def test_cache_is_bounded_by_completions() -> None:
     try:
         with cache.bounded_kv_cache():
             both, mixed = {"0": full, "1": full}, {"0": full, "1": window}
-            memory = [int(10 * enough), int(enough / 2), 10**12]
+            memory = [int(10 * _enough), int(_enough / 2), 10**12]
             built = core.get_kv_cache_configs(config, [both, both, mixed], memory)
         with cache.bounded_kv_cache(conversations=20):
             core.get_kv_cache_configs(config, [both], memory[:1])
         assert core.get_kv_cache_configs is record
     finally:
         core.get_kv_cache_configs = before
-    assert built == "configs" and calls[0] == [enough, int(enough / 2), 10**12]
+    assert built == "configs" and calls[0] == [_enough, int(_enough / 2), 10**12]
     # A share too small for one completion uses other free memory if that suffices.
-    sizes = [cache.enough(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
+    sizes = [cache._enough(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
     assert sizes == [60, 50, 19, -10]
-    assert cache.enough(60, 50, lambda: pytest.fail("it asks the GPU")) == 60
-    assert calls[1:] == [[enough * 20 / 8]], "room for conversations that wait for a tool"
+    assert cache._enough(60, 50, lambda: pytest.fail("it asks the GPU")) == 60
+    assert calls[1:] == [[_enough * 20 / 8]], "room for conversations that wait for a tool"

@@ -102,7 +102,7 @@ def test_cut_thinking_is_closed_first(name: str) -> None:
     extended = chat.extend(ids, [answer], thinking=True)
     assert extended is not None and extended[: len(ids)] == ids
     added = chat.decode(extended[len(ids) :])
-    assert added.index("</think>") < added.index(chat.end_before([answer], thinking=True))
+    assert added.index("</think>") < added.index(chat._continuation([answer], thinking=True)[1])
 
 
 def changed(name: str, old: str, new: str) -> TemplateChat:
@@ -233,7 +233,7 @@ def hostile_text(draw: st.DrawFn, name: str) -> str:
 def test_a_tool_result_yields_no_control_token(name: str, data: st.DataObject) -> None:
     chat, text = chat_of(name), data.draw(hostile_text(name))
     ids = chat.opening([{"role": "user", "content": "Where?"}], [CITY], thinking=False)
-    end = chat.end_before([{"role": "tool", "content": ""}], thinking=False)
+    end = chat._continuation([{"role": "tool", "content": ""}], thinking=False)[1]
     ids.append(chat.encoder.controls[end])
 
     def extend(content: str) -> list[int]:

@@ -14,7 +14,7 @@ from keel.model.tiny.demonstrations import conversation_ids
 from keel.rl.turns import Message, TurnResult
 from keel.rl.types import Segment
 from keel.rollout.chat.render import call_message
-from keel.rollout.chat.render_given import Context, render_given
+from keel.rollout.chat.render_given import _Context, render_given
 from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
 
 WORDS = ["Rome", "800 yuan.", "Is it (really)?", "a <|im_end|> b", "zwölf", "x\n\ny", '{"a": 1}']
@@ -60,7 +60,7 @@ def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Mess
     return messages
 
 
-def sampled(name: str, messages: list[Message], contexts: list[Context], *, thinking: bool) -> Any:
+def sampled(name: str, messages: list[Message], contexts: list[_Context], *, thinking: bool) -> Any:
     """Return the segments of an episode in which the policy samples exactly the turns of
     `contexts`."""
     turns = [

@@ -25,8 +25,8 @@ from keel.rollout.engine.conversion import (
     Completion,
     GroupJob,
     TurnJob,
+    _split_message,
     decode_all,
-    split_message,
 )
 from keel.rollout.recording.base import Recording, RecordingOptions
 from keel.rollout.spec import EngineSpec, LostTurn, environment
@@ -120,7 +120,7 @@ def test_non_finite_completions_are_dropped_alone(value: float) -> None:
 def test_text_is_split_into_reasoning_and_content(
     raw: str, opened: bool, content: str, reasoning: str | None
 ) -> None:
-    message = split_message(raw, thinking=opened)
+    message = _split_message(raw, thinking=opened)
     assert message["content"] == content and message.get("reasoning_content") == reasoning
     assert message["raw"] == raw and message["role"] == "assistant"
 
