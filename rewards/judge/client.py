@@ -349,7 +349,8 @@ class JudgeEndpoint:
     def _content(self, body: str) -> str:
         try:
             completion = json.loads(body)
-            choice, usage = completion["choices"][0], completion.get("usage") or {}
+            choice = completion["choices"][0]
+            usage: Any = completion.get("usage") or {}
             content, finish = choice["message"]["content"], choice.get("finish_reason")
             self.counts.prompt_tokens += usage.get("prompt_tokens") or 0
             self.counts.reply_tokens += usage.get("completion_tokens") or 0

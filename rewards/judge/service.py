@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.custom import FailureRate
@@ -114,7 +114,7 @@ class JudgeService:
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
         limit, final = self._settings.max_characters, outside_think(answer)
-        parsed: Any = spec.read(final)
+        parsed = spec.read(final)
         reason = f"the answer {parsed}" if isinstance(parsed, str) else ""
         if size(final) > limit:
             reason = f"the answer has {size(final)} characters, above max_characters = {limit}"
@@ -128,10 +128,10 @@ class JudgeService:
 
         def judge_sample(number: int) -> Awaitable[Any]:
             ask = partial(self._endpoint.ask, sample=number)
-            return spec.sample(ask, prompt.messages, parsed, thinking, number)
+            return spec.sample(ask, prompt.messages, cast(Any, parsed), thinking, number)
 
         try:
-            result = spec.judged(parsed, await self._samples(judge_sample))
+            result = spec.judged(cast(Any, parsed), await self._samples(judge_sample))
         except Unjudged as error:
             # A completion too long for the context is the policy's fault, not the judge's.
             if error.kind == "too_long" and size(final) + error.thinking > limit * _LONG:
