@@ -85,8 +85,7 @@ class TextTrajectory:
 
     @property
     def raw(self) -> str:
-        """The policy's last message exactly as it was sampled, with the thinking marked by
-        `<think>`."""
+        """The policy's last message verbatim, with the thinking marked by `<think>`."""
         return raw_text(self.messages)
 
     def dumps(self) -> str:

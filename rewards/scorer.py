@@ -59,7 +59,7 @@ class _Draft:
 _Started = tuple[
     dict[str, list[Future[Judged | Failed]]], dict[str, list[Future[list[VerifierScore]]]]
 ]
-"""The futures of the judge and those of the worker processes, for each reward component."""
+"""For each reward component, the futures of the judge, and of the worker processes."""
 
 
 class Scorer:
@@ -101,9 +101,9 @@ class Scorer:
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
         """Start scoring all trajectories of a group. If a verifier fails on a completion, its
         component is 0 and the component `error` is 1. Completions that the judge could not score
-        are dropped and, in training, truncated ones if the length rule says so. The future raises
-        ValueError if the domain has no weights or the reward spec is malformed, and JudgeStopped or
-        RewardStopped if too many completions could not be scored."""
+        are dropped and, in training, truncated ones if the length rule requires it. The future
+        raises ValueError if the domain has no weights or the reward spec is malformed, and
+        JudgeStopped or RewardStopped if too many completions could not be scored."""
         try:
             started = self._start(group)
         except ValueError as error:
@@ -301,8 +301,7 @@ def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any],
 
 
 def _text(trajectory: Trajectory, *, sampled: bool = False) -> str:
-    """Serialize a trajectory. If `sampled` is set, leave out what the agent program wrote
-    itself."""
+    """Serialize a trajectory. If `sampled` is set, leave out the agent program's own messages."""
     messages = trajectory.messages
     if sampled:
         ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]

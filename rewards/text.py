@@ -44,7 +44,7 @@ def blank(text: str) -> bool:
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message as it was sampled, with thinking in `<think>` tags."""
+    """Return the policy's last message verbatim, with thinking in `<think>` tags."""
     message = _last_turn(messages)
     if isinstance(message.get("raw"), str):
         return message["raw"]

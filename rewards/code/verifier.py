@@ -350,7 +350,7 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:
-    """Return the kind of a collection ("" if it is none, "?" if malformed) and its items."""
+    """Return the kind of a collection ("" for other values, "?" if malformed) and its items."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):
@@ -444,7 +444,7 @@ def check_task(
     `reference` solution is run and fails a test."""
     limit, task = settings.limits.output_kib, read_task(spec)
     for index, test in enumerate(task.tests):
-        # With a tolerance, a number may be written in fewer digits.
+        # A number within the tolerance may have fewer digits.
         shortest = len("\n".join(_lines(test.stdout)).encode(errors="replace"))
         if task.tolerance is not None:
             shortest = max(0, 2 * len(test.stdout.split()) - 1)
