@@ -107,7 +107,8 @@ class _DecodeBatch:
     def join(self, request: Request, *, window: int, block: int) -> None:
         """Let a request join at the next step, before `settle`. `window` is the size of the context
         window, and `block` the number of tokens per KV block."""
-        place, now, params = self.requests.index(None), self.scheduled, request.sampling_params
+        place, now = self.requests.index(None), self.scheduled
+        params: Any = request.sampling_params
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
         in_flight = request.num_output_placeholders
         self.requests[place], self.place_of[request.request_id] = request, place
@@ -203,7 +204,7 @@ class _DecodeBatch:
             at = _positions(rows, output.logprobs.cu_num_generated_tokens)
             self._logp[column, places] = output.logprobs.logprobs[at, 0]
         if output.sampling_masks is not None:
-            masks = output.sampling_masks
+            masks: Any = output.sampling_masks
             at = _positions(rows, masks.cu_num_generated_tokens)
             begins, ends = masks.offsets[at], masks.offsets[at + 1]
             self._keep_masks(column, places, masks.token_ids, begins, ends)
