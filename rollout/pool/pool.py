@@ -42,18 +42,16 @@ _FREED_S = 3.0
 _MAX_HOMES = 100_000
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     number: int
-    label: str
+    sample: SampleRequest
+    sampling: SamplingConfig
     purpose: Purpose
+    label: str
     sequences: int
     tokens: int
     """Upper bound on the number of tokens sampled by all sequences."""
-    sample: SampleRequest
-    sampling: SamplingConfig
-    prompt_id: str = ""
-    conversation: str = ""
     result: Future[Any] = field(default_factory=Future[Any])
     slot: EngineSlot | None = None
     answer: Future[Any] = field(default_factory=Future[Any])
@@ -155,15 +153,12 @@ class RolloutPool:
         with self._lock:
             draw = self._draws[prompt.prompt_id]
             self._draws[prompt.prompt_id] += 1
-        return self._enqueue(
-            label=f"group of prompt {prompt.prompt_id}",
-            purpose=purpose,
-            sequences=group_size,
-            tokens=group_size * sampling.max_tokens,
-            sample=GroupRequest(prompt, group_size, draw),
-            sampling=sampling,
-            prompt_id=prompt.prompt_id,
+        sample, label = (
+            GroupRequest(prompt, group_size, draw),
+            f"group of prompt {prompt.prompt_id}",
         )
+        tokens = group_size * sampling.max_tokens
+        return self._enqueue(sample, sampling, purpose, label, group_size, tokens)
 
     def turn(
         self,
@@ -174,19 +169,13 @@ class RolloutPool:
     ) -> Future[TurnResult]:
         """Sample one turn of a conversation, if possible on the engine that sampled the previous
         one. If that engine dies, the turn is sampled again."""
-        return self._enqueue(
-            label=f"turn of conversation {request.conversation}",
-            purpose=purpose,
-            sequences=1,
-            tokens=request.max_tokens,
-            sample=request,
-            sampling=sampling or self._config.sampling,
-            conversation=request.conversation,
-        )
+        sampling = sampling or self._config.sampling
+        label = f"turn of conversation {request.conversation}"
+        return self._enqueue(request, sampling, purpose, label, 1, request.max_tokens)
 
-    def _enqueue(self, **fields: Any) -> Future[Any]:
+    def _enqueue(self, sample: SampleRequest, *fields: Any) -> Future[Any]:
         with self._lock:
-            request = _Request(number=next(self._numbers), **fields)
+            request = _Request(next(self._numbers), sample, *fields)
             if (ended := self._ended) is None:
                 self._submitted.append(request)
                 self._open[request.number] = request
@@ -223,7 +212,9 @@ class RolloutPool:
                 )
             if self._update is None or self._update.version != version:
                 # Open groups may still be sampled from these weights and keep their draws.
-                names = {o.prompt_id for o in self._open.values() if not o.result.done()}
+                unfinished = [one.sample for one in self._open.values() if not one.result.done()]
+                groups = [one for one in unfinished if isinstance(one, GroupRequest)]
+                names = {group.prompt.prompt_id for group in groups}
                 self._draws = Counter({name: self._draws[name] for name in names})
             self._update, self._asleep = update, None
             self._events.put(None)
@@ -337,15 +328,16 @@ class RolloutPool:
         Returns None if the conversation should wait for its own engine, which is full, because no
         available engine has less than half of its load."""
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
-        if not request.conversation:
+        if not isinstance(request.sample, TurnRequest):
             return chosen
-        if (home := self._homes.get(request.conversation)) is not None:
+        conversation = request.sample.conversation
+        if (home := self._homes.get(conversation)) is not None:
             if slots[home] in available:
                 chosen = slots[home]
             elif slots[home].stage == "ready" and 2 * chosen.load >= slots[home].load:
                 return None
-        self._homes[request.conversation] = chosen.index
-        self._homes.move_to_end(request.conversation)
+        self._homes[conversation] = chosen.index
+        self._homes.move_to_end(conversation)
         if len(self._homes) > _MAX_HOMES:
             self._homes.popitem(last=False)
         return chosen
