@@ -18,10 +18,8 @@ from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 _REFERENCES = 16
 _REFERENCES_S = 20.0
-FAILED = "failed on a sample completion"
-"""The message about a failed function starts with this text."""
-_CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")
-"""Errors that indicate a bug in the function itself."""
+FAILED = "failed on a sample completion"  # the message about a failed function starts with this
+_CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")  # bugs in the function
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:

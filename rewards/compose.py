@@ -34,8 +34,7 @@ PARTS = (
 list functions there. Their names contain a dot."""
 ERROR = "error"
 """The component that is 1 if a verifier crashed or timed out. It never has a weight."""
-_ROUNDING = 1e-12
-"""A reward below this fraction of its largest term is treated as a rounding error."""
+_ROUNDING = 1e-12  # a reward below this fraction of its largest term is treated as a rounding error
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
-PREFIX = "python."
-"""Prefix that marks functions given to `keel.train` in a recipe."""
+PREFIX = "python."  # prefix that marks functions given to `keel.train` in a recipe
 FOLDER = "KEEL_PASSED_FUNCTIONS"
 """Environment variable with the path of the folder that contains the pickled functions."""
 
@@ -228,8 +227,7 @@ def sees_group(name: str) -> bool:
 
 # --- Calling ---
 
-_ROUNDING = 1e-6
-"""Tolerance for rewards below 0 or above 1, such as 0.1 * 3 / 0.3."""
+_ROUNDING = 1e-6  # tolerance for rewards below 0 or above 1, such as 0.1 * 3 / 0.3
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
@@ -313,8 +311,7 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
 
-_LOOP_LOCK = threading.Lock()
-"""Several scorers without workers share the loop."""
+_LOOP_LOCK = threading.Lock()  # several scorers without workers share the loop
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
@@ -323,10 +320,8 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 # --- Failures ---
 
-WINDOW = 200
-"""Number of most recent completions over which the failure rate is measured."""
-_MIN_WINDOW = 20
-"""The failure rate is computed as if there were at least this many completions."""
+WINDOW = 200  # number of most recent completions over which the failure rate is measured
+_MIN_WINDOW = 20  # the failure rate is computed as if there were at least this many completions
 _MAX_REPORTS = 5
 
 _PACKAGE = str(Path(__file__).absolute().parent)

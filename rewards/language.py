@@ -36,17 +36,14 @@ _SCRIPT_LETTERS = {
 }
 _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
 """The number of alphabetic letters for which one character in these scripts counts."""
-_USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
-"""Maps a script to the scripts that are used together with it."""
+_USED_WITH = {"kana": {"han"}, "hangul": {"han"}}  # the scripts used together with a script
 
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
 _MIN_PROMPT_LETTERS, _MIN_SENTENCE_LETTERS = 8.0, 20.0
-_CODE_WEIGHT = 0.25
-"""Weight of letters in code comments and strings, which are often in English."""
+_CODE_WEIGHT = 0.25  # weight of letters in code comments and strings, which are often in English
 _MAX_DETECTED = 400
-_MIN_LIKELIHOOD = 0.1
-"""Minimum total probability of the prompt's language and its relatives."""
+_MIN_LIKELIHOOD = 0.1  # minimum total probability of the prompt's language and its relatives
 _KIN = (
     {"no", "nb", "nn", "da"},
     {"hr", "bs", "sr", "sl"},

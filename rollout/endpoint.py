@@ -38,32 +38,25 @@ T = TypeVar("T")
 _CONNECT_S = 10.0
 _CLOSE_S = 30.0
 _MAX_SHOWN = 300
-LATER = "later: "
-"""Prefix of the reason for a dropped completion, if the same request may succeed later."""
+LATER = "later: "  # starts the reason for a drop if the same request may succeed later
 _FORBIDDEN = 403
 _SHARED_STATUS = frozenset({401, 402, 404})
 """HTTP statuses for a wrong API key, balance or address, which affects all requests."""
-_BUSY_STATUS = frozenset({408, 409, 429, *range(500, 600)})
-"""HTTP statuses of temporary failures."""
-MAX_FAILURES = 64
-"""Number of consecutive forbidden or disconnected requests that make an endpoint unusable."""
+_BUSY_STATUS = frozenset({408, 409, 429, *range(500, 600)})  # HTTP statuses of temporary failures
+MAX_FAILURES = 64  # consecutive forbidden or disconnected requests of an unusable endpoint
 _UNKNOWN_ID = -1
-_CHARACTERS_PER_TOKEN = 4
-"""Estimate for openings and tool results, whose tokens the endpoint does not count."""
+_CHARACTERS_PER_TOKEN = 4  # for openings and tool results, whose tokens are not counted
 _MAX_TURN_S = 86_400.0
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
-_THINKING = _REASONING_FIELDS[0]
-"""Message key under which Keel stores the reasoning."""
+_THINKING = _REASONING_FIELDS[0]  # message key under which Keel stores the reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
     content: str
     reasoning: str
-    reasoning_field: str
-    """Message key under which the endpoint returned the reasoning."""
-    calls: tuple[tuple[str, str], ...]
-    """Name and arguments of each tool call, as the endpoint returned them."""
+    reasoning_field: str  # message key under which the endpoint returned the reasoning
+    calls: tuple[tuple[str, str], ...]  # name and arguments, as the endpoint returned them
     tokens: int
     cut: bool
     seconds: float
@@ -260,8 +253,7 @@ class _TurnLost(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    messages: tuple[Message, ...]
-    """Messages in the endpoint's format, including their thinking."""
+    messages: tuple[Message, ...]  # messages in the endpoint's format, including their thinking
     tools: tuple[ToolSpec, ...] = ()
     thinking: bool = False
     reply: Parsed | None = None

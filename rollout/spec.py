@@ -10,35 +10,27 @@ from keel.model.hub import from_anywhere
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Prompt
 
-_MAX_CAPTURED = 512
-"""Size in tokens of the largest step that vLLM captures as a CUDA graph by default."""
+_MAX_CAPTURED = 512  # tokens in the largest step that vLLM captures as a CUDA graph by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """Everything that an engine process needs to start."""
 
-    model_path: str
-    """Folder or hub name of a safetensors checkpoint."""
+    model_path: str  # folder or hub name of a safetensors checkpoint
     tokenizer: str
     config: RolloutConfig
     dtype: Dtype
-    max_model_len: int
-    """Maximum total number of tokens in a prompt and its completion."""
+    max_model_len: int  # maximum total number of tokens in a prompt and its completion
     seed: int
-    keep_routing: bool
-    """Whether to record routes. Ignored if the model has no experts."""
-    keep_sampling_mask: bool
-    """Whether to record the sampling masks of truncated requests."""
+    keep_routing: bool  # whether to record routes. Ignored if the model has no experts.
+    keep_sampling_mask: bool  # whether to record the sampling masks of truncated requests
     keep_selection: bool = False
     """Whether to record the selections of sparse attention. Ignored if the model has none."""
-    conversations: int = 0
-    """Number of open conversations per engine, for whose prefixes the KV cache has room."""
-    chat_template: str = ""
-    """Chat template that replaces the tokenizer's own. If empty, nothing is replaced."""
+    conversations: int = 0  # open conversations per engine whose prefixes fit the KV cache
+    chat_template: str = ""  # replaces the tokenizer's own, unless empty
     thinking_marks: tuple[str, ...] = ()
-    gpu_gib: float = 0.0
-    """The setting `run.gpu_gib`: GiB of GPU memory that the run may use, or 0 for all of it."""
+    gpu_gib: float = 0.0  # `run.gpu_gib`: GiB of GPU memory for the run, or 0 for all
     batch_invariant: bool = False
     residual_dtype: Literal["model", "float32"] = "model"
     cache_bytes: int = 0
@@ -85,8 +77,7 @@ class EngineStarted:
     """An engine's report about its startup."""
 
     pid: int
-    warnings: tuple[str, ...] = ()
-    """Warnings that Keel logged in the engine's process, such as a missing fast path."""
+    warnings: tuple[str, ...] = ()  # logged in the engine's process, as about a missing fast path
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     """Duration of each startup phase in seconds."""
 
@@ -95,8 +86,7 @@ class EngineStarted:
 class GroupRequest:
     prompt: Prompt
     size: int
-    draw: int = 0
-    """Number of groups already sampled for this prompt with the same weights."""
+    draw: int = 0  # number of groups already sampled for this prompt with the same weights
 
 
 SampleRequest = GroupRequest | TurnRequest
@@ -105,8 +95,7 @@ SampleRequest = GroupRequest | TurnRequest
 class EngineProgress(NamedTuple):
     steps: int = 0
     longest_s: float = 0.0
-    requests: int = 0
-    """Number of groups and turns that are in flight."""
+    requests: int = 0  # number of groups and turns that are in flight
 
 
 class EngineError(RuntimeError):

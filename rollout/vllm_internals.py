@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 VERSION = "0.32.0"
-_MAX_DRAIN_STEPS = 64
-"""vLLM schedules one or two steps ahead."""
+_MAX_DRAIN_STEPS = 64  # vLLM schedules one or two steps ahead
 _PAUSE = 0
 
 

@@ -43,11 +43,9 @@ class _Language:
 
     source: str
     run: tuple[str, ...]
-    compile: tuple[str, ...] = ()
-    """Command that compiles the source to the file `program`, which is then put in `{box}`."""
+    compile: tuple[str, ...] = ()  # compiles the source to `program`, which is put in `{box}`
     extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    calls: tuple[str, ...] = ()
-    """Command that calls functions (`keel.rewards.code.call_driver`), if supported."""
+    calls: tuple[str, ...] = ()  # calls functions (`keel.rewards.code.call_driver`)
 
 
 _LAUNCH = b"""
@@ -92,8 +90,7 @@ class _CodeTest:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     returns: Any = None
-    sample: bool = False
-    """True if the task shows this test to the policy as an example."""
+    sample: bool = False  # True if the task shows this test to the policy as an example
     subtask: str = ""
 
 
@@ -103,10 +100,8 @@ class _CodeTask:
 
     language: _Language
     tests: tuple[_CodeTest, ...]
-    partial: bool
-    """If True, the score is the fraction of tests that pass."""
-    subtasks: Mapping[str, float]
-    """The share of the score for each subtask, all of whose tests must pass. They sum to 1."""
+    partial: bool  # if True, the score is the fraction of tests that pass
+    subtasks: Mapping[str, float]  # the share of the score for each, which sum to 1
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]
@@ -397,8 +392,7 @@ class CodeSettings:
     """The settings under `rewards.code` in the recipe."""
 
     isolation: str = "bubblewrap"
-    completion_s: float = 10.0
-    """Time limit for all tests of a completion."""
+    completion_s: float = 10.0  # time limit for all tests of a completion
     limits: Limits = field(default_factory=Limits)
 
     @staticmethod
@@ -413,8 +407,7 @@ class _CodeVerdict(NamedTuple):
     """The score of a program, from 0 to 1."""
 
     score: float
-    failures: tuple[str, ...]
-    """The reason each test failed, or "" if it passed, in the order of the spec."""
+    failures: tuple[str, ...]  # the reason each test of the spec failed, or "" if it passed
     parts: Mapping[str, float]
     """Additional reward components. `samples` is 1 if the program passed all tests that the task
     shows. `subtask/NAME` is the share of the score that the program earned for a subtask."""

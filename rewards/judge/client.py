@@ -26,8 +26,7 @@ from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_PAUSE_S = 30.0
-_RETRIED = frozenset({408, 409, 425})
-"""HTTP statuses that are retried, in addition to 429 and 5xx."""
+_RETRIED = frozenset({408, 409, 425})  # HTTP statuses that are retried, in addition to 429 and 5xx
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
 _TOO_LONG = re.compile(
     r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
@@ -36,8 +35,7 @@ _TOO_LONG = re.compile(
 _MAX_REPLY_BYTES = 16 << 20
 _CACHE_FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
-_MAX_REPLIES = 250_000
-"""Maximum number of replies kept in memory. Typical replies take about 256 MiB in total."""
+_MAX_REPLIES = 250_000  # kept in memory. Typical replies take about 256 MiB in total.
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from jsonschema import Draft202012Validator
 
-_TEMPLATE_VERSION = 1
-"""Part of the cache key. Increase it whenever you change a template."""
+_TEMPLATE_VERSION = 1  # part of the cache key. Increase it whenever you change a template.
 
 T = TypeVar("T")
 
@@ -67,8 +66,7 @@ class Question(Generic[T]):
     instructions: str
     material: Mapping[str, str]
     schema: Mapping[str, Any]
-    read: Callable[[str], T]
-    """Parses the text of the reply. Raises BadReply if it does not match the schema."""
+    read: Callable[[str], T]  # parses a reply, and raises BadReply if it does not match the schema
 
     def messages(self, fence: str) -> list[dict[str, str]]:
         """Return a system and a user message, the two roles that every chat template supports."""

@@ -55,18 +55,15 @@ class _CriterionVerdict:
     """How well an answer meets a criterion, averaged over all samples."""
 
     name: str
-    score: float
-    """The mean score, from 0 to 1."""
-    reason: str
-    """The reason that the judge gave in the first sample."""
+    score: float  # the mean score, from 0 to 1
+    reason: str  # the reason that the judge gave in the first sample
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
     """The judge's result for one completion."""
 
-    value: float
-    """The total score, from 0 to 1."""
+    value: float  # the total score, from 0 to 1
     parts: Mapping[str, float]
     """The reward components, each from 0 to 1. They are the same for all prompts of one kind.
     `disagreement` measures how much the samples differ."""
@@ -101,20 +98,16 @@ class JudgeStopped(RuntimeError):
 class Counts:
     """Counts the work of the judge. Each integer is reported as a metric `judge/NAME`."""
 
-    completions: int = 0
-    """Number of answers judged, including cached ones and those that needed no call."""
+    completions: int = 0  # answers judged, including cached ones and those without a call
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
     """Number of answers that could not be judged, by kind of failure."""
-    skipped: int = 0
-    """Number of answers that scored 0 without a judgement: blank, too long or malformed."""
+    skipped: int = 0  # answers that scored 0 unjudged: blank, too long or malformed
     calls: int = 0
-    cache_hits: int = 0
-    """Number of questions answered from the cache or by an identical request in progress."""
+    cache_hits: int = 0  # questions answered by the cache or an identical request in progress
     prompt_tokens: int = 0
     reply_tokens: int = 0
     retried: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
-    restarts: int = 0
-    """Number of times that one of the run's own servers was restarted."""
+    restarts: int = 0  # number of times that one of the run's own servers was restarted
     call_s: Mean = Mean(0.0, 0)  # noqa: RUF009
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
 
@@ -191,12 +184,10 @@ class Criterion(BaseModel):
     text: str = Field(pattern=r"\S")
     weight: float = Field(gt=0, allow_inf_nan=False)
     """The criterion's share of the reward. The weights in a rubric sum to 1."""
-    thinking: bool = False
-    """If True, the criterion applies to the thinking instead of the answer."""
+    thinking: bool = False  # if True, the criterion applies to the thinking instead of the answer
 
 
-_SUM_TOLERANCE = 1e-3
-"""How far the sum of the weights may differ from 1. This allows three weights of 0.333."""
+_SUM_TOLERANCE = 1e-3  # how far the sum of the weights may differ from 1, as three of 0.333 do
 _Verdicts = Mapping[str, tuple[float, str]]
 
 
@@ -205,8 +196,7 @@ class Rubric(_Spec):
     (0)."""
 
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
-    reference: str | None = None
-    """An optional reference answer, which is shown to the judge."""
+    reference: str | None = None  # an optional reference answer, which is shown to the judge
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -309,8 +299,7 @@ class Proof(NamedTuple):
 
     solution: str
     evaluation: str
-    score: float
-    """s', the score that the policy gives to the solution: 0, 0.5 or 1."""
+    score: float  # s', the score that the policy gives to the solution: 0, 0.5 or 1
 
 
 def read_proof(answer: str) -> Proof | str:
@@ -342,10 +331,8 @@ class _ProofSample(NamedTuple):
     """The result of judging a proof once."""
 
     verification: Verification
-    verifier_check: MetaCheck | None
-    """The meta-check of the verifier's evaluation, or None if it is not checked."""
-    self_check: MetaCheck
-    """The meta-check of the policy's self-evaluation."""
+    verifier_check: MetaCheck | None  # of the verifier's evaluation, or None if unchecked
+    self_check: MetaCheck  # the meta-check of the policy's self-evaluation
 
     @property
     def proof(self) -> float:
@@ -357,8 +344,7 @@ class _ProofSample(NamedTuple):
 class ProofSpec(_Spec):
     """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`."""
 
-    reference: str | None = None
-    """An optional solution or marking scheme, which is shown to the verifier."""
+    reference: str | None = None  # a solution or marking scheme, shown to the verifier
     alpha: float = Field(0.76, ge=0, le=1)
     """α, the weight of the proof itself. The remaining weight is for an honest self-evaluation."""
     check_verifier: bool = True
@@ -412,8 +398,7 @@ class Evaluation(NamedTuple):
     """A policy's evaluation of the proof in its prompt."""
 
     text: str
-    score: float
-    """s', the score that the policy gives to the proof: 0, 0.5 or 1."""
+    score: float  # s', the score that the policy gives to the proof: 0, 0.5 or 1
 
 
 def read_evaluation(answer: str) -> Evaluation | str:
@@ -427,10 +412,8 @@ class VerificationSpec(_Spec):
 
     problem: str = Field(pattern=r"\S")
     proof: str = Field(pattern=r"\S")
-    score: float = Field(ge=0, le=1)
-    """s, the known score of the proof."""
-    meta: bool = True
-    """If True, multiply by R_meta. False trains a first verifier."""
+    score: float = Field(ge=0, le=1)  # s, the known score of the proof
+    meta: bool = True  # if True, multiply by R_meta. False trains a first verifier.
 
     def read(self, answer: str) -> Evaluation | str:
         return read_evaluation(answer)

@@ -38,10 +38,8 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\
 _OPENS_FUNCTION = frozenset("fghEFGP")
 """Letters that denote a function if a bracket follows. Others are factors, as in `x(x+1)`."""
 
-Value = Any
-"""A number from mpmath."""
-Node = Callable[[int], Value]
-"""Takes the number of a sample point and returns the value of a formula at that point."""
+Value = Any  # a number from mpmath
+Node = Callable[[int], Value]  # from the number of a sample point to the value there
 
 
 class Unreadable(ValueError):

@@ -24,8 +24,7 @@ from keel.rewards.text import BOXED, FUNCTION_WORDS, KEYWORDS, marked_answer
 
 _MAX_CHARACTERS = 2_048
 _MOST_ITEMS = 64
-_PLACES = 6
-"""Number of decimal places that are compared. Numbers below 1e-5 are compared to as many digits."""
+_PLACES = 6  # decimal places that are compared, or as many digits below 1e-5
 
 
 def mathematical(

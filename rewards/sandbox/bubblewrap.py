@@ -200,8 +200,7 @@ semctl 66 191; semget 64 190; semop 65 193; semtimedop 220 192; setns 308 268; s
 shmctl 31 195; shmget 29 194; socket 41 198; swapoff 168 225; swapon 167 224; syslog 103 116;
 umount2 166 39; unshare 272 97; userfaultfd 323 282; vmsplice 278 75
 """)
-_UNKNOWN = 453
-"""The first call number after these tables (Linux 6.6). C libraries fall back to older calls."""
+_UNKNOWN = 453  # first number after these tables (Linux 6.6). C libraries fall back to older calls.
 _UNCOUNTED = _table("""
 ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setparam 142 118;
 sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
@@ -220,8 +219,7 @@ _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _MACHINES = {"x86_64": 0, "aarch64": 1}
 LOCAL = (socket.AF_UNIX,)
-FORKING = ("mount", "unshare")
-"""Calls that a process needs to move its children into new namespaces."""
+FORKING = ("mount", "unshare")  # what a process needs to move its children into new namespaces
 NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)

@@ -41,8 +41,7 @@ from keel.rewards.sandbox.bubblewrap import (
 from keel.rewards.sandbox.processes import hold
 
 _ISOLATIONS = ("bubblewrap", "none-i-trust-the-environments")
-Network = Literal["none", "loopback", "host"]
-"""No network, a private loopback interface, or the host's network."""
+Network = Literal["none", "loopback", "host"]  # `loopback` is private
 
 _OPEN_FILES = 1024
 _PROBE_TIMEOUT_S = 30.0
@@ -74,20 +73,13 @@ class _SandboxLaunch:
 class EnvironmentSandbox:
     """Prepares sandboxes for environments. Create it with `environment_wrap`."""
 
-    network: Network = "none"
-    """With `host`, environments can also reach the local services of this machine."""
-    memory_mib: int | None = 4096
-    """Limit on the resident memory of an episode and on the address space of each process."""
-    processes: int = 128
-    """Maximum number of processes and threads."""
-    files_mib: int = 256
-    """Size of the private /tmp and of /dev/shm. Both are kept in memory."""
-    writable: Sequence[Path] = ()
-    """Folders on this machine that all episodes can modify."""
-    hidden: Sequence[Path] = ()
-    """Files and folders inside readable folders that environments cannot see."""
-    mounts: bool = True
-    """If True, mount a private /proc and pseudo-terminals. Some containers do not allow this."""
+    network: Network = "none"  # with `host`, environments can also reach this machine's services
+    memory_mib: int | None = 4096  # limit on an episode's resident memory, and on address spaces
+    processes: int = 128  # maximum number of processes and threads
+    files_mib: int = 256  # size of the private /tmp and of /dev/shm. Both are kept in memory.
+    writable: Sequence[Path] = ()  # folders on this machine that all episodes can modify
+    hidden: Sequence[Path] = ()  # files and folders that environments cannot see
+    mounts: bool = True  # mount a private /proc and pseudo-terminals, which some containers forbid
 
     def __post_init__(self) -> None:
         for folder in self.writable:
@@ -303,10 +295,8 @@ _PYTHON = re.compile(r"python[0-9.]*t?")
 
 
 class _Runtime(NamedTuple):
-    executable: str
-    """The absolute path, with its links, by which Python recognizes a virtual environment."""
-    paths: tuple[Path, ...]
-    """The files and folders outside /usr that the executable reads, and the links to them."""
+    executable: str  # absolute, with the links by which Python recognizes a virtual environment
+    paths: tuple[Path, ...]  # what it reads outside /usr, and the links to that
 
 
 @lru_cache(maxsize=64)

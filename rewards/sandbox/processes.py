@@ -20,15 +20,12 @@ from typing import NamedTuple
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.1
-_CPU_SHARE = 0.1
-"""Maximum fraction of a core for polling. Many sandboxes are polled less often."""
+_CPU_SHARE = 0.1  # maximum fraction of a core for polling. Many sandboxes are polled less often.
 
 
 class _ProcessUsage(NamedTuple):
-    resident: int
-    """Resident memory in bytes. A page that several processes share is counted for each of them."""
-    cpu_s: float
-    """User and system time, including that of children that have exited and were reaped."""
+    resident: int  # bytes. A page that several processes share is counted for each of them.
+    cpu_s: float  # user and system time, also of children that have exited and were reaped
     processes: int
 
 
@@ -140,11 +137,9 @@ def _has_exited(pidfd: int, within_s: float) -> bool:
 
 
 class _Limit(NamedTuple):
-    pidfd: int
-    """A file descriptor that refers to the process even if its PID is reused."""
+    pidfd: int  # a file descriptor that refers to the process even if its PID is reused
     memory_mib: int
-    inside: bool
-    """True if the process is the first one inside a sandbox."""
+    inside: bool  # True if the process is the first one inside a sandbox
 
 
 class _MemoryLimiter:

@@ -36,11 +36,9 @@ _FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
 Status = Literal["exited", "time", "memory", "output"]
 
 _POLL_S = 0.05
-_MAX_FILES = 16_384
-"""Maximum number of files in the private folder. Even an empty one takes a KiB of kernel memory."""
+_MAX_FILES = 16_384  # in the private folder. Even an empty one takes a KiB of kernel memory.
 _MAX_OUTPUT = 64 << 20
-_MAX_LIMIT = 1 << 24
-"""Upper bound for each limit, which prevents overflows in the kernel. For memory, it is 16 TiB."""
+_MAX_LIMIT = 1 << 24  # of each limit, against overflows in the kernel. For memory, it is 16 TiB.
 GRACE_S = 60.0
 
 
@@ -50,8 +48,7 @@ class Limits:
 
     time_s: float = 2.0
     """CPU seconds of all processes together. The wall-time limit is twice this plus one second."""
-    memory_mib: int = 512
-    """Limit on the address space of each process, and on all resident memory together."""
+    memory_mib: int = 512  # limit on each address space, and on all resident memory together
     processes: int = 8
     files_mib: int = 64
     output_kib: int = 1024
@@ -72,10 +69,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOutcome:
-    status: Status
-    """`exited`, or the name of the limit that the run exceeded."""
-    exit_code: int
-    """The exit status, or 128 + n after signal n, if the status is `exited`."""
+    status: Status  # `exited`, or the name of the limit that the run exceeded
+    exit_code: int  # the exit status, or 128 + n after signal n, if the status is `exited`
     stdout: bytes
     stderr: bytes
 
@@ -246,10 +241,8 @@ class _Python(NamedTuple):
     """The Python interpreter for programs, on which this process's environment is based."""
 
     executable: str
-    parts: tuple[str, ...]
-    """Files and folders to mount in addition to `bubblewrap.PROGRAMS`."""
-    hidden: tuple[str, ...]
-    """Package folders to hide, because they may contain tasks with answers."""
+    parts: tuple[str, ...]  # files and folders to mount in addition to `bubblewrap.PROGRAMS`
+    hidden: tuple[str, ...]  # package folders to hide, because they may contain tasks with answers
 
 
 def _python() -> _Python:

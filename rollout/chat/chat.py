@@ -58,8 +58,7 @@ class TemplateChat:
         self.ends: dict[str, int] = {text: controls[text] for text in known if text in controls}
         """Maps the text of each control token that ends a turn to its id."""
         self._end_ids = frozenset(self.ends.values())
-        self.tool_modes: set[bool] = set()
-        """Thinking modes in which a conversation with tools has been started."""
+        self.tool_modes: set[bool] = set()  # thinking modes of conversations with tools
         self._prefixes: dict[bool, str] = {}
 
     def inside_thinking(self) -> TemplateChat:

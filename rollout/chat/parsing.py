@@ -46,10 +46,8 @@ def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
 class _CallBounds:
     """Patterns for the start and end of a tool call, in which thinking marks are ordinary text."""
 
-    start: str = ""
-    """Pattern that matches the start of a call. Empty if the family has no calls."""
-    end: str = ""
-    """Text that ends a call. Empty if a call extends to the end of the turn."""
+    start: str = ""  # pattern that matches the start of a call. Empty if the family has no calls.
+    end: str = ""  # text that ends a call. Empty if a call extends to the end of the turn.
     whole: re.Pattern[str] | None = None
     """Start of a text consisting only of calls: a whole turn, or what follows the thinking."""
 
@@ -139,8 +137,7 @@ class ParsedTurn:
     content: str
     reasoning: str
     items: Sequence[_Item] = ()
-    is_open: bool = False
-    """True if the turn ends before its thinking is closed."""
+    is_open: bool = False  # True if the turn ends before its thinking is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +146,10 @@ class _Format:
 
     name: str
     read: Callable[..., ParsedTurn]
-    ends: tuple[str, ...] = ()
-    """Texts of the control tokens that end a turn, in addition to the tokenizer's eos_token."""
-    equal_ends: bool = False
-    """True if a template may write another of these ends than the policy sampled."""
-    message: str = ""
-    """Text that starts the body of each message, if a turn has several messages."""
-    message_end: str = ""
-    """Text that ends such a message and, in the history, perhaps the turn."""
+    ends: tuple[str, ...] = ()  # control tokens that end a turn, besides the eos_token
+    equal_ends: bool = False  # True if a template may write another end than the policy sampled
+    message: str = ""  # text that starts the body of each message, if a turn has several messages
+    message_end: str = ""  # text that ends such a message and, in the history, perhaps the turn
     calls: bool = True
 
 

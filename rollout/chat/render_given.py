@@ -49,8 +49,7 @@ def render_given(
             for message in messages
         ]
     contexts: list[_Context] = []
-    done = 0
-    """Number of messages covered by the contexts so far."""
+    done = 0  # number of messages covered by the contexts so far
     for index, message in enumerate(messages):
         if message["role"] != _ASSISTANT or (trained is not None and index not in trained):
             continue

@@ -23,8 +23,7 @@ _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RenderedPrompt:
     token_ids: list[int]
-    thinking: bool
-    """True if the prompt ends inside a think block that the policy has to close."""
+    thinking: bool  # True if the prompt ends inside a think block that the policy has to close
 
 
 def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> _RenderedPrompt:
@@ -116,11 +115,9 @@ NOT_FINITE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     ids: Sequence[int]
-    text: str
-    """Decoded text without special tokens. Empty for a turn, which the chat format decodes."""
+    text: str  # decoded without special tokens. Empty for a turn, which the chat format decodes.
     recording: Recording
-    versions: NDArray[np.int32]
-    """[N] weight version with which each token was sampled."""
+    versions: NDArray[np.int32]  # [N] weight version with which each token was sampled
     finish_reason: Literal["stop", "length", "deadline"]
     cached_tokens: int
 
@@ -138,8 +135,7 @@ class _Job:
     requests: dict[str, int] = field(default_factory=dict[str, int])
     """Maps the name of each unfinished request to its number within the group."""
     dropped: list[str] = field(default_factory=list[str])
-    cut: bool = False
-    """True after the deadline. Each unfinished request then ends with its next token."""
+    cut: bool = False  # after the deadline, each unfinished request ends with its next token
 
 
 @dataclass(slots=True, kw_only=True)

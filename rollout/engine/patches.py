@@ -30,12 +30,9 @@ _kernels: Any = kernel_warmup
 
 # Size of the KV cache.
 
-SPARE = 1.25
-"""Enlarges the cache, so that later completions may share prompts with finished ones."""
-SPARE_PAGES = 16
-"""Extra pages per completion, because Keel's scheduler allocates several pages at once."""
-_RESERVE = 2**30
-"""Bytes reserved for CUDA graphs, which are captured only after the cache has been allocated."""
+SPARE = 1.25  # enlarges the cache, so that later completions may share prompts with finished ones
+SPARE_PAGES = 16  # per completion, because Keel's scheduler allocates several pages at once
+_RESERVE = 2**30  # bytes for CUDA graphs, which are captured after the cache is allocated
 
 
 @contextmanager
@@ -157,8 +154,7 @@ def install_invariant_kernels() -> None:
 
 # Residual stream in float32.
 
-_wide_outputs: list[_SummedLinearMethod] = []
-"""Linear methods of the engine that is being built."""
+_wide_outputs: list[_SummedLinearMethod] = []  # linear methods of the engine that is being built
 
 
 @contextmanager

@@ -45,8 +45,7 @@ class _JobInFlight:
     future: Future[Any]
     begin: float
     deadline: float
-    cut: bool = False
-    """True if the job was cut at its deadline. At the next one, it is dropped."""
+    cut: bool = False  # True if the job was cut at its deadline. At the next one, it is dropped.
 
 
 class EngineThread:
@@ -58,15 +57,13 @@ class EngineThread:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._in_flight: dict[int, _JobInFlight] = {}
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        """Held while a command is queued or the queue is closed, so that no command is lost."""
+        self._lock = threading.Lock()  # held while a command is queued or the queue is closed
         self._inbox: Mailbox | None = None
         self._ended: Exception | None = None
         self._busy_s = 0.0
         self._step_begin: float | None = None
         self._steps, self._longest_s = 0, 0.0
-        self._failure = ""
-        """Error of the last update, if it failed and left the weights incomplete."""
+        self._failure = ""  # error of the last update, if it failed and left the weights incomplete
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="keel-engine", daemon=True

@@ -59,10 +59,8 @@ from keel.rollout.vllm_internals import (
 from keel.weights.buckets import Bucket, Manifest
 from keel.weights.channel import Rendezvous, call_workers
 
-_DISCARD = 2
-"""vLLM's sleep level that discards the weights. The trainer sends new weights afterwards."""
-_CPU_BLOCK = 32
-"""Tokens per KV block on CPUs. With vLLM's default of 128, completions rarely share a prefix."""
+_DISCARD = 2  # vLLM's sleep level that discards the weights, before the trainer sends new ones
+_CPU_BLOCK = 32  # tokens per KV block. With vLLM's default of 128, completions rarely share one.
 _GIB = 2**30
 _ROUTES_START = "routed_experts_prompt_start"
 _NO_TOKEN = "late: had no token when the time of its group was up (rollout.timeout_s)"
@@ -83,8 +81,7 @@ class VllmEngine:
             shims.install()
         self.version = 0
         self.sampled_tokens = self.steps = 0
-        self.updating = False
-        """True while the weights are incomplete or the engine is asleep."""
+        self.updating = False  # True while the weights are incomplete or the engine is asleep
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
         self._marks = marks_of(self._tokenizer, spec.thinking_marks) or THINK
         self._jobs: dict[int, Job] = {}
@@ -415,8 +412,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 
-_MAX_HASHED_TOKENS = 2**24
-"""Maximum number of tokens with stored block hashes. Each takes about 9 bytes."""
+_MAX_HASHED_TOKENS = 2**24  # with stored block hashes. Each takes about 9 bytes.
 
 
 class _TemplatedRequests:
@@ -428,8 +424,7 @@ class _TemplatedRequests:
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
         """Conversation, prompt and vLLM's `Request` of each unfinished request."""
         self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
-        self._known: list[bytes] = []
-        """Stored hashes for the first blocks of the prompt that is being added."""
+        self._known: list[bytes] = []  # stored hashes for the prompt that is being added
         if (hasher := self._core.request_block_hasher) is not None:
             self._core.request_block_hasher = partial(self._hash, hasher)
 

@@ -24,13 +24,10 @@ _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
 """vLLM's error when another process frees GPU memory during its memory profiling, and the number of
 attempts to start an engine then."""
 _TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
-_NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
-"""Matches process and actor ids, which differ from one start to the next."""
+_NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")  # such as process and actor ids
 PROGRESS_POLL_S = 2.0
-WARN_S, STUCK_S = 20.0, 60.0
-"""Seconds without a finished step before a warning, and before the engine is replaced."""
-_WARN_STEPS, _STUCK_STEPS = 4.0, 10.0
-"""Lower bounds for these, as multiples of the longest step so far."""
+WARN_S, STUCK_S = 20.0, 60.0  # seconds without a step until a warning, and a new engine
+_WARN_STEPS, _STUCK_STEPS = 4.0, 10.0  # lower bounds, as multiples of the longest step so far
 
 
 class RolloutEngine(UpdatableEngine, Protocol):
@@ -73,17 +70,13 @@ class EngineSlot:
     index: int
     engine: RolloutEngine
     stage: Stage
-    pending: Future[Any] | None
-    """Future that the slot waits for until `deadline`. None if it is ready or asleep."""
+    pending: Future[Any] | None  # awaited until `deadline`. None if ready or asleep.
     deadline: float
-    version: int = 0
-    """Weight version that the engine samples from or is loading."""
+    version: int = 0  # weight version that the engine samples from or is loading
     restarts: list[float] = field(default_factory=list[float])
-    start_failure: str = ""
-    """Error message of the last failed start, with numbers removed."""
+    start_failure: str = ""  # error message of the last failed start, with numbers removed
     sequences: int = 0
-    load: int = 0
-    """Upper bound on the number of tokens that the engine still has to sample."""
+    load: int = 0  # upper bound on the number of tokens that the engine still has to sample
     progress: _Progress = field(default_factory=_Progress)
 
     def wait_for(self, stage: Stage, pending: Future[Any], seconds: float) -> None:
@@ -121,8 +114,7 @@ class EngineSupervisor:
         self._startup_s = startup_s
         self._started: Stage = "asleep" if config.time_share else "ready"
         """Stage of an engine that has just started. With `rollout.time_share`, it sleeps."""
-        self._closed = False
-        """Set by `kill`, which may run on a different thread than `start`."""
+        self._closed = False  # set by `kill`, which may run on a different thread than `start`
 
     @property
     def pending(self) -> Mapping[Future[Any], EngineSlot]:

@@ -37,8 +37,7 @@ from keel.rollout.spec import EngineError, GroupRequest, SampleRequest
 from keel.weights.sync import Transfer
 
 _STOP_S = 10.0
-_FREED_S = 3.0
-"""Time in seconds until the GPU memory of a killed engine is free."""
+_FREED_S = 3.0  # time in seconds until the GPU memory of a killed engine is free
 _MAX_HOMES = 100_000
 
 
@@ -50,13 +49,11 @@ class _Request:
     purpose: Purpose
     label: str
     sequences: int
-    tokens: int
-    """Upper bound on the number of tokens sampled by all sequences."""
+    tokens: int  # upper bound on the number of tokens sampled by all sequences
     result: Future[Any] = field(default_factory=Future[Any])
     slot: EngineSlot | None = None
     answer: Future[Any] = field(default_factory=Future[Any])
-    deadline: float = 0.0
-    """Time at which the engine counts as unresponsive. Ignored while the slot is not ready."""
+    deadline: float = 0.0  # when the engine counts as unresponsive, if the slot is ready
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -88,14 +85,11 @@ class RolloutPool:
         self._submitted: list[_Request] = []
         self._cancelled: list[_Request] = []
         self._open: dict[int, _Request] = {}
-        self._draws: Counter[str] = Counter()
-        """Number of groups requested for each prompt with the current weights."""
+        self._draws: Counter[str] = Counter()  # groups requested for each prompt with these weights
         self._update: WeightUpdate | None = None
-        self._asleep: Future[None] | None = None
-        """Future returned by the last `sleep`. The next update clears it."""
+        self._asleep: Future[None] | None = None  # from the last `sleep`, until the next update
         self._ended: Exception | None = None
-        self._memory_freed = False
-        """True if the engines failed for good and were killed."""
+        self._memory_freed = False  # True if the engines failed for good and were killed
         self._events: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         """Wakes the thread. Each event is a request with an answer, or None for any other."""
         # Owned by the thread:
@@ -109,8 +103,7 @@ class RolloutPool:
         self._stalls = StallDetector()
         self._watched: set[Future[Any]] = set()
         self._queue: list[_Request] = []
-        self._in_flight: dict[int, _Request] = {}
-        """Requests by number, ordered by deadline."""
+        self._in_flight: dict[int, _Request] = {}  # requests by number, ordered by deadline
         self._homes: OrderedDict[str, int] = OrderedDict()
         """Slot that sampled each conversation's last turn, least recently used first."""
 

@@ -25,10 +25,8 @@ from keel.rollout.spec import (
 
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
 _DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
-_CONCURRENT_CALLS = 10_000
-"""More than an engine receives, so the actor never queues a call."""
-_RESULT_LOST = (*GONE, ObjectLostError)
-"""Ray errors that mean that a result was lost with the actor's node."""
+_CONCURRENT_CALLS = 10_000  # more than an engine receives, so the actor never queues a call
+_RESULT_LOST = (*GONE, ObjectLostError)  # a result was lost with the actor's node
 
 
 class _RayEngine:

@@ -147,14 +147,10 @@ class _KnownStep(NamedTuple):
     """A step that ran as a CUDA graph and sampled one token in each row."""
 
     counts: dict[str, int]
-    ids: list[str]
-    """Request ids of the batch. A later step with the same list object has the same rows."""
-    requests: NDArray[np.int64]
-    """[rows] index of each row's request in vLLM's state."""
-    graph: Any
-    """vLLM's descriptor of the CUDA graph that ran the step."""
-    state: Any
-    """State that vLLM passes from the model's forward pass to sampling."""
+    ids: list[str]  # of the batch. A later step with the same list object has the same rows.
+    requests: NDArray[np.int64]  # [rows] index of each row's request in vLLM's state
+    graph: Any  # vLLM's descriptor of the CUDA graph that ran the step
+    state: Any  # state that vLLM passes from the model's forward pass to sampling
 
     def repeats_in(self, output: SchedulerOutput) -> bool:
         return (

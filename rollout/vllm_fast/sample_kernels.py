@@ -27,18 +27,14 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
 from keel.rollout.vllm_fast.step_arrays import StepMasks
 
-WIDEST_TOP_K = 1024
-"""Largest top_k that the kernels support."""
-_BLOCK = 4096
-"""Number of entries of a row that are read at once."""
+WIDEST_TOP_K = 1024  # largest top_k that the kernels support
+_BLOCK = 4096  # number of entries of a row that are read at once
 _LARGEST_GROUP = 256
-_FEWEST_SORTED, _LEAST_ROOM = 64, 1024
-"""Minimum number of ids sorted at once, and minimum number of ids stored per row."""
+_FEWEST_SORTED, _LEAST_ROOM = 64, 1024  # minimum ids sorted at once, and stored per row
 
 _ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
 _LEAST = tl.constexpr(-0x80000000)
-_ABOVE_NOTHING = tl.constexpr(-0x7F800000)
-"""Integer that represents the lowest finite logit. Minus infinity is one less."""
+_ABOVE_NOTHING = tl.constexpr(-0x7F800000)  # the lowest finite logit, one above −∞
 _LAST_BIT = tl.constexpr(10)
 """Last bit in the search for the bound. The relative error of 2^-13 adds only a few candidates."""
 
@@ -244,14 +240,11 @@ def _truncate(
     return ids, counts
 
 
-_WIDEST = 2048
-"""Number of ids stored per row. If a row keeps more ids, the whole row is scanned."""
+_WIDEST = 2048  # number of ids stored per row. If a row keeps more ids, the whole row is scanned.
 _MEAN_IDS, _LEAST_IDS = 64, 16_384
 """Ids copied to the CPU with each step: the average per row, and the minimum for few rows."""
-_NARROWEST, _NARROW = 16, 64
-"""Minimum and usual number of ids that are sorted at once."""
-_ROWS = 1024
-"""Minimum number of rows to compile for, so that smaller batches need no further compilation."""
+_NARROWEST, _NARROW = 16, 64  # minimum and usual number of ids that are sorted at once
+_ROWS = 1024  # minimum rows to compile for, so that smaller batches need no compilation
 
 
 @triton.jit(do_not_specialize=["vocab_size", "width", "bits_row"])
@@ -385,20 +378,16 @@ def _draw(
 class SampledRows(NamedTuple):
     """Tokens, log-probabilities and sampling masks from a step with `rows` requests."""
 
-    tokens: Tensor
-    """[rows, 1] int64 sampled token ids"""
-    logp: Tensor
-    """[rows, 1] float32 natural log-probabilities, normalised over the ids that are kept."""
+    tokens: Tensor  # [rows, 1] int64 sampled token ids
+    logp: Tensor  # [rows, 1] float32 natural log-probabilities over the ids that are kept
     masks: StepMasks | None
 
 
 class Truncation(NamedTuple):
     """Per-request truncation parameters (top-k and top-p), stored on the GPU."""
 
-    top_k: Tensor
-    """[requests] int32"""
-    top_p: Tensor
-    """[requests] float32"""
+    top_k: Tensor  # [requests] int32
+    top_p: Tensor  # [requests] float32
 
 
 def draw(

@@ -49,8 +49,7 @@ _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 class _StepLogprobs(NamedTuple):
     """Has the methods of vLLM's `LogprobsTensors`, but no ids or ranks."""
 
-    logp: Tensor
-    """[rows, 1] float32"""
+    logp: Tensor  # [rows, 1] float32
 
     def to_cpu_nonblocking(self) -> _StepLogprobs:
         return _StepLogprobs(self.logp.to("cpu", non_blocking=True))
@@ -67,10 +66,8 @@ class _KeptSampler(Sampler):
     one_and_none: Tensor
     """[2, requests] int32 numbers of sampled tokens (1) and rejected tokens (0), for steps without
     a prompt. Nothing writes to it."""
-    unmasked: NDArray[np.bool_]
-    """[requests] True for requests whose sampling masks are not recorded."""
-    changed: bool = True
-    """True if requests were added since the parameters were copied to the GPU."""
+    unmasked: NDArray[np.bool_]  # [requests] True where sampling masks are not recorded
+    changed: bool = True  # True if requests were added since the parameters were copied to the GPU
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.changed = True
@@ -181,8 +178,7 @@ def install(runner: Any) -> bool:
 
 
 _LOG = logging.getLogger(__name__)
-_COPIES = 2
-"""Maximum number of steps that can be in flight."""
+_COPIES = 2  # maximum number of steps that can be in flight
 _BLOCK = 256
 
 
@@ -193,8 +189,7 @@ class _SamplingRows(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     seeds: Tensor
-    sampled: Tensor
-    """1 for a row that samples a token, 0 for padding."""
+    sampled: Tensor  # 1 for a row that samples a token, 0 for padding
 
     @staticmethod
     def of(rows: int, device: torch.device) -> _SamplingRows:
@@ -236,8 +231,7 @@ def _gather(
     tl.store(to_sampled_ptr + row, there.to(tl.int32), mask=inside)
 
 
-_Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]
-"""The `_COPIES` graphs for one batch size, and their results."""
+_Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]  # `_COPIES`, with results
 
 
 class _SampleGraphs:
@@ -247,18 +241,15 @@ class _SampleGraphs:
         self._runner, self._original = runner, runner.sample
         self._graphs: dict[tuple[int, int], _Graphs] = {}
         """Maps the padded number of rows and the largest top-k to the graphs."""
-        self._at = 0
-        """Memory address of the hidden states that the graphs read."""
+        self._at = 0  # memory address of the hidden states that the graphs read
         self._copy = 0
-        self._last: tuple[Tensor, _Graphs] | None = None
-        """Rows that are in the fixed buffers now, and their graphs."""
+        self._last: tuple[Tensor, _Graphs] | None = None  # rows in the fixed buffers
         self._failed = False
         self._rows = _SamplingRows.of(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
         self._most = runner.max_num_reqs
         self._stream = torch.cuda.Stream()
-        self._pool: tuple[int, int] = (0, 0)
-        """Memory pool that all graphs share."""
+        self._pool: tuple[int, int] = (0, 0)  # memory pool that all graphs share
 
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any

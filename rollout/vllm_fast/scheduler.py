@@ -35,19 +35,16 @@ from vllm.v1.request import Request, RequestStatus
 
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
 
-_MIN_STEPS = 2
-"""Minimum number of steps to the end of the context window for a request to join."""
+_MIN_STEPS = 2  # minimum number of steps to the end of the context window for a request to join
 _MAX_STEPS = 1024
-_MAX_IDS = 1 << 24
-"""Limits of the steps and sampling-mask ids that a batch stores before it is written back."""
+_MAX_IDS = 1 << 24  # limits what a batch stores before it is written back, like `_MAX_STEPS`
 _NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class _ScheduledStep:
     output: SchedulerOutput
-    other: SchedulerOutput | None
-    """The part of the step that vLLM scheduled for requests outside the batch."""
+    other: SchedulerOutput | None  # what vLLM scheduled for requests outside the batch
     ids: list[str]
     places: NDArray[np.int64]
 
@@ -56,30 +53,22 @@ class _DecodeBatch:
     """Counters and recorded arrays of a batch, [P] by batch slot. Columns correspond to steps."""
 
     def __init__(self, places: int) -> None:
-        self.requests: list[Any] = [None] * places
-        """[P] vLLM's `Request` in each batch slot, or None."""
+        self.requests: list[Any] = [None] * places  # [P] vLLM's `Request`s, or None
         self.place_of: dict[str, int] = {}
         self.stops: list[frozenset[int]] = [frozenset()] * places
         """[P] ids of the tokens that end the request in each batch slot."""
-        self.live = np.zeros(places, np.bool_)
-        """[P] False once the request in this batch slot has finished."""
-        self.first = np.zeros(places, np.int64)
-        """[P] step at which each request joined."""
+        self.live = np.zeros(places, np.bool_)  # [P] False once the request here has finished
+        self.first = np.zeros(places, np.int64)  # [P] step at which each request joined
         self.computed = np.zeros(places, np.int64)
         self.outputs = np.zeros(places, np.int64)
         """[P] number of tokens sampled before a step, including those in flight, minus the number
         of the step. `computed` is the same for scheduled tokens."""
-        self.limits = np.zeros(places, np.int64)
-        """[P] `max_tokens` of each request."""
-        self.due = np.full(places, _NEVER)
-        """[P] step at which each request needs its next KV block."""
-        self.room = np.full(places, _NEVER)
-        """[P] step at which each request reaches the end of the context window."""
-        self.last = np.full(places, _NEVER)
-        """[P] step of each request's last token. Set when that token has been received."""
+        self.limits = np.zeros(places, np.int64)  # [P] `max_tokens` of each request
+        self.due = np.full(places, _NEVER)  # [P] step at which each request needs its next KV block
+        self.room = np.full(places, _NEVER)  # [P] step at the end of the context window
+        self.last = np.full(places, _NEVER)  # [P] step of each last token, once received
         self.received = 0
-        self.in_flight: list[_ScheduledStep] = []
-        """Steps whose tokens have not been received yet, oldest first."""
+        self.in_flight: list[_ScheduledStep] = []  # steps without received tokens, oldest first
         self._tokens = np.empty((_MAX_STEPS, places), np.int64)
         self._logp = np.empty((_MAX_STEPS, places), np.float32)
         self._starts = np.zeros((_MAX_STEPS, places), np.int64)
@@ -271,16 +260,12 @@ def _positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]
 
 
-_JOIN_COST = 1.0
-"""Extra cost of a step in which requests begin, in units of ordinary steps of the batch."""
-_MAX_WAIT = 64
-"""Number of steps after which requests may begin even if only one is waiting."""
+_JOIN_COST = 1.0  # extra cost of a step in which requests begin, in ordinary steps of the batch
+_MAX_WAIT = 64  # number of steps after which requests may begin even if only one is waiting
 _LIMITS = ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")
 """Limits of vLLM's scheduler that are reduced by what the batch already uses."""
-_MAX_FINISHED = 0.25
-"""Maximum fraction of finished requests, whose rows are still computed."""
-_BLOCKS_AHEAD = 4
-"""Number of KV blocks to allocate at once if twice as many are free for every request."""
+_MAX_FINISHED = 0.25  # maximum fraction of finished requests, whose rows are still computed
+_BLOCKS_AHEAD = 4  # KV blocks to allocate at once if twice as many are free for every request
 
 
 class _FastPath(Scheduler):
@@ -295,12 +280,9 @@ class _FastPath(Scheduler):
         self.fast_steps = 0
         self._ahead = isinstance(self, AsyncScheduler)
         self._batch: _DecodeBatch | None = None
-        self._outside: list[Request] = []
-        """Running requests that are not in the batch, mostly prefills."""
-        self._idle = 0.0
-        """Number of unused batch slots, summed over the steps since requests last began."""
-        self._undelivered: dict[str, list[int]] = {}
-        """Flushed tokens that have not reached the output processor yet."""
+        self._outside: list[Request] = []  # running, but not in the batch; mostly prefills
+        self._idle = 0.0  # unused batch slots, summed over the steps since requests last began
+        self._undelivered: dict[str, list[int]] = {}  # flushed, but not in an output yet
         self._stuck = False
         """True if vLLM began none of the waiting requests in its last step, although it had tokens
         to spare."""

@@ -20,21 +20,16 @@ from keel.rl.types import SamplingMasks
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
-UNMASKED = "keel_unmasked"
-"""Key in a request's `extra_args` that turns off its sampling masks."""
+UNMASKED = "keel_unmasked"  # key in a request's `extra_args` that turns off its sampling masks
 
 
 class StepMasks(NamedTuple):
     """The sampling masks of a step. It has the methods of vLLM's `SamplingMaskTensors`."""
 
-    counts: Tensor
-    """[rows] int32"""
-    flat: Tensor
-    """int32 ids of all rows, one after another, as far as they fit."""
-    ids: Tensor
-    """[rows, width] int32 ids on the GPU, in no particular order within a row."""
-    bits: Tensor | None
-    """[rows, ⌈V / 8⌉] uint8 on the GPU, or None if no row can have more than `width` ids."""
+    counts: Tensor  # [rows] int32
+    flat: Tensor  # int32 ids of all rows, one after another, as far as they fit
+    ids: Tensor  # [rows, width] int32 ids on the GPU, in no particular order within a row
+    bits: Tensor | None  # [rows, ⌈V / 8⌉] uint8, unless no row can have more than `width` ids
 
     def to_cpu_nonblocking(self) -> StepMasks:
         counts, flat = (t.to("cpu", non_blocking=True) for t in (self.counts, self.flat))
