@@ -34,8 +34,7 @@ _SCRIPTS["kana"] = r"[\p{Script=Hiragana}\p{Script=Katakana}]"
 _SCRIPT_LETTERS = {
     name: regex.compile(rf"(?=[\p{{L}}\p{{M}}]){signs}") for name, signs in _SCRIPTS.items()
 }
-_WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
-"""The number of alphabetic letters for which one character in these scripts counts."""
+_WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}  # alphabetic letters per character
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}  # the scripts used together with a script
 
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")

@@ -50,9 +50,7 @@ class _Draft:
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
-    notes: dict[str, str] = field(default_factory=dict[str, str])
-    """The score and the reason for each judged criterion, and the error of each failed
-    component."""
+    notes: dict[str, str] = field(default_factory=dict[str, str])  # of judged criteria and errors
     dropped: str = ""
 
 

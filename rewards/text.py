@@ -179,8 +179,7 @@ bir bu çok da daha de en gibi için ile ise kadar ki mi ne o olan olarak sonra 
 ada adalah akan atau bahwa dalam dan dari dengan di ini itu juga ke kita maka oleh pada sebagai
 tidak untuk yang
 """
-KEYWORDS = frozenset(_KEYWORDS.split())
-"""Keywords of programming languages, which do not indicate running text."""
+KEYWORDS = frozenset(_KEYWORDS.split())  # of programming languages; no signs of running text
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
 """Function words in English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish,
 Turkish and Indonesian."""

@@ -40,8 +40,7 @@ _CLOSE_S = 30.0
 _MAX_SHOWN = 300
 LATER = "later: "  # starts the reason for a drop if the same request may succeed later
 _FORBIDDEN = 403
-_SHARED_STATUS = frozenset({401, 402, 404})
-"""HTTP statuses for a wrong API key, balance or address, which affects all requests."""
+_SHARED_STATUS = frozenset({401, 402, 404})  # a wrong API key, balance or address
 _BUSY_STATUS = frozenset({408, 409, 429, *range(500, 600)})  # HTTP statuses of temporary failures
 MAX_FAILURES = 64  # consecutive forbidden or disconnected requests of an unusable endpoint
 _UNKNOWN_ID = -1
@@ -73,9 +72,7 @@ class EndpointCompletions:
                 f"endpoint.api_key_env = {config.api_key_env}: no such environment variable"
             )
         self._config, self._key = config, key
-        self._failures = MAX_FAILURES
-        """Starts at the maximum, so that a failure before the first reply makes the endpoint
-        unusable."""
+        self._failures = MAX_FAILURES  # before the first reply, one failure is enough
 
     def __enter__(self) -> Self:
         from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  slow, for few commands
@@ -271,8 +268,7 @@ class EndpointTurns:
     ) -> None:
         self._completions, self._sampling = completions, sampling
         self._parts: dict[int, _Part] = {}
-        self._by_prompt: dict[str, set[int]] = {}
-        """Parts of the conversations for each prompt. Accessed only on the event loop."""
+        self._by_prompt: dict[str, set[int]] = {}  # accessed only on the event loop
         self._numbers = itertools.count()
         self._reasoning_field = _THINKING
 

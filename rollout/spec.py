@@ -25,17 +25,14 @@ class EngineSpec:
     seed: int
     keep_routing: bool  # whether to record routes. Ignored if the model has no experts.
     keep_sampling_mask: bool  # whether to record the sampling masks of truncated requests
-    keep_selection: bool = False
-    """Whether to record the selections of sparse attention. Ignored if the model has none."""
+    keep_selection: bool = False  # record the selections of sparse attention, if the model has any
     conversations: int = 0  # open conversations per engine whose prefixes fit the KV cache
     chat_template: str = ""  # replaces the tokenizer's own, unless empty
     thinking_marks: tuple[str, ...] = ()
     gpu_gib: float = 0.0  # `run.gpu_gib`: GiB of GPU memory for the run, or 0 for all
     batch_invariant: bool = False
     residual_dtype: Literal["model", "float32"] = "model"
-    cache_bytes: int = 0
-    """Size of the KV cache. If 0, vLLM measures the free memory, which must not change
-    meanwhile."""
+    cache_bytes: int = 0  # of the KV cache. If 0, vLLM measures the free memory meanwhile.
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:
@@ -78,8 +75,7 @@ class EngineStarted:
 
     pid: int
     warnings: tuple[str, ...] = ()  # logged in the engine's process, as about a missing fast path
-    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Duration of each startup phase in seconds."""
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # of each startup phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -377,8 +377,7 @@ def _sort_key(item: Any) -> tuple[int, Any]:
     return 2, (kind, keys if kind == "~tuple" else sorted(keys))
 
 
-_SAMPLES, _SUBTASK = "samples", "subtask/"
-"""Names of reward components: for all example tests, and the prefix for subtasks."""
+_SAMPLES, _SUBTASK = "samples", "subtask/"  # reward components of examples and subtasks
 _MAX_CHARACTERS = 1 << 18
 _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(

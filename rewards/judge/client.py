@@ -98,8 +98,7 @@ class _Backend:
     url: str = ""
     client: AsyncOpenAI | None = None
     calls: int = 0
-    locating: asyncio.Task[None] | None = None
-    """The task that looks up the server's URL. The server gets no calls until it ends."""
+    locating: asyncio.Task[None] | None = None  # looks up the URL, and blocks calls
 
 
 class JudgeEndpoint:

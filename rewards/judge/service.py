@@ -19,9 +19,7 @@ from keel.rewards.text import blank, final_text, outside_think, thinking_text
 from keel.rl.types import Prompt, Trajectory
 
 _CLOSE_TIMEOUT_S = 10.0
-_LONG = 0.1
-"""Fraction of `max_characters` above which a completion that exceeds the judge's context scores 0.
-A shorter one counts as not judged, because its task is too long."""
+_LONG = 0.1  # of `max_characters`; a longer one that exceeds the judge's context scores 0
 
 
 class JudgeService:

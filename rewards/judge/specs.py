@@ -99,8 +99,7 @@ class Counts:
     """Counts the work of the judge. Each integer is reported as a metric `judge/NAME`."""
 
     completions: int = 0  # answers judged, including cached ones and those without a call
-    failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
-    """Number of answers that could not be judged, by kind of failure."""
+    failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])  # answers, by kind
     skipped: int = 0  # answers that scored 0 unjudged: blank, too long or malformed
     calls: int = 0
     cache_hits: int = 0  # questions answered by the cache or an identical request in progress
@@ -182,8 +181,7 @@ class Criterion(BaseModel):
     model_config = _STRICT
     name: str = Field(pattern=r"\S")
     text: str = Field(pattern=r"\S")
-    weight: float = Field(gt=0, allow_inf_nan=False)
-    """The criterion's share of the reward. The weights in a rubric sum to 1."""
+    weight: float = Field(gt=0, allow_inf_nan=False)  # the criterion's share. They sum to 1.
     thinking: bool = False  # if True, the criterion applies to the thinking instead of the answer
 
 
@@ -345,8 +343,7 @@ class ProofSpec(_Spec):
     """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`."""
 
     reference: str | None = None  # a solution or marking scheme, shown to the verifier
-    alpha: float = Field(0.76, ge=0, le=1)
-    """α, the weight of the proof itself. The remaining weight is for an honest self-evaluation."""
+    alpha: float = Field(0.76, ge=0, le=1)  # α, the weight of the proof itself
     check_verifier: bool = True
     """If True, only flaws that a meta-check confirms reduce the reward. If False, R_Y is the
     verifier's score, as in the paper, for a verifier that was trained against a meta-verifier."""

@@ -35,8 +35,7 @@ vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline
 """
 r"""Commands such as `\vec` whose argument becomes part of a symbol's name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
-_OPENS_FUNCTION = frozenset("fghEFGP")
-"""Letters that denote a function if a bracket follows. Others are factors, as in `x(x+1)`."""
+_OPENS_FUNCTION = frozenset("fghEFGP")  # before a bracket. Others are factors: `x(x+1)`.
 
 Value = Any  # a number from mpmath
 Node = Callable[[int], Value]  # from the number of a sample point to the value there

@@ -131,8 +131,7 @@ class _Several(NamedTuple):
     items: tuple[_Answer, ...]
 
 
-_Cut = tuple[float, bool, Formula]
-"""One end of an interval: its position, whether the cut lies just after it, and its formula."""
+_Cut = tuple[float, bool, Formula]  # position, whether the cut lies just after it, formula
 
 
 class _Region(NamedTuple):
@@ -155,8 +154,7 @@ class _Relation(NamedTuple):
     value: _Answer
 
 
-_Answer = _Number | Formula | _Several | _Region | _Relation | str
-"""A parsed answer, or a string if the grammar does not cover it."""
+_Answer = _Number | Formula | _Several | _Region | _Relation | str  # a text if it was not parsed
 
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}"

@@ -33,8 +33,7 @@ _SYMBOLIC_TASKS = frozenset(
     | {"simple_integration"}
 )
 """Tasks whose verifier parses the answer with sympy."""
-_NAN_TASKS = frozenset({"complex_arithmetic"})
-"""Tasks whose verifier accepts the answer "nan", because `min(1.0, nan)` is 1.0."""
+_NAN_TASKS = frozenset({"complex_arithmetic"})  # accept "nan", as `min(1.0, nan)` is 1.0
 
 _SAME_WORDS_TASKS = frozenset({"knights_knaves", "letter_jumble", "word_sorting"})
 """Tasks that have only one right answer, but whose verifier ignores some words or trailing text."""
@@ -68,13 +67,11 @@ _SHAPES = {
     }.items()
 }
 """Patterns for the whole `_bare` answer, for tasks whose verifiers ignore extra text."""
-_SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
-"""Tasks whose verifiers ignore items that are not numbers, such as `*7` in `*7 8 9*`."""
+_SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})  # ignore other items than numbers
 
 _WORD = re.compile(r"\w+")
 _FILLERS = "a an and but hence is so the then therefore thus while"
-_OPTIONAL_WORDS = {"knights_knaves": frozenset(_FILLERS.split())}
-"""Words that may be missing from an answer or occur several times."""
+_OPTIONAL_WORDS = {"knights_knaves": frozenset(_FILLERS.split())}  # may be missing or repeated
 
 _BEFORE = re.compile(_LEAD, re.IGNORECASE)
 _AROUND = re.compile(
@@ -88,8 +85,7 @@ _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
     "sqrt Abs sign erf erfc erfi gamma Ei li Si Ci Rational Integer"
 )
-_NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {"byte", "long", "of", "per"}
-"""Words that are not units if they follow a number, as in `20 or so`."""
+_NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {"byte", "long", "of", "per"}  # as in `20 or so`
 _FUNCTIONS = frozenset(_NAMES.split())
 _CONSTANTS = frozenset({"pi"})
 _MAX_EXPONENT = 1000

@@ -288,8 +288,7 @@ _QUERY = (
     "print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, sys.base_exec_prefix]))"
 )
 _QUERY_TIMEOUT_S = 30.0
-_PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")
-"""The parts of an interpreter's folder that are needed. The rest may be unrelated files."""
+_PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")  # the rest may be unrelated files
 _MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
 

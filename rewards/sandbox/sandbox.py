@@ -31,8 +31,7 @@ from keel.rewards.sandbox import bubblewrap
 from keel.rewards.sandbox.bubblewrap import TMP, IsolationError, seccomp_filter
 from keel.rewards.sandbox.processes import kill_descendants, reap, subreaper, usage
 
-_FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
-"""Matches the PID of the first process in bubblewrap's status, which programs cannot write."""
+_FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')  # in bubblewrap's status
 Status = Literal["exited", "time", "memory", "output"]
 
 _POLL_S = 0.05
@@ -46,13 +45,11 @@ GRACE_S = 60.0
 class Limits:
     """Resource limits for one run."""
 
-    time_s: float = 2.0
-    """CPU seconds of all processes together. The wall-time limit is twice this plus one second."""
+    time_s: float = 2.0  # CPU seconds of all processes. The wall-time limit is 2 · time_s + 1.
     memory_mib: int = 512  # limit on each address space, and on all resident memory together
     processes: int = 8
     files_mib: int = 64
-    output_kib: int = 1024
-    """Limit on standard output and error together, or on each line if lines are counted."""
+    output_kib: int = 1024  # limit on standard output and error, or on each counted line
 
     def __post_init__(self) -> None:
         for name in ("time_s", "memory_mib", "processes", "files_mib", "output_kib"):

@@ -48,8 +48,7 @@ class _CallBounds:
 
     start: str = ""  # pattern that matches the start of a call. Empty if the family has no calls.
     end: str = ""  # text that ends a call. Empty if a call extends to the end of the turn.
-    whole: re.Pattern[str] | None = None
-    """Start of a text consisting only of calls: a whole turn, or what follows the thinking."""
+    whole: re.Pattern[str] | None = None  # start of a turn, or answer, of calls only
 
 
 _NO_CALLS = _CallBounds()

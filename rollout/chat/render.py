@@ -170,8 +170,7 @@ def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(spec))
 
 
-_DEVELOPER = re.compile("[\"']developer[\"']")
-"""Matches a comparison of a message's role with developer in a chat template."""
+_DEVELOPER = re.compile("[\"']developer[\"']")  # a comparison of a message's role
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:

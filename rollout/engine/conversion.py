@@ -104,8 +104,7 @@ def _split_message(raw: str, *, thinking: bool) -> dict[str, str]:
     return {**message, "raw": raw}
 
 
-Result = Group | TurnResult | LostTurn
-"""The result of a job. An error in a turn is a value, because raising it would stop the engine."""
+Result = Group | TurnResult | LostTurn  # raising an error would stop the engine
 NOT_FINITE = (
     "not finite: a token's log-probability is not a number. The model's logits may overflow in "
     "rollout.dtype"
@@ -132,8 +131,7 @@ class _Job:
     recording: RecordingOptions
     stop_ids: tuple[int, ...] = ()
     conversation: str = ""
-    requests: dict[str, int] = field(default_factory=dict[str, int])
-    """Maps the name of each unfinished request to its number within the group."""
+    requests: dict[str, int] = field(default_factory=dict[str, int])  # unfinished, with numbers
     dropped: list[str] = field(default_factory=list[str])
     cut: bool = False  # after the deadline, each unfinished request ends with its next token
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 _STOP_S = 60.0
 
-_When = Literal["now", "idle", "complete weights"]
-"""Immediately, while no completion is being sampled, or while no update is in progress."""
+_When = Literal["now", "idle", "complete weights"]  # idle: no completion is being sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -419,8 +419,7 @@ class _TemplatedRequests:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
-        self._templates: dict[Hashable, Any] = {}
-        """Maps each kind of request to vLLM's `EngineCoreRequest` for the first one."""
+        self._templates: dict[Hashable, Any] = {}  # vLLM's `EngineCoreRequest` of each kind
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
         """Conversation, prompt and vLLM's `Request` of each unfinished request."""
         self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)

@@ -51,8 +51,7 @@ class RolloutEngine(UpdatableEngine, Protocol):
 
 
 Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
-Translate = Callable[[Future[int]], Future[int]]
-"""Converts errors that a dead or late engine caused in a weight transfer to `EngineError`."""
+Translate = Callable[[Future[int]], Future[int]]  # turns errors of a lost engine into `EngineError`
 
 
 @dataclass(slots=True)

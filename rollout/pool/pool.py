@@ -75,8 +75,7 @@ class RolloutPool:
     ) -> None:
         """`build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
         update and defaults to `rollout.update_timeout_s`."""
-        self.say: Callable[[str], Any] = lambda _: None
-        """Callback for messages about warnings and restarts. Called on the pool's thread."""
+        self.say: Callable[[str], Any] = lambda _: None  # for warnings, on the pool's thread
         self._config = config
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
@@ -90,8 +89,7 @@ class RolloutPool:
         self._asleep: Future[None] | None = None  # from the last `sleep`, until the next update
         self._ended: Exception | None = None
         self._memory_freed = False  # True if the engines failed for good and were killed
-        self._events: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        """Wakes the thread. Each event is a request with an answer, or None for any other."""
+        self._events: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()  # wake the thread
         # Owned by the thread:
         self._supervisor = EngineSupervisor(
             config,
@@ -104,8 +102,7 @@ class RolloutPool:
         self._watched: set[Future[Any]] = set()
         self._queue: list[_Request] = []
         self._in_flight: dict[int, _Request] = {}  # requests by number, ordered by deadline
-        self._homes: OrderedDict[str, int] = OrderedDict()
-        """Slot that sampled each conversation's last turn, least recently used first."""
+        self._homes: OrderedDict[str, int] = OrderedDict()  # slot by conversation, oldest first
 
     @property
     def restarts(self) -> int:

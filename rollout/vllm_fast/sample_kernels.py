@@ -35,8 +35,7 @@ _FEWEST_SORTED, _LEAST_ROOM = 64, 1024  # minimum ids sorted at once, and stored
 _ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
 _LEAST = tl.constexpr(-0x80000000)
 _ABOVE_NOTHING = tl.constexpr(-0x7F800000)  # the lowest finite logit, one above −∞
-_LAST_BIT = tl.constexpr(10)
-"""Last bit in the search for the bound. The relative error of 2^-13 adds only a few candidates."""
+_LAST_BIT = tl.constexpr(10)  # of the bound; an error of 2^-13 adds only a few candidates
 
 
 @triton.jit
@@ -241,8 +240,7 @@ def _truncate(
 
 
 _WIDEST = 2048  # number of ids stored per row. If a row keeps more ids, the whole row is scanned.
-_MEAN_IDS, _LEAST_IDS = 64, 16_384
-"""Ids copied to the CPU with each step: the average per row, and the minimum for few rows."""
+_MEAN_IDS, _LEAST_IDS = 64, 16_384  # copied to the CPU per row, and at least
 _NARROWEST, _NARROW = 16, 64  # minimum and usual number of ids that are sorted at once
 _ROWS = 1024  # minimum rows to compile for, so that smaller batches need no compilation
 

@@ -63,9 +63,7 @@ class _StepLogprobs(NamedTuple):
 class _KeptSampler(Sampler):
     """Samples one token per request, and computes a log-probability for that token only."""
 
-    one_and_none: Tensor
-    """[2, requests] int32 numbers of sampled tokens (1) and rejected tokens (0), for steps without
-    a prompt. Nothing writes to it."""
+    one_and_none: Tensor  # [2, requests] int32, sampled (1) and rejected (0). Never written.
     unmasked: NDArray[np.bool_]  # [requests] True where sampling masks are not recorded
     changed: bool = True  # True if requests were added since the parameters were copied to the GPU
 
@@ -239,8 +237,7 @@ class _SampleGraphs:
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._original = runner, runner.sample
-        self._graphs: dict[tuple[int, int], _Graphs] = {}
-        """Maps the padded number of rows and the largest top-k to the graphs."""
+        self._graphs: dict[tuple[int, int], _Graphs] = {}  # by rows and largest top-k
         self._at = 0  # memory address of the hidden states that the graphs read
         self._copy = 0
         self._last: tuple[Tensor, _Graphs] | None = None  # rows in the fixed buffers

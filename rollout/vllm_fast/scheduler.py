@@ -55,8 +55,7 @@ class _DecodeBatch:
     def __init__(self, places: int) -> None:
         self.requests: list[Any] = [None] * places  # [P] vLLM's `Request`s, or None
         self.place_of: dict[str, int] = {}
-        self.stops: list[frozenset[int]] = [frozenset()] * places
-        """[P] ids of the tokens that end the request in each batch slot."""
+        self.stops: list[frozenset[int]] = [frozenset()] * places  # [P] ids that end the request
         self.live = np.zeros(places, np.bool_)  # [P] False once the request here has finished
         self.first = np.zeros(places, np.int64)  # [P] step at which each request joined
         self.computed = np.zeros(places, np.int64)
@@ -273,19 +272,15 @@ class _FastPath(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.recordings: dict[str, PackedRecording] = {}
-        """Log-probabilities and sampling masks of the requests that are recorded."""
-        self.finished_blocks: dict[str, list[int]] = {}
-        """KV blocks of recorded requests that have finished. Valid until the next step."""
+        self.recordings: dict[str, PackedRecording] = {}  # by request
+        self.finished_blocks: dict[str, list[int]] = {}  # KV blocks until the next step
         self.fast_steps = 0
         self._ahead = isinstance(self, AsyncScheduler)
         self._batch: _DecodeBatch | None = None
         self._outside: list[Request] = []  # running, but not in the batch; mostly prefills
         self._idle = 0.0  # unused batch slots, summed over the steps since requests last began
         self._undelivered: dict[str, list[int]] = {}  # flushed, but not in an output yet
-        self._stuck = False
-        """True if vLLM began none of the waiting requests in its last step, although it had tokens
-        to spare."""
+        self._stuck = False  # vLLM began no waiting request last, although it had tokens to spare
         groups = self.kv_cache_config.kv_cache_groups
         self._possible = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
 
