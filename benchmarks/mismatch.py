@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -62,14 +63,11 @@ class Arm:
     """`model.batch_invariant`"""
     residual: Literal["model", "float32"] = "model"
     """`model.residual_dtype`"""
-    selection: bool = True
-    """`algorithm.keep_selection`"""
 
 
 ARMS: Mapping[str, Arm] = {
     "bfloat16-head-rounded": Arm("bfloat16", "bfloat16", head="model"),
     "bfloat16": Arm("bfloat16", "bfloat16"),
-    "bfloat16-own-selection": Arm("bfloat16", "bfloat16", selection=False),
     "bfloat16-compiled": Arm("bfloat16", "bfloat16", compiled=True),
     "bfloat16-invariant": Arm("bfloat16", "bfloat16", invariant=True),
     "float16": Arm("float16", "float16"),
@@ -125,7 +123,7 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
         seed=size.seed,
         keep_routing=True,
         keep_sampling_mask=True,
-        keep_selection=arm.selection,
+        keep_selection=True,
         batch_invariant=arm.invariant,
         residual_dtype=arm.residual,
     )
@@ -145,12 +143,15 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
     engine.close()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ours, theirs, sequence, training_s = scores(arm, folder, size, groups, device)
-    speed = {"sampled_per_s": tokens / sampling_s, "training_s": training_s}
-    return figures(ours, theirs, sequence) | speed
+    results = figures(ours, theirs, sequence)
+    if any(segment.selected_TLb is not None for segment in segments):
+        own = scores(arm, folder, size, groups, device, replays=False)
+        results["own_selection"] = figures(*own[:3])
+    return results | {"sampled_per_s": tokens / sampling_s, "training_s": training_s}
 
 
 def scores(
-    arm: Arm, folder: Path, size: Size, groups: Sequence[Group], device: Any
+    arm: Arm, folder: Path, size: Size, groups: Sequence[Group], device: Any, replays: bool = True
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     """Return log π_θ, log π_old and the sequence index of each sampled token, and the seconds of
     forward and backward passes over all tokens."""
@@ -158,7 +159,12 @@ def scores(
 
     from keel.model.load import load_policy  # noqa: PLC0415
     from keel.rl.packing import pack  # noqa: PLC0415
-    from keel.trainer.engine.policy import Inputs, PolicyNetwork, compile_layers  # noqa: PLC0415
+    from keel.trainer.engine.policy import (  # noqa: PLC0415
+        Inputs,
+        PolicyNetwork,
+        compile_layers,
+        recorded_routes,
+    )
 
     network = PolicyNetwork(
         load_policy(str(folder), arm.trainer),
@@ -167,15 +173,19 @@ def scores(
         wide_residual=arm.residual == "float32",
     )
     network = network.to(device).train()
-    network.replays = arm.selection
+    network.replays = replays  # the selections of sparse attention
     if arm.compiled:
         compile_layers(network.model)
     (batch,) = pack([unscored(group) for group in groups], ranks=1, micro_batch_tokens=8192)
+
+    def replayed(inputs: Inputs) -> Any:
+        return nullcontext() if inputs.routes_NLK is None else recorded_routes(network, inputs)
+
     parts: list[tuple[Any, ...]] = []
     first = 0
     for micro_batch in batch.micro_batches:
         inputs = Inputs.of(micro_batch, device)
-        with torch.no_grad():
+        with torch.no_grad(), replayed(inputs):
             logp, *_ = network(inputs=inputs)
         parts.append(
             (
@@ -190,8 +200,10 @@ def scores(
     def trained() -> float:
         began = time.monotonic()
         for micro_batch in batch.micro_batches:
-            logp, *_ = network(inputs=Inputs.of(micro_batch, device))
-            logp.sum().backward()
+            inputs = Inputs.of(micro_batch, device)
+            with replayed(inputs):
+                logp, *_ = network(inputs=inputs)
+                logp.sum().backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.monotonic() - began

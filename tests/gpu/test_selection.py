@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,15 +71,13 @@ def test_replayed_selections_reduce_the_mismatch(tmp_path: Path) -> None:
     size = {"prompts": 4, "group": 4, "prompt_tokens": 1500, "tokens": 300}
     command = [sys.executable, "-m", "benchmarks.mismatch", "--model", str(tmp_path / "model")]
     options = ["--out", str(tmp_path / "out"), "--size", json.dumps(size), "--words"]
-    arms = ["bfloat16", "bfloat16-own-selection"]
     run = subprocess.run(
-        [*command, *options, "--arms", *arms],
+        [*command, *options, "--arms", "bfloat16"],
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
-    report: dict[str, Any] = json.loads((tmp_path / "out" / "mismatch.json").read_text())["arms"]
-    assert set(report) == set(arms), run.stdout + run.stderr
-    replayed, own = (report[arm]["logp_abs"] for arm in arms)
-    assert replayed < 0.9 * own
+    assert run.returncode == 0, run.stdout + run.stderr
+    (report,) = json.loads((tmp_path / "out" / "mismatch.json").read_text())["arms"].values()
+    assert report["logp_abs"] < 0.9 * report["own_selection"]["logp_abs"]
