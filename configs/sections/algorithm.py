@@ -37,10 +37,10 @@ class AlgorithmConfig(Section):
     """δ of the off-policy sequence mask (Eq. 9), in nats per token. null: off. The default is above
     what bfloat16 rounding alone causes on completions of 64 or more tokens (at most 0.17 on a model
     built to show it, docs/stability.md). `mask/logp_gap_max` is the maximum in a step."""
-    keep_selection: bool = True
-    """Replay the selections of the engines' sparse attention in the trainer (DeepSeek-V3.2). The
-    recordings take T / 8 bytes per layer and token at contexts of T tokens, on the engine's GPU and
-    in each trajectory (docs/sparse-attention.md)."""
+    keep_selection: bool = False
+    """Replay the selections of the engines' sparse attention in the trainer (DeepSeek-V3.2).
+    Experimental. The recordings take T / 8 bytes per layer and token at contexts of T tokens, on
+    the engine's GPU and in each trajectory (docs/sparse-attention.md)."""
     keep_routing: bool = True
     """Replay the engine's recorded experts in the trainer. Required for MoE models."""
     keep_sampling_mask: bool = True

@@ -161,6 +161,21 @@ def check_count(request_id: str, what: str, recorded: int, expected: int) -> Non
         )
 
 
+def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top_k: int) -> None:
+    """Check that every token after the first `top_k` of the context has a selection of `top_k`
+    positions in every layer. Raises RecordingError otherwise. The first row of `selected` is the
+    token at position `first`."""
+    counts = np.bitwise_count(selected[max(0, top_k - first) :]).sum(-1, dtype=np.int64)
+    wrong = (counts != top_k).any(-1)
+    if wrong.any():
+        token = max(first, top_k) + int(wrong.argmax())
+        raise RecordingError(
+            f"request {request_id}: {int(wrong.sum())} of its tokens have no complete selection of "
+            f"sparse attention, the token at position {token} first, so the trainer cannot replay "
+            "the completion"
+        )
+
+
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
     """Check that every token and every layer has routes. Raises RecordingError for a token without
     a route. Also raises it for a layer in which all entries are zero, because no router sends every

@@ -17,6 +17,7 @@ from keel.rollout.recording.base import (
     RecordingOptions,
     check_count,
     check_routed,
+    check_selected,
 )
 from keel.rollout.spec import RecordingError
 from keel.rollout.vllm_internals import scheduler_of
@@ -51,6 +52,7 @@ class NativeRecorder(Recorder):
         self._blocks: dict[str, list[int]] = {}
         """Cache blocks of requests that finished in the last step and have a selection."""
         if self._selection:
+            self._top_k = engine.vllm_config.model_config.hf_text_config.index_topk
             scheduler = scheduler_of(engine)
             self._save_before_preemption(scheduler, self._selected)
             free = scheduler._free_request
@@ -107,8 +109,10 @@ class NativeRecorder(Recorder):
         selected = None
         if options.selection:
             tokens = prompt_tokens + sampled - 1
-            rows = self._rows(request_id, blocks, options.routes_from, tokens, self._selected)
+            start = options.routes_from
+            rows = self._rows(request_id, blocks, start, tokens, self._selected)
             selected = rows[..., : -(-tokens // 8)]
+            check_selected(request_id, selected, start, self._top_k)
         return Recording(logp=logp, sampling_mask=masks, routes=routes, selected=selected)
 
     def forget(self, request_id: str) -> None:

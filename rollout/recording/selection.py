@@ -46,16 +46,18 @@ class SelectionTable:
     def store(self, chosen: Tensor, slots: Tensor) -> None:
         """Store the selections of a step: the positions chosen [n, k] int32, padded with −1, of the
         tokens in slots [n]. Tokens with slot −1 are padding."""
-        words, top_k = self.bitmaps.shape[1], chosen.shape[1]
+        (count, words), top_k = self.bitmaps.shape, chosen.shape[1]
         sizes: dict[str, Any] = {"BLOCK": _BLOCK}
-        _store[(len(chosen),)](chosen, slots, self.bitmaps, chosen.stride(0), top_k, words, **sizes)
+        _store[(len(chosen),)](
+            chosen, slots, self.bitmaps, chosen.stride(0), top_k, count, words, **sizes
+        )
 
 
 @triton.jit
-def _store(chosen, slots, bitmaps, stride, top_k, words, BLOCK: tl.constexpr):
+def _store(chosen, slots, bitmaps, stride, top_k, count, words, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    if slot >= 0:
+    if (slot >= 0) & (slot < count):
         own = bitmaps + slot * words
         at = tl.arange(0, BLOCK)
         for start in range(0, words, BLOCK):

@@ -103,6 +103,8 @@ class Policy:
         self.numbers |= {first + i: (turn, i) for i in range(len(sampled))}
         rows = range(request.routes_from, len(context) + len(sampled) - 1)
         routes = np.array([[[turn, t]] for t in rows], np.int16).reshape(-1, 1, 2)
+        own = np.eye(rows.stop, dtype=bool)[rows.start :, None]  # each token selects itself
+        selected = np.packbits(own, axis=-1, bitorder="little")
         masks = SamplingMasks.from_lists([[n, n + 1] for n in numbers])
         return TurnResult(
             token_ids_N=np.array(sampled, np.int32),
@@ -110,6 +112,7 @@ class Policy:
             version_N=numbers,
             finish_reason="length" if cut else self.finish,
             routes_RLK=None if self.plain else routes,
+            selected_RLb=None if self.plain else selected,
             sampling_mask=None if self.plain else masks,
             cached_tokens=7,
             sampling_s=self.seconds,

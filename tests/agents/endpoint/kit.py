@@ -57,6 +57,10 @@ def check_law(policy: Policy, segments: Sequence[Segment]) -> None:
         if routes is not None:
             assert routes[:-1, 0, 1].tolist() == list(range(len(ids) - 1))
             assert routes.dtype == np.int16 and (routes[-1] == NO_ROUTE).all()
+            assert segment.selected_TLb is not None
+            selected = np.unpackbits(segment.selected_TLb[:, 0], axis=-1, bitorder="little")
+            assert selected[:-1].nonzero()[1].tolist() == list(range(len(ids) - 1))
+            assert not selected[-1].any()
     assert sorted(trained) == sorted(policy.numbers)
 
 

@@ -10,7 +10,12 @@ import pytest
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import NO_ROUTE
-from keel.rollout.recording.base import RecordingOptions, check_routed, recorder_name
+from keel.rollout.recording.base import (
+    RecordingOptions,
+    check_routed,
+    check_selected,
+    recorder_name,
+)
 from keel.rollout.recording.native import WIDEST_MASK, NativeRecorder
 from keel.rollout.spec import RecordingError
 
@@ -134,6 +139,15 @@ def test_choice_of_the_recorder(
     else:
         with pytest.raises(ValueError, match="recorder"):
             choose()
+
+
+def test_an_incomplete_selection_names_the_token() -> None:
+    selected = np.zeros((6, 2, 2), np.uint8)
+    selected[2:, :, 0] = 0b111
+    check_selected("r", selected, 1, 3)  # the first two rows attend to their whole contexts
+    selected[4, 1, 0] = 0b11
+    with pytest.raises(RecordingError, match=r"request r: 1 .*position 5"):
+        check_selected("r", selected, 1, 3)
 
 
 def test_a_missing_route_names_the_token() -> None:
