@@ -1,5 +1,5 @@
 # Two commands are all a new user needs: `make quickstart` and `make test`.
-# Both create .venv on first use and need only Python 3.11 or 3.12, gcc, make and git.
+# Both create .venv on first use and need only Python 3.11 to 3.13, gcc, make and git.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -34,8 +34,8 @@ help:  ## Show the targets
 install: $(DONE)  ## Create .venv with everything for a machine without a GPU
 
 $(DONE): requirements/install.py $(filter-out %/docs.txt,$(wildcard requirements/*.txt)) pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
-	  || { echo "Keel needs Python 3.11 or 3.12; set PYTHON=…"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	  || { echo "Keel needs Python 3.11, 3.12 or 3.13; set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python requirements/install.py
 	@touch $@

@@ -79,7 +79,7 @@ def test_lists_agree_with_the_installed_torch() -> None:
     assert {"filelock", "jinja2", "markupsafe"} <= {canonicalize_name(name) for name in seen}
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_cpu_extra_covers_the_engines_requirements(python: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = {

@@ -45,7 +45,7 @@ def test_walk_to_the_end() -> None:
     assert game.call("play", {"action": 1})["text"] == ".[.]........."
     for _ in range(9):
         done = game.call("play", {"action": 1})["done"]
-    assert done and sum([0.1] * 10) < 1
+    assert done
     assert game.verdict([], "stop")["parts"] == {"correct": 1.0, "score": 1.0}
 
 
