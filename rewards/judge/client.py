@@ -98,7 +98,7 @@ class _Backend:
     url: str = ""
     client: AsyncOpenAI | None = None
     calls: int = 0
-    locating: asyncio.Task[None] | None = None  # looks up the URL, and blocks calls
+    locating: asyncio.Task[None] | None = None  # looks up the URL; calls wait for it
 
 
 class JudgeEndpoint:

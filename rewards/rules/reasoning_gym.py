@@ -85,7 +85,12 @@ _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
     "sqrt Abs sign erf erfc erfi gamma Ei li Si Ci Rational Integer"
 )
-_NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {"byte", "long", "of", "per"}  # as in `20 or so`
+_NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {
+    "byte",
+    "long",
+    "of",
+    "per",
+}  # not units, as in `20 or so`
 _FUNCTIONS = frozenset(_NAMES.split())
 _CONSTANTS = frozenset({"pi"})
 _MAX_EXPONENT = 1000

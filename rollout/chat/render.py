@@ -170,7 +170,7 @@ def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(spec))
 
 
-_DEVELOPER = re.compile("[\"']developer[\"']")  # a comparison of a message's role
+_DEVELOPER = re.compile("[\"']developer[\"']")  # in a template that knows this role
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:

@@ -131,7 +131,7 @@ class _Job:
     recording: RecordingOptions
     stop_ids: tuple[int, ...] = ()
     conversation: str = ""
-    requests: dict[str, int] = field(default_factory=dict[str, int])  # unfinished, with numbers
+    requests: dict[str, int] = field(default_factory=dict[str, int])  # number by unfinished name
     dropped: list[str] = field(default_factory=list[str])
     cut: bool = False  # after the deadline, each unfinished request ends with its next token
 

@@ -240,7 +240,7 @@ def _truncate(
 
 
 _WIDEST = 2048  # number of ids stored per row. If a row keeps more ids, the whole row is scanned.
-_MEAN_IDS, _LEAST_IDS = 64, 16_384  # copied to the CPU per row, and at least
+_MEAN_IDS, _LEAST_IDS = 64, 16_384  # ids copied to the CPU: mean per row, and minimum
 _NARROWEST, _NARROW = 16, 64  # minimum and usual number of ids that are sorted at once
 _ROWS = 1024  # minimum rows to compile for, so that smaller batches need no compilation
 
