@@ -27,7 +27,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
 from keel.model.layers.contexts import Contexts
-from keel.model.layers.flash4 import attend4, operator4
+from keel.model.layers.flash4 import attend4
 from keel.model.torch_internals import to_device, varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
@@ -41,7 +41,7 @@ _SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *_SPARSE_LAYERS})
 _UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
 """Keywords with which transformers requests attention features that Keel does not support."""
-FAMILIES = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+LINEAR_FAMILIES = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Model types whose layers of type `linear_attention` are supported."""
 _FILL = 0.8
 """Minimum ratio between the lengths of the shortest and the longest segment in a padded block."""
@@ -63,12 +63,10 @@ class Segments:
     row_of_token: Tensor
     """[N] the padded row that holds each packed token."""
     lengths: tuple[int, ...]
-    """[S] segment lengths."""
     group: ProcessGroup | None = None
     """The process group that shares the row, if the row is split (`keel.model.ulysses`)."""
     contexts: Contexts | None = None
-    """The context of each segment. None if no segment follows another one, so that each segment
-    attends only to itself."""
+    """None if no segment follows another one, so that each segment attends only to itself."""
 
     @staticmethod
     def of(
@@ -77,8 +75,7 @@ class Segments:
         group: ProcessGroup | None = None,
         follows: Sequence[int] | None = None,
     ) -> Segments:
-        """Return the segments of a packed row. Segments of similar length are put into the same
-        padded block. See `keel.rl.packing.MicroBatch` for `follows`."""
+        """Return the segments of a packed row. See `keel.rl.packing.MicroBatch` for `follows`."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"packed segments: lengths must be at least 1, got {list(lengths)}")
         sizes = torch.as_tensor(lengths)
@@ -113,32 +110,28 @@ class Segments:
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
     """Restrict attention in `model` to segments, which are then passed to its forward as
-    `segments`.
-
-    Set `flash4` to use FlashAttention-4, but only if `keel.model.layers.flash4.missing` and
-    `disagreement` found no problem. Raises `ValueError` if the model has layers that would mix
-    segments.
-    """
+    `segments`. Set `flash4` only if `keel.model.layers.flash4.missing` and `disagreement` found no
+    problem. Raises `ValueError` if the model has layers that would mix segments."""
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
-    hybrid = config.model_type in FAMILIES
+    hybrid = config.model_type in LINEAR_FAMILIES
     if hybrid:
         kinds.discard("linear_attention")
-        use_packed_linear_attention(model)
+        _use_packed_linear_attention(model)
     if not kinds <= _SUPPORTED_LAYERS:
         raise ValueError(
             f"{config.model_type}: layers of type {sorted(kinds - _SUPPORTED_LAYERS)} would mix "
             "packed segments. Only full, sliding and sparse attention, and the linear attention of "
-            f"{', '.join(FAMILIES)}, can be trained"
+            f"{', '.join(LINEAR_FAMILIES)}, can be trained"
         )
     if not hybrid and not model.is_backend_compatible():  # the hybrid ones do not say so
         raise ValueError(
             f"{config.model_type}: attention does not use transformers' attention interface, so it "
             "would mix packed segments"
         )
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionInterface.register(_NAME4, packed_attention4)
+    AttentionInterface.register(NAME, _packed_attention)
+    AttentionInterface.register(_NAME4, _packed_attention4)
     model.set_attn_implementation(_NAME4 if flash4 else NAME)
 
 
@@ -149,20 +142,16 @@ def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts in which checkpointing saves attention outputs on GPUs instead of recomputing
-    them. Pass this function to checkpointing as `context_fn`.
-
-    Recomputing attention is the most expensive part of a layer, because its time grows
-    quadratically with the sequence length. Its outputs are no larger than the outputs of other
-    operations.
-    """
-    return create_selective_checkpoint_contexts([varlen_operator(), operator4()])
+    them (checkpointing's `context_fn`). They are no larger than the outputs of other operations,
+    but recomputing them takes the most time, which grows quadratically with the length."""
+    return create_selective_checkpoint_contexts([varlen_operator(), torch.ops.keel.flash4.default])
 
 
 class UnsupportedAttention(ValueError):
     """Raised if a model needs a form of attention that packed rows do not support."""
 
 
-def packed_attention(
+def _packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -205,9 +194,8 @@ def packed_attention(
     return operator(query, key, value, segments, scaling, sliding_window)[None], None
 
 
-def packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    """Compute the same as `packed_attention`, but with FlashAttention-4."""
-    return packed_attention(*args, **options, kernels=_attend4)
+def _packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    return _packed_attention(*args, **options, kernels=_attend4)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
@@ -223,9 +211,8 @@ def _attend4(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *res
 
 
 def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the contiguous keys and values of all contexts, the contexts' offsets and the length
-    of the longest context. A segment's queries are the last positions of its context, as flash
-    attention assumes."""
+    """Return the keys and values of all contexts, the contexts' offsets and the longest length. A
+    segment's queries are the last positions of its context, as flash attention assumes."""
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
     return contexts.spread(key), contexts.spread(value), contexts.offsets, contexts.longest
@@ -244,8 +231,7 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Run flash attention on segments given by their offsets. The function is compiled with its
-    layer, so its code must not depend on the values in a particular row."""
+    """The function is compiled with its layer, so its code must not depend on a particular row."""
     # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
@@ -267,19 +253,14 @@ def _padded(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Run attention on right-padded blocks. The causal mask keeps real tokens from attending to
-    padding."""
     if (contexts := segments.contexts) is not None:
         query, key, value = (contexts.spread(x) for x in (query, key, value))
         whole = _whole_contexts(contexts.lengths, query.device)
         return _padded(query, key, value, whole, scaling, window).index_select(0, contexts.places)
-    rows = segments.token_of_row
-    padded = [x.index_select(0, rows) for x in (query, key, value)]
-    outputs, start = [], 0
-    for count, longest in segments.blocks:
-        stop = start + count * longest
-        q, k, v = (x[start:stop].unflatten(0, (count, longest)).transpose(1, 2) for x in padded)
-        mask = None
+
+    def block(*tensors: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in tensors)
+        longest, mask = q.shape[2], None
         if window is not None and longest > window:
             step = torch.arange(longest, device=q.device)
             back = step[:, None] - step
@@ -288,15 +269,27 @@ def _padded(
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return out.transpose(1, 2)
+
+    return _in_blocks(block, segments, query, key, value)
+
+
+def _in_blocks(function: Callable[..., Tensor], segments: Segments, *tokens: Tensor) -> Tensor:
+    """Apply a causal function of [B, L, …] tensors to each padded block of a row [N, …]. Real
+    tokens do not see the padding, which is on their right."""
+    padded = [x.index_select(0, segments.token_of_row) for x in tokens]
+    outputs, start = [], 0
+    for count, longest in segments.blocks:
+        stop = start + count * longest
+        block = [x[start:stop].unflatten(0, (count, longest)) for x in padded]
+        outputs.append(function(*block).flatten(0, 1))
         start = stop
     return torch.cat(outputs).index_select(0, segments.row_of_token)
 
 
 @lru_cache(maxsize=2)
 def _whole_contexts(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Return contexts for segments that do not share prefixes. The result is cached for all layers
-    of a micro-batch, with or without gradients."""
+    """Cached for all layers of a micro-batch, with or without gradients."""
     with torch.inference_mode(False):
         return Segments.of(lengths, device)
 
@@ -312,7 +305,7 @@ def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]
     return attend
 
 
-def use_packed_linear_attention(model: PreTrainedModel) -> None:
+def _use_packed_linear_attention(model: PreTrainedModel) -> None:
     """Restrict the gated delta rule layers in `model` to the `segments` passed to its forward.
 
     Two functions of such a layer mix tokens: a causal convolution and the delta rule itself.
@@ -357,7 +350,7 @@ def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             out = convolve(block.transpose(1, 2), weight, bias, activation=activation)
             return out.transpose(1, 2)
 
-        return _in_blocks(plain, segments, tokens).transpose(1, 2)
+        return _in_blocks(plain, segments, tokens[0])[None].transpose(1, 2)
 
     return packed
 
@@ -376,7 +369,7 @@ def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
         def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             return _for(q, original)(q, k, v, g=g, beta=beta, **scaled)[0]
 
-        return _in_blocks(plain, segments, *qkv, g, beta), None
+        return _in_blocks(plain, segments, *(x[0] for x in (*qkv, g, beta)))[None], None
 
     return packed
 
@@ -386,18 +379,6 @@ def _for(tokens: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
     return function if tokens.is_cuda else inspect.unwrap(function)
 
 
-def _in_blocks(function: Callable[..., Tensor], segments: Segments, *tokens: Tensor) -> Tensor:
-    """Apply a causal function of [B, L, …] tensors to each padded block of a row [1, N, …]."""
-    padded = [x[0].index_select(0, segments.token_of_row) for x in tokens]
-    outputs, start = [], 0
-    for count, longest in segments.blocks:
-        stop = start + count * longest
-        block = [x[start:stop].unflatten(0, (count, longest)) for x in padded]
-        outputs.append(function(*block).flatten(0, 1))
-        start = stop
-    return torch.cat(outputs).index_select(0, segments.row_of_token)[None]
-
-
 def _check_linear(segments: Segments) -> None:
     if segments.contexts is not None or segments.group is not None:
         raise ValueError("linear attention supports no shared prompts and no sequence parallelism")
@@ -405,7 +386,6 @@ def _check_linear(segments: Segments) -> None:
 
 @cache
 def _fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return flash-linear-attention's convolution and delta rule, or None without the package."""
     try:
         convolution = import_module("fla.modules.convolution").causal_conv1d
         return convolution, import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

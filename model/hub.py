@@ -23,21 +23,19 @@ from safetensors import SafetensorError, safe_open
 from keel.configs.schema import ConfigError
 from keel.rl.futures import on_thread
 
-HUB_S = 5.0
-"""Number of seconds to wait for the hub's first answer. transformers itself would retry for half a
-minute."""
+_HUB_S = 5.0
+"""Seconds to wait for the hub's first answer. transformers would retry for half a minute."""
 KNOWN = "Decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3 are (docs/models.md)"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of the single file with all weights, and of the index if the weights are split over several
 files. transformers prefers the single file. vLLM loads the files in the index, or all
 `*.safetensors`, and weight updates are compared with these files."""
-MAX_HEADER = 25 * 2**20
+_MAX_HEADER = 25 * 2**20
 """Maximum size of a safetensors header in bytes. 100,000 tensors need about 10 MiB."""
-LFS = b"version https://git-lfs"
+_LFS = b"version https://git-lfs"
 MAX_BYTES = 2**22
 """Maximum size of config.json in bytes. Published files have a few KiB."""
 _MAX_ENTRIES = 2**16
-"""Maximum number of entries in a list or mapping in config.json."""
 _MAX_VALUES: Mapping[str, float] = {
     "model_max_length|sliding_window|max_window_size|param": float("inf"),  # no tensor sizes
     "vocab": 2**26,
@@ -55,23 +53,18 @@ _QUANTISED = (
     "transformers, call dequantize() and save it with save_pretrained"
 )
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.json", "*.tiktoken")
-"""Names of files that may contain a tokenizer's vocabulary."""
 _DTYPES = {"F64", "F32", "F16", "BF16", "BOOL", "U8", "I8", "I16", "I32", "I64"}
-"""Supported data types of weights and buffers in safetensors files."""
 _OTHER_WEIGHTS = {
     "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload) and save that",
     "consolidated*": "weights in the publisher's format. Download the ones for transformers",
     "pytorch_model*.bin": "weights that are not safetensors. Load and save them with transformers",
     "*.gguf": "weights for llama.cpp. Use the original model in safetensors",
 }
-"""File patterns for weights in other formats, each with advice for the user."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WEIGHTS = r"[^/]+\.safetensors"
 _LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"
-"""The files that transformers and vLLM load. Code and subfolders such as `original/` are not
-included."""
+"""The files that transformers and vLLM load, without code and subfolders."""
 _CODED = "｜DSML｜"
-"""A token by which DeepSeek-V3.2's tokenizer is recognised."""
 
 
 # Paths and the hub.
@@ -97,14 +90,13 @@ def local_folder(path: str) -> Path | None:
 
 @cache
 def hub_answers() -> bool:
-    """Return whether the hub answers within `HUB_S` seconds. The hub is contacted only once per
-    process."""
+    """Return whether the hub answers within `_HUB_S` seconds. A process asks only once."""
     if constants.HF_HUB_OFFLINE:
         return False
 
     def request() -> bool:
         try:
-            with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_S):
+            with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=_HUB_S):
                 return True
         except HTTPError:
             return True
@@ -112,23 +104,21 @@ def hub_answers() -> bool:
             return False
 
     try:  # on a thread, because name resolution has no timeout
-        return on_thread(request, "hub").result(HUB_S)
+        return on_thread(request, "hub").result(_HUB_S)
     except TimeoutError:
         return False
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options for transformers' loaders. With these options, the loaders never run code that
-    comes with a model (by default, they ask on the terminal). They also fall back to the local
-    cache if the hub does not answer."""
+    """Return options with which transformers' loaders never run code that comes with a model, and
+    use the local cache if the hub does not answer."""
     cached = not Path(path).is_dir() and local_folder(path) and not hub_answers()
     return {"trust_remote_code": False, **({"local_files_only": True} if cached else {})}
 
 
 def check_path(path: str) -> None:
-    """Check that a path is a model folder or the possible name of a model on the hub. If a hub
-    model is not downloaded yet, only check that the hub answers. Raises ConfigError if a check
-    fails."""
+    """Raise ConfigError if a path is neither a model folder nor the possible name of a model on the
+    hub, or if the model is not downloaded yet and the hub does not answer."""
     if Path(path).is_dir():
         return
     if Path(path).exists():
@@ -150,20 +140,17 @@ class Download:
     """A model that still has to be downloaded into this machine's cache."""
 
     path: str
-    """The name of the model on the hub."""
     files: tuple[str, ...]
     blobs: Path
     total: int
-    """Total size of the weights in bytes."""
 
     @staticmethod
     def of(path: str) -> Download | None:
-        """Describe the download that a hub model needs. Returns None if the model is cached, or if
-        the hub does not report its size."""
+        """Return None if the model is cached, or if the hub does not report its size."""
         if Path(path).exists() or not is_hub_name(path) or not hub_answers():
             return None
         try:
-            info = HfApi().model_info(path, files_metadata=True, timeout=HUB_S)
+            info = HfApi().model_info(path, files_metadata=True, timeout=_HUB_S)
         except (HfHubHTTPError, OSError, ValueError):  # loading the model reports the error
             return None
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -186,8 +173,7 @@ class Download:
         return min(size, self.total)
 
     def fetch(self) -> None:
-        """Download all files and resume partial downloads. A stalled connection times out and is
-        retried (HF_HUB_DOWNLOAD_TIMEOUT). Raises ConfigError if the download fails."""
+        """Download all files and resume partial downloads. Raises ConfigError if it fails."""
         disable_progress_bars()
         try:
             snapshot_download(self.path, allow_patterns=list(self.files))
@@ -204,8 +190,8 @@ class Download:
 
 
 def check_config(path: str, content: Mapping[str, Any]) -> None:
-    """Check the model_type and the sizes in a model's config.json. Raises ConfigError if model_type
-    is invalid, or if a size is so large that loading would exhaust time or memory."""
+    """Raise ConfigError if the model_type in config.json is invalid, or if a size is so large that
+    loading would exhaust time or memory."""
     kind = content.get("model_type")
     if not isinstance(kind, str) or not _MODEL_TYPE.fullmatch(kind):
         raise ConfigError(
@@ -240,8 +226,8 @@ def check_quantised(path: str, content: Mapping[str, Any]) -> None:
 
 
 def ignored_code(folder: Path | None, known: Any) -> list[str]:
-    """Return one warning for each file that refers to custom code in the model folder. Keel does
-    not run such code. `known` is the module that contains the available classes (transformers)."""
+    """Return one warning for each file that refers to code in the model folder, which Keel does not
+    run. `known` is the module that contains the available classes (transformers)."""
     lines: list[str] = []
     for name in ("config.json", "tokenizer_config.json") if folder else ():
         try:
@@ -261,15 +247,14 @@ def ignored_code(folder: Path | None, known: Any) -> list[str]:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """Return an error's message as one line. Control characters are escaped, because the message
-    may quote an untrusted file."""
+    """Return an error's message as one line, with control characters escaped, because it may quote
+    an untrusted file."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:limit]
 
 
 def written_by_code(tokenizer: Any) -> bool:
-    """Return whether the model's chats are formatted by code instead of a template, as for
-    DeepSeek-V3.2. The code is in `keel.rollout.chat.render`."""
+    """Return whether code formats the model's chats, as for DeepSeek-V3.2, and no template."""
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
@@ -277,8 +262,7 @@ def written_by_code(tokenizer: Any) -> bool:
 
 
 def check_folder(path: str) -> None:
-    """Check that an existing folder contains a model in transformers' format. Raises ConfigError if
-    it does not."""
+    """Raise ConfigError if an existing folder has no model in transformers' format."""
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         _check_not_a_run(folder)
@@ -289,8 +273,7 @@ def check_folder(path: str) -> None:
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Check that a folder contains a vocabulary file. Without one, transformers would make up a
-    vocabulary. Raises ConfigError if it is missing."""
+    """Raise ConfigError if a folder has no vocabulary, because transformers would make one up."""
     folder = Path(path)
     if folder.is_dir() and not any(next(folder.glob(name), None) for name in _VOCABULARIES):
         _check_not_a_run(folder)
@@ -310,8 +293,7 @@ def _check_not_a_run(folder: Path) -> None:
 
 
 def missing_weights(path: str) -> str:
-    """Return a description of missing, damaged or misplaced weights in a folder, or "" if all are
-    fine."""
+    """Return what is wrong with the weights in a folder, or "" if nothing is."""
     folder = Path(path)
     if not folder.is_dir():
         return ""
@@ -324,8 +306,7 @@ def missing_weights(path: str) -> str:
     loaded = sorted(name for name in others if not name.startswith("consolidated"))
     if loaded and not (folder / INDEX).is_file():
         return f"{loaded[0]} next to {WHOLE}: vLLM loads all without an index. Move it away"
-    faults = (f"{name}: {fault}" for name in names if (fault := _fault(folder / name)))
-    return next(faults, "")
+    return next((f"{name}: {fault}" for name in names if (fault := _fault(folder / name))), "")
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -349,11 +330,11 @@ def _other_weights(folder: Path) -> str:
 
 def _fault(file: Path) -> str:
     with file.open("rb") as content:
-        start = content.read(len(LFS))
-    if start == LFS:
-        return "a Git LFS pointer. Run `git lfs pull`"
+        start = content.read(len(_LFS))
+    if start == _LFS:
+        return "a Git _LFS pointer. Run `git lfs pull`"
     length = int.from_bytes(start[:8], "little")
-    if MAX_HEADER < length <= file.stat().st_size:
+    if _MAX_HEADER < length <= file.stat().st_size:
         return f"has a header of {length:,} bytes, larger than any model's. Download it again"
     try:
         with safe_open(file, framework="np") as tensors:
@@ -375,8 +356,7 @@ def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
-    """Yield the tensors with the given name from a folder's weight files. If `rows` is set, yield
-    only their first `rows` rows."""
+    """Yield the tensors with the given name in a folder, or only their first `rows` rows."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
             if name in set(content.keys()):

@@ -10,12 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Turn off garbage collection during imports, and exempt the imported objects from it
-    afterwards.
-
-    torch, transformers and vLLM create half a million permanent objects. Searching them for garbage
-    takes a fifth of the import time, and later most of the time of each full collection.
-    """
+    """Turn off garbage collection during imports, and exempt the imported objects from it later.
+    torch, transformers and vLLM create half a million permanent objects, and searching them takes a
+    fifth of the import time and most of the time of each full collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -28,8 +25,7 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """Make optional dependencies appear to be missing while a library is imported. Modules that are
-    already loaded stay available."""
+    """Hide dependencies that are not loaded yet while a library is imported."""
     hidden = [name for name in names if name not in sys.modules]
     modules: dict[str, object] = vars(sys)["modules"]
     modules.update(dict.fromkeys(hidden))  # None: `import` raises ModuleNotFoundError

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from keel.configs.schema import ConfigError
-from keel.model.attention import FAMILIES
+from keel.model.attention import LINEAR_FAMILIES
 from keel.model.hub import (
     KNOWN,
     MAX_BYTES,
@@ -63,23 +63,18 @@ class ModelFacts:
     architecture: str
     layers: int
     moe_layer_ids: tuple[int, ...]
-    """Indices of the MoE layers. All other layers are dense."""
     experts: int
     """Number of routed experts in each MoE layer, or 0 for a dense model."""
     experts_per_token: int
     vocab_size: int
     hidden_size: int
     attention_heads: int
-    """Number of query heads."""
     max_context: int
-    """Longest context in tokens."""
     parameters: int
     """Number of parameters. A tied embedding counts once."""
     active_parameters: int
-    """Number of parameters used for one token. Experts that the token is not routed to do not
-    count."""
+    """Number of parameters used for one token, without the experts it is not routed to."""
     tied: bool
-    """Whether the output layer shares its weights with the embedding."""
     expert_parameters: int
     """Number of parameters in all routed experts, or 0 for a dense model."""
     attention_parameters: int
@@ -88,18 +83,15 @@ class ModelFacts:
     kv_width: int
     """Number of KV cache elements per token and layer."""
     kv_heads: int
-    """Number of key heads, over which tensor parallelism can split the KV cache. A latent cache
-    counts as one head."""
+    """Number of key heads, over which tensor parallelism can split the KV cache."""
     head_size: int = 0
     """Size of a key head, or 0 for a latent cache."""
     index_top_k: int = 0
     """Number of tokens that the sparse attention indexer selects, or 0 if there is no indexer."""
     indexer_parameters: int = 0
-    """Number of parameters in all indexers."""
     full_attention: bool = True
     """Whether every layer attends to all earlier tokens (see the function `full_attention`)."""
     linear_layers: int = 0
-    """Number of layers with linear attention."""
     linear_width: int = 0
     """Sum of the widths of queries, keys, values and gates in a layer with linear attention."""
     state_size: int = 0
@@ -124,15 +116,9 @@ class ModelFacts:
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load and check the tokenizer from a local folder or hub model.
-
-    Set `chats` to require a chat template. DeepSeek-V3.2's tokenizer needs no template, because
-    code formats its chats. If `chat_template` is not empty, it replaces the tokenizer's own
-    template.
-
-    Raises ConfigError if the tokenizer is missing or has no EOS token, or if the chat template is
-    missing or unusable.
-    """
+    """Load and check the tokenizer from a local folder or hub model. Set `chats` to require a chat
+    template, unless code formats the chats as for DeepSeek-V3.2. If `chat_template` is not empty,
+    it replaces the tokenizer's own template. Raises ConfigError if the tokenizer is unusable."""
     check_path(path)
     check_tokenizer_files(path)
     _read_config(path, needed=False)  # transformers reads it, too
@@ -142,10 +128,10 @@ def load_tokenizer(
         raise _unreadable(f"tokenizer of {path!r}", error) from error
     if chat_template:
         tokenizer.chat_template = chat_template
-    if tokenizer.chat_template:
-        check_template(tokenizer, "model.chat_template" if chat_template else f"{path!r}")
-    if chat_template:
+        _check_template(tokenizer, "model.chat_template")
         _try_template(tokenizer)
+    elif tokenizer.chat_template:
+        _check_template(tokenizer, f"{path!r}")
     if chats and not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
             f"the tokenizer of {path!r} has no chat template. Set model.tokenizer to an "
@@ -160,8 +146,7 @@ def load_tokenizer(
 
 
 def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that has already been checked. If `chat_template` is not empty, it replaces
-    the tokenizer's own template."""
+    """Load a tokenizer that has already been checked. `chat_template` replaces its own template."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if chat_template:
         tokenizer.chat_template = chat_template
@@ -182,8 +167,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of everything that determines the token ids of texts and conversations. Returns
-    "" if the tokenizer has no tokenizer.json."""
+    """Hash everything that determines token ids, or return "" without a tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
@@ -195,12 +179,8 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load a causal language model from a local folder or the hub onto the CPU.
-
-    `dtype` is the data type of the weights in memory (`torch.bfloat16` or its name). Raises
-    ConfigError if the model cannot be loaded, is not a causal language model, or has NaN or
-    infinite weights.
-    """
+    """Load a causal language model from a local folder or the hub onto the CPU. Raises ConfigError
+    if it cannot be loaded or has NaN or infinite weights."""
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
@@ -222,27 +202,20 @@ def checkpoint_tensors(
     model: PreTrainedModel, *, whole: Whole | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the detached tensor for every tensor that `save_pretrained` would write.
-
-    In memory, all experts in a layer form a single tensor, while a checkpoint has separate tensors
-    for each expert. They are split one module at a time, so that only one module's weights are in
-    memory twice. Tied weights are yielded once. See `module_tensors` for `whole`.
-    """
+    Stacked experts are split one module at a time, so that only one module's weights are in memory
+    twice. Tied weights are yielded once. See `module_tensors` for `whole`."""
     for local in module_tensors(model, whole=whole):
         yield from as_checkpoint(model, local).items()
 
 
 def as_checkpoint(model: PreTrainedModel, local: Named) -> Named:
-    """Convert one module's tensors to the checkpoint format."""
     return revert_weight_conversion(model, dict(local))
 
 
 def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:
     """Yield one dict per module with the module's own tensors (not those of submodules), detached
-    and keyed by full name.
-
-    If weights are sharded over ranks, `whole` is a context manager that gathers a module's tensors
-    under transformers' names. Gathering is collective, so every rank must iterate to the end.
-    """
+    and keyed by full name. If weights are sharded over ranks, `whole` is a context manager that
+    gathers a module's tensors. Gathering is collective, so every rank must iterate to the end."""
     for part in _own_tensors(model):
         with whole(part) if whole else nullcontext(part) as tensors:
             yield {name: tensor.detach() for name, tensor in tensors.items()}
@@ -269,11 +242,8 @@ def _own_tensors(model: nn.Module) -> Iterator[Named]:
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
-    """Return a function that takes a checkpoint name and a tensor, and casts floats to `dtype`.
-
-    It does not cast weights that the model family keeps in float32, such as DeepSeek-V3's routing
-    bias, because bfloat16 is too coarse for them.
-    """
+    """Return a function that takes a checkpoint name and a tensor, and casts floats to `dtype`,
+    except weights that the model family keeps in float32, such as DeepSeek-V3's routing bias."""
     names = always_float32(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
 
@@ -286,8 +256,7 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
 
 
 def load_model_config(path: str) -> PreTrainedConfig:
-    """Load the config of a local folder or hub model. Raises ConfigError if config.json is missing
-    or invalid, or if it does not describe a causal language model."""
+    """Load a model's config. Raises ConfigError if it is not a causal language model."""
     check_path(path)
     check_folder(path)
     content = _read_config(path)
@@ -297,18 +266,16 @@ def load_model_config(path: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, **hub_options(path))
     except Exception as error:  # families raise anything
         raise _unreadable(f"configuration of {path!r}", error) from error
-    check_causal(config, path)
+    _check_causal(config, path)
     return config
 
 
 _FACTS: dict[str, ModelFacts] = {}
-"""Cached facts, keyed by the result of `as_text`."""
 
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
-    """Return facts about a causal language model, computed on the meta device and cached in the
-    process. Raises ConfigError if `config` does not give the number of experts per token."""
-    if (key := as_text(config)) in _FACTS:
+    """Return facts about a causal language model, computed on the meta device and cached."""
+    if (key := _as_text(config)) in _FACTS:
         return _FACTS[key]
     text = config.get_text_config()
     with torch.device("meta"):
@@ -361,7 +328,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
     return facts
 
 
-def as_text(config: PreTrainedConfig) -> str:
+def _as_text(config: PreTrainedConfig) -> str:
     """Return a string that uniquely identifies a config."""
     return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
@@ -373,8 +340,8 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def full_attention(config: PreTrainedConfig) -> bool:
-    """Return whether every layer attends to all earlier tokens, without windows or a latent cache.
-    An engine then needs one KV cache slot per token."""
+    """Return whether every layer attends to all earlier tokens, without windows or a latent cache,
+    so that an engine needs one KV cache slot per token."""
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
     if kinds := getattr(text, "layer_types", None):
@@ -393,7 +360,7 @@ def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def _linear_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    if config.model_type not in FAMILIES:
+    if config.model_type not in LINEAR_FAMILIES:
         return 0, 0, 0
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
@@ -420,7 +387,6 @@ def _unreadable(what: str, error: Exception) -> ConfigError:
 
 
 def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
-    """Read and check config.json. Returns {} if the file is missing and `needed` is not set."""
     file = Path(path, "config.json")
     if file.is_file() and file.stat().st_size > MAX_BYTES:
         raise ConfigError(f"{path!r}: config.json is too large ({file.stat().st_size:,} bytes)")
@@ -437,8 +403,7 @@ def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
     return content
 
 
-def check_causal(config: PreTrainedConfig, path: str) -> None:
-    """Raise ConfigError if `config` does not describe a causal language model."""
+def _check_causal(config: PreTrainedConfig, path: str) -> None:
     names = config.architectures or []
     causal = not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING or not causal:
@@ -449,21 +414,14 @@ def check_causal(config: PreTrainedConfig, path: str) -> None:
 
 
 _CPU_S = 10
-"""CPU time limit in seconds. Rendering a few short conversations takes milliseconds."""
 _WALL_S = 30.0
 _MEMORY = 2**30
-"""Memory limit in bytes, in addition to the memory that the process already uses."""
+"""In bytes, in addition to the memory that the process already uses."""
 _MAX_TEXT = 2**20
-"""Maximum total number of characters in the rendered conversations."""
-_OUT_OF_MEMORY, _TOO_LONG = 3, 4
-"""Exit codes of the child process."""
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": _SCHEMA},
-}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA}}
 _QUESTION = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello."}]
 _TURNS = [*_QUESTION, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
 _WITH_CALL = [
@@ -475,11 +433,9 @@ _WITH_CALL = [
 _CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
 
 
-def check_template(tokenizer: Any, name: str) -> None:
-    """Render a few conversations in a child process that has limited time, memory and text length.
-    `name` describes where the template comes from. A template that raises an error passes this
-    check. Raises ConfigError if the template exceeds a limit, and RuntimeError if the child process
-    fails for another reason."""
+def _check_template(tokenizer: Any, name: str) -> None:
+    """Render a few conversations under limits on time, memory and text length, because a template
+    is a program that comes with a model. A template that raises an error passes."""
     child = os.fork()  # it inherits the tokenizer, and runs only pure Python
     if child == 0:
         _render_limited(tokenizer)
@@ -487,21 +443,11 @@ def check_template(tokenizer: Any, name: str) -> None:
     if not select.select([descriptor], [], [], _WALL_S)[0]:
         os.kill(child, signal.SIGKILL)
     os.close(descriptor)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    slow = f"takes more than {_CPU_S} s"
-    limits = {
-        _OUT_OF_MEMORY: f"takes more than {_MEMORY // 2**20:,} MiB",
-        _TOO_LONG: f"writes more than {_MAX_TEXT:,} characters",
-        -signal.SIGXCPU: slow,
-        -signal.SIGKILL: slow,
-    }
-    if code == 1:
-        raise RuntimeError(f"the process that checks the chat template of {name} failed")
-    if code:
-        reason = limits.get(code, f"ends its process with {code}")
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         raise ConfigError(
-            f"the chat template of {name} {reason} for a few short conversations. Set another one "
-            "in model.chat_template, or use another model"
+            f"the chat template of {name} takes more than {_CPU_S} s, {_MEMORY // 2**20:,} MiB or "
+            f"{_MAX_TEXT:,} characters for a few short conversations. Set another one in "
+            "model.chat_template, or use another model"
         )
 
 
@@ -512,21 +458,18 @@ def _render_limited(tokenizer: Any) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         spent = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
-        _limit(resource.RLIMIT_AS, used + _MEMORY)
-        _limit(resource.RLIMIT_CPU, spent + _CPU_S)
-        _limit(resource.RLIMIT_CORE, 0)
-        code = _TOO_LONG if sum(map(len, _render_all(tokenizer))) > _MAX_TEXT else 0
-    except MemoryError:
-        code = _OUT_OF_MEMORY
+        limits = {
+            resource.RLIMIT_AS: used + _MEMORY,
+            resource.RLIMIT_CPU: spent + _CPU_S,
+            resource.RLIMIT_CORE: 0,
+        }
+        for kind, limit in limits.items():
+            _, most = resource.getrlimit(kind)
+            limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+            resource.setrlimit(kind, (limit, most))
+        code = int(sum(map(len, _render_all(tokenizer))) > _MAX_TEXT)
     finally:
         os._exit(code)
-
-
-def _limit(kind: int, amount: int) -> None:
-    _, most = resource.getrlimit(kind)
-    resource.setrlimit(
-        kind, (amount if most == resource.RLIM_INFINITY else min(amount, most), most)
-    )
 
 
 def _render_all(tokenizer: Any) -> Iterator[str]:

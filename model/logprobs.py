@@ -2,8 +2,7 @@
 
 In a packed row, everything about sampling token t (its probability, sampling mask and advantage) is
 stored at position t, but the network predicts token t at position t−1. `head_inputs` accounts for
-this shift. `Inputs.of` and `seen_tokens` in `keel.trainer.engine.policy` rely on the same
-convention.
+this shift, as do `Inputs.of` and `seen_tokens` in `keel.trainer.engine.policy`.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ def support_logprobs(
         log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,   z = W h
 
     This is Keep Sampling Mask from DeepSeek-V3.2 (2025), section 3.1, with exact gradients for
-    `hidden` and `weight`. It takes the same arguments and raises the same errors as
-    `keel.model.head.support.support_head`, which also returns the entropy. Returns [T] float32.
+    `hidden` and `weight`. Returns [T] float32. See `keel.model.head.support.support_head`.
     """
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
 
 
 Head = Callable[..., tuple[Tensor, Tensor]]
-"""A module that computes log-probabilities and entropies from hidden states, with the arguments of
-`keel.model.head.support.SupportHead.forward`."""
+"""A module like `keel.model.head.support.SupportHead`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +55,7 @@ class HeadInputs:
     hidden_rows: Tensor
     """[n] int64, the positions t−1, at which the tokens are predicted."""
     targets: Tensor
-    """[n] int64."""
     kept_ids: Tensor
-    """[nnz] int32."""
     kept_offsets: Tensor
     """[n+1] int64. If sampling was not truncated, all masks are empty."""
     probes: Tensor
@@ -70,7 +65,6 @@ class HeadInputs:
     """[m] float32, the weight w_i / |o_i| from Eq. 5 times the number of tokens that the probe
     represents. A weighted sum over probes therefore estimates a sum over all tokens."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Caches checks and plans (see `support_head`)."""
 
 
 def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
@@ -83,13 +77,10 @@ def head_inputs(
     batch: MicroBatch, start: int = 0, stop: int | None = None, *, probes: int = 1
 ) -> HeadInputs:
     """Return the targets and sampling masks of the trainable tokens, with the positions that
-    predict them.
-
-    A trainable token is never the first in its segment (`MicroBatch` checks this), so position t−1
-    is in the same segment. If a rank computes only some of the hidden states, `start` and `stop`
-    give its range of positions t−1, and `hidden_rows` are relative to `start`. `probes` is the
-    maximum number of evenly spaced probes per segment.
-    """
+    predict them. A trainable token is never the first in its segment, so position t−1 is in the
+    same segment. If a rank computes only some of the hidden states, `start` and `stop` give its
+    range of positions t−1, and `hidden_rows` are relative to `start`. `probes` is the maximum
+    number of evenly spaced probes per segment."""
     trainable = trainable_rows(batch)
     stop = len(batch.token_ids_N) if stop is None else stop
     rows = trainable[(trainable > start) & (trainable <= stop)]
@@ -115,18 +106,11 @@ def policy_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log π_θ of the n trainable tokens in a micro-batch, and the entropy over their masks.
 
-    Args:
-        hidden_ND: the final hidden states of the packed row, [N, d] or [1, N, d].
-        head: the model's support head.
-        batch: the micro-batch, or its `head_inputs`, which several forward passes can share.
-        temperature: the temperature τ that the rollout engine used for sampling.
-
-    Returns:
-        Two [n] float32 tensors in the order of `trainable_rows`. The entropy has no gradient.
-
-    A rank that received only padding has no trainable tokens. Both tensors are then empty, but the
-    first one still has a graph with zero gradients. Include its sum in the loss, so that the hooks
-    of ZeRO and data parallelism run.
+    `hidden_ND` are the final hidden states of the packed row, [N, d] or [1, N, d]. `batch` is the
+    micro-batch, or its `head_inputs`, which several forward passes can share. Returns two [n]
+    float32 tensors in the order of `trainable_rows`. The entropy has no gradient. For a rank that
+    received only padding, both are empty, but the first one still has a graph with zero gradients.
+    Include its sum in the loss, so that the hooks of ZeRO and data parallelism run.
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     inputs = batch if isinstance(batch, HeadInputs) else head_inputs(batch)
@@ -148,15 +132,11 @@ def policy_logprobs(
 def kept_mass(
     hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    """Return log Σ_{v∈S} π(v) for each probe. This is the total log-probability of the tokens in
-    its sampling mask.
+    """Return log Σ_{v∈S} π(v) for each probe, the log-probability of its whole sampling mask, [m].
 
-    `logp` [n] comes from `policy_logprobs` and is normalised over the masks. The result is [m]
-    float32. It is computed with a second pass over the whole vocabulary, since π(o) = π(o | S) ·
-    Σ_{v∈S} π(v), and gradients flow through both passes.
-
-    At sampling time, the mass is at least `top_p`. If mass later leaves S, the ratios over S do not
-    change, but this value does (`keel.rl.offpolicy.kept_mass_shortfall`).
+    `logp` [n] comes from `policy_logprobs` and is normalised over the masks. A second pass covers
+    the whole vocabulary, since π(o) = π(o | S) · Σ_{v∈S} π(v), and gradients flow through both. See
+    `keel.rl.offpolicy.kept_mass_shortfall`.
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     probes = inputs.probes
@@ -174,7 +154,7 @@ def kept_mass(
 def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Choose at most `most` evenly spaced rows in each segment, and count how many rows each of
+    """Choose at most `most` evenly spaced rows in each segment, and count the rows that each of
     them represents. The first row depends on the sum of the segment's sampled token ids."""
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True

@@ -39,10 +39,8 @@ CALL_S = 60.0
 """Maximum number of seconds to wait for an answer from Ray's own processes."""
 POLL_S = 0.2
 _PUT_S = 120.0
-"""Maximum number of seconds for a transfer to or from the object store. A bucket of weights takes
-about a second."""
+"""A bucket of weights takes about a second."""
 _GRACE_S = 10.0
-"""Additional seconds to wait for a call that has its own timeout."""
 _NODE_GONE = re.compile(
     r"ip: (?P<address>\S+).*its node has died.*actor's node was terminated \w+: (?P<why>[^.\n]*)",
     re.DOTALL,
@@ -65,14 +63,12 @@ killed the actor because its machine ran out of memory."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error means that a process, node or object was lost, or that Ray did not
-    answer."""
+    """Return whether a process, node or object was lost, or Ray did not answer."""
     return isinstance(cause(error), (*GONE, ObjectLostError, Unanswered))
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return the original error from a remote call, or `error` itself if it did not come from a
-    remote call."""
+    """Return the original error of a remote call, or `error` itself."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
@@ -89,11 +85,8 @@ def death_reason(error: RayError) -> str:
 
 class _State:
     lost = ""
-    """The reason Ray can no longer be used, or "" while it works."""
     leaving = left = False
-    """`leaving` is set while this process leaves its cluster, and `left` afterwards."""
     start = secrets.token_hex(4)
-    """An id that distinguishes the actors of this start from other actors on the same cluster."""
 
 
 class PollClock:
@@ -104,7 +97,6 @@ class PollClock:
         self._limit, self._clock, self._last = 2 * poll_s, clock, clock()
 
     def elapsed(self) -> float:
-        """Return the number of seconds since the previous poll, capped at the limit."""
         last, self._last = self._last, self._clock()
         return min(self._last - last, self._limit)
 
@@ -119,14 +111,13 @@ class Deadline(PollClock):
         self._remaining = seconds
 
     def remaining(self) -> float:
-        """Return the number of seconds left (at least 0). Call this once per poll."""
+        """Call this once per poll."""
         self._remaining -= self.elapsed()
         return max(0.0, self._remaining)
 
 
 def mark_lost(reason: str) -> None:
-    """Record that Ray is lost, so that all current and future calls raise `RayLost`. Later calls do
-    not change the recorded reason."""
+    """Make all current and future calls raise `RayLost`. The first reason is kept."""
     _State.lost = _State.lost or reason
 
 
@@ -141,8 +132,8 @@ def joined() -> None:
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """Leave the cluster by calling `act`, and suppress errors. All other calls then raise `RayLost`
-    until a cluster is joined again. Otherwise, a late call would make Ray start a new cluster."""
+    """Leave the cluster by calling `act`, and suppress errors. Other calls then raise `RayLost`
+    until a cluster is joined again, because a late call would make Ray start a new one."""
     _State.leaving = _State.left = ray.is_initialized()
     try:
         attempt(act, seconds, what, leaving=True)
@@ -157,25 +148,20 @@ def _check_usable(leaving: bool = False) -> None:
 
 
 def start() -> str:
-    """Return the id of this start. Its actors have the id in an environment variable."""
+    """Return the id of this start, which its actors have in an environment variable."""
     return _State.start
 
 
 def process_name(mark: str, start: str) -> str:
-    """Return the actor name from a process's `NAME` variable. Returns "" if the actor belongs to
-    another start."""
+    """Return the actor's name in a `NAME` variable, or "" if it belongs to another start."""
     owner, _, name = mark.partition("/")
     return name if owner == start else ""
 
 
 def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool = False) -> T:
-    """Run `call` on another thread, and return its result or raise its error.
-
-    Raises `Unanswered` if the call takes longer than `seconds`; `what` describes the call in the
-    message. Raises `RayLost` as soon as Ray is lost. Set `leaving` for a call that shuts Ray down,
-    so that it is not stopped by the shutdown itself.
-    """
-
+    """Run `call` on another thread, and return its result or raise its error. Raises `Unanswered`
+    if it takes longer than `seconds`, and `RayLost` as soon as Ray is lost. `what` describes the
+    call. Set `leaving` for a call that shuts Ray down."""
     _check_usable(leaving)
     future = on_thread(call, "keel-ray-call")
     deadline = Deadline(seconds, POLL_S)
@@ -192,8 +178,7 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool =
 
 
 def awaited(future: Future[T]) -> T:
-    """Wait for the result of a future that has its own timeout. Raises `RayLost` as soon as Ray is
-    lost."""
+    """Wait for a future that has its own timeout. Raises `RayLost` as soon as Ray is lost."""
     while not future.done():
         _check_usable()
         futures.wait([future], POLL_S)
@@ -201,8 +186,7 @@ def awaited(future: Future[T]) -> T:
 
 
 def get(ref: Any, *, seconds: float) -> Any:
-    """Call `ray.get` with a deadline. Raises `GetTimeoutError` after `seconds`. Errors from the
-    remote call are raised here."""
+    """Call `ray.get` with a deadline. Raises `GetTimeoutError` after `seconds`."""
     ready, _ = wait([ref], seconds=seconds)
     if not ready:
         raise GetTimeoutError(f"no answer within {seconds:g} s")
@@ -210,8 +194,7 @@ def get(ref: Any, *, seconds: float) -> Any:
 
 
 def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], list[Any]]:
-    """Call `ray.wait` with a deadline. Returns as soon as one of `refs` is ready, or at the
-    deadline."""
+    """Call `ray.wait` with a deadline. Returns as soon as one of `refs` is ready."""
 
     def wait_for(seconds: float) -> tuple[list[Any], list[Any]]:
         return ray.wait(list(refs), timeout=seconds)
@@ -238,8 +221,8 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
-    """Run a clean-up call with a deadline and suppress its errors. They would hide the original
-    error or prevent further clean-up. If Ray does not answer, it is marked as lost."""
+    """Run a clean-up call with a deadline and suppress its errors, which would hide the original
+    one. If Ray does not answer, it is marked as lost."""
     try:
         bounded(act, seconds, what, leaving=leaving)
     except Unanswered as error:
@@ -249,16 +232,15 @@ def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool 
 
 
 def kill(actor: Any) -> None:
-    """Call `ray.kill` with a deadline and suppress errors. If Ray is lost, `end_ray` kills the
-    actor instead."""
+    """Call `ray.kill` with a deadline and suppress errors."""
     attempt(lambda: ray.kill(actor), CALL_S, "end an actor")
 
 
 def create(
     kind: type[Any], name: str, options: Mapping[str, Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Create an actor of class `kind`. `name` is a readable name, stored in the environment
-    variable `NAME` of the actor's process. `options` are Ray's actor options."""
+    """Create an actor with Ray's `options`. The environment variable `NAME` of its process contains
+    its readable `name`."""
     runtime = dict(options.get("runtime_env", {}))
     runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.start}/{name}"}
     remote: Any = ray.remote(kind).options(**{**options, "runtime_env": runtime})

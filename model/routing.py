@@ -45,7 +45,6 @@ class _Router:
     """Functions for replaying a router class. Its instances must have `top_k` and `num_experts`."""
 
     experts: Callable[[_Output], Tensor]
-    """Takes the router's output and returns the chosen experts [tokens, K]."""
     replay: Callable[[Any, _Output, Tensor], _Output]
     """Takes (router, output, experts [tokens, K] int64) and returns the output for these experts.
     The weights come from the current scores and are differentiable."""
@@ -75,7 +74,7 @@ def _softmax_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _softmax_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Compute the weights as in DeepSeek-V2. Group limits affect only which experts are chosen."""
+    """DeepSeek-V2. Group limits affect only which experts are chosen."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights * router.routed_scaling_factor
 
@@ -85,8 +84,7 @@ def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _sigmoid_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Compute the weights as in DeepSeek-V3. The correction bias affects only which experts are
-    chosen."""
+    """DeepSeek-V3. The correction bias affects only which experts are chosen."""
     weights = logits.sigmoid().gather(1, experts)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -99,7 +97,7 @@ def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _autoep(router: Any, output: _Output, experts: Tensor) -> _Output:
-    """Return the output in DeepSpeed AutoEP's format: (weights, experts, tokens per expert)."""
+    """DeepSpeed AutoEP's output: (weights, experts, tokens per expert)."""
     logits, weights, _live, counts = output
     logits = logits.float()
     scores = logits.sigmoid() if router.score_func == "sigmoid" else logits.softmax(-1)
@@ -131,12 +129,10 @@ ROUTERS: Mapping[str, _Router] = {
     "Qwen3_5MoeTopKRouter": _triple(_softmax_normalised),
     "TokenChoiceTopKRouter": _Router(experts=lambda output: output[2], replay=_autoep, gate="gate"),
 }
-"""The replay functions of each router class, keyed by the class's name, so that no model code has
-to be imported."""
+"""Keyed by the name of the router class, so that no model code has to be imported."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LOOKS_ROUTED = re.compile(r"(Router|Experts|MoE|Moe|MoEBlock|MoeBlock)$")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def is_moe(config: Any) -> bool:
@@ -148,55 +144,28 @@ def is_moe(config: Any) -> bool:
 def router_modules(module: nn.Module) -> list[nn.Module]:
     """Return the routers in `module` in layer order. The list is empty for a dense model. Raises
     ValueError if the routers or experts belong to a family that is not in `ROUTERS`."""
-    return list(_named_routers(module).values())
-
-
-def moe_layers(model_or_config: Any) -> tuple[int, ...]:
-    """Return the indices of the MoE layers in ascending order. Each family has its own rule for
-    which layers these are, so the model is built on the meta device to find them."""
-    model = model_or_config
-    if not isinstance(model, nn.Module):
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds to import
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_or_config)
-    layers = []
-    for name in _named_routers(model):
-        match = _LAYER.search(name)
-        if match is None:
-            raise ValueError(f"router {name} is not inside a numbered layer (layers.N.…)")
-        layers.append(int(match[1]))
-    return tuple(layers)
-
-
-def _named_routers(module: nn.Module) -> dict[str, nn.Module]:
-    named = [(name, type(child).__name__, child) for name, child in module.named_modules()]
-    routers = {name: child for name, kind, child in named if kind in ROUTERS}
-    unknown = sorted(
-        {
-            kind
-            for _, kind, _ in named
-            if kind not in ROUTERS
-            and _LOOKS_ROUTED.search(kind)
-            # Experts and blocks next to known routers belong to them.
-            and (not routers or kind.endswith("Router"))
-        }
-    )
+    kinds = [(type(child).__name__, child) for child in module.modules()]
+    routers = [child for kind, child in kinds if kind in ROUTERS]
+    unknown = {
+        kind
+        for kind, _ in kinds
+        if kind not in ROUTERS
+        and _LOOKS_ROUTED.search(kind)
+        # Experts and blocks next to known routers belong to them.
+        and (not routers or kind.endswith("Router"))
+    }
     if unknown:
         raise ValueError(
-            f"{type(module).__name__}: routing of {', '.join(unknown)} is not supported. See "
-            "docs/models.md for supported families, and docs/adding-a-model-family.md"
+            f"{type(module).__name__}: routing of {', '.join(sorted(unknown))} is not supported. "
+            "See docs/models.md for supported families, and docs/adding-a-model-family.md"
         )
     return routers
 
 
 _REMEMBERED = 8
-"""Number of closed contexts whose layers can still be recomputed."""
 _HOOKED = "keel_hooked"
-"""Name of the attribute that marks routers to which the hooks have been added."""
 _DETECTED = 1024
-"""Number of closed contexts for which a late recomputation is detected, so that it raises an
-error."""
+"""Number of closed contexts for which a late recomputation raises an error."""
 
 _SUSPECT_ROWS = 16
 """Minimum number of tokens for which a layer of zeros is rejected if there is one expert per token.
@@ -222,11 +191,10 @@ def replay_routes(
         A `Replay` with metrics.
 
     Raises:
-        ValueError: the routes are invalid or the model family is not in
-            `keel.model.routing.ROUTERS`. Routes are invalid if they have the wrong number
-            of layers or experts per token, or if they contain a value out of range, a row that is
-            partly −1, a repeated expert, or a whole layer of zeros. The error names the token and
-            layer. If the number of tokens is wrong, the forward pass raises the error.
+        ValueError: the model family is not in `ROUTERS`, or the routes have a wrong shape, a value
+            out of range, a row that is partly −1, a repeated expert, or a whole layer of zeros. The
+            error names the token and layer. A wrong number of tokens is an error of the forward
+            pass.
         RuntimeError: one of the routers is already being replayed. Also raised at the end of the
             block if a router never ran in it, because its routes were then not applied.
     """
@@ -236,20 +204,31 @@ def replay_routes(
     _check_routes(routes, routers)
     if any(_replaying(router) for router in routers):
         raise RuntimeError("replay_routes: a router of this module is already being replayed")
-    _hook(routers)
+    for router in routers:
+        if not getattr(router, _HOOKED, False):  # a copy of a router has both
+            setattr(router, _HOOKED, True)
+            router.register_forward_hook(_on_router)
+            if gate := ROUTERS[type(router).__name__].gate:
+                router.get_submodule(gate).register_forward_hook(_on_gate)
     replay = Replay(routers, torch.as_tensor(routes), by_token=by_token)
     _open.append(replay)
     try:
         yield replay
     finally:
         _open.remove(replay)
-        _remember(replay)
-    replay.check_applied()
+        if replay.close():
+            _closed.append(replay)
+            if len(_closed) > _REMEMBERED:
+                _closed[-1 - _REMEMBERED] = _closed[-1 - _REMEMBERED].forgotten()
+    if idle := replay.idle():
+        raise RuntimeError(
+            f"replay_routes: the routers of MoE layers {idle} did not run in the block, so their "
+            "routes were not applied. Run the module that was passed"
+        )
 
 
 class Replay:
-    """Replays the recorded expert routing within one `replay_routes` block. Its metrics can be read
-    during the block or afterwards."""
+    """One `replay_routes` block. Its metrics can be read during the block or afterwards."""
 
     def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
@@ -263,15 +242,11 @@ class Replay:
         self._counts: list[Tensor] = []
         self._counts_tokens = by_token
         self._by_token_2N: Tensor | None = None
-        """For each token, the number of recorded experts that the live router also chooses, and the
-        number of recorded layers."""
+        """Per token, the recorded experts that the live router chooses, and the recorded layers."""
 
     def overlap_N(self) -> Tensor | None:
-        """Return the fraction of each token's recorded experts that the live router also chooses.
-
-        The fraction covers all layers and stays on the device. It is NaN for a token without
-        routes. Returns None unless `by_token` was set.
-        """
+        """Return the fraction of each token's recorded experts that the live router also chooses,
+        over all layers. It is NaN for a token without routes. None unless `by_token` was set."""
         if self._by_token_2N is None:
             return None
         same_N, layers_N = self._by_token_2N
@@ -294,8 +269,6 @@ class Replay:
         }
 
     def apply(self, router: nn.Module, output: Any, *, again: bool) -> Any:
-        """Return the router's output for the recorded experts. Set `again` if the layer is
-        recomputed."""
         family = ROUTERS[type(router).__name__]
         layer = self._layer_of[router]
         live = family.experts(output)
@@ -318,7 +291,6 @@ class Replay:
         return family.replay(router, output, recorded.where(known, live))
 
     def owns(self, router: nn.Module, node: int) -> bool:
-        """Return whether the autograd node was created while this object was replaying `router`."""
         closed = self._stop is not None and node >= self._stop
         return router in self and node >= self._start and not closed
 
@@ -332,23 +304,17 @@ class Replay:
         return self._stop > self._start
 
     def forgotten(self) -> Replay:
-        """Drop the routes, and return a copy without metrics that only detects recomputation."""
+        """Drop the routes, and return a copy that only detects recomputation."""
         self._routes_LNK = self._on_device = None
         stub = copy(self)
         stub._counts, stub._by_token_2N = [], None
         return stub
 
-    def check_applied(self) -> None:
-        idle = [layer for layer, calls in enumerate(self._calls) if calls == 0]
-        if idle:
-            raise RuntimeError(
-                f"replay_routes: the routers of MoE layers {idle} did not run in the block, so "
-                "their routes were not applied. Run the module that was passed"
-            )
+    def idle(self) -> list[int]:
+        """Return the MoE layers whose routers have not run."""
+        return [layer for layer, calls in enumerate(self._calls) if calls == 0]
 
     def _layer(self, layer: int, device: torch.device) -> Tensor:
-        """Return the recorded experts of one layer, [tokens, K] int64. All layers are copied to the
-        device at once."""
         if self._on_device is None or self._on_device.device != device:
             routes = self._routes_LNK
             if routes is None:
@@ -366,15 +332,6 @@ _open: list[Replay] = []
 _closed: deque[Replay] = deque(maxlen=_DETECTED)
 _logits: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 """The output of each gate, stored until its router returns."""
-
-
-def _hook(routers: list[nn.Module]) -> None:
-    for router in routers:
-        if not getattr(router, _HOOKED, False):  # a copy of a router has both
-            setattr(router, _HOOKED, True)
-            router.register_forward_hook(_on_router)
-            if gate := ROUTERS[type(router).__name__].gate:
-                router.get_submodule(gate).register_forward_hook(_on_gate)
 
 
 def _on_gate(gate: nn.Module, _arguments: Any, logits: Tensor) -> None:
@@ -397,13 +354,6 @@ def _on_router(router: nn.Module, _arguments: Any, output: Any) -> Any:
 
 def _replaying(router: nn.Module) -> Replay | None:
     return next((replay for replay in _open if router in replay), None)
-
-
-def _remember(replay: Replay) -> None:
-    if replay.close():
-        _closed.append(replay)
-        if len(_closed) > _REMEMBERED:
-            _closed[-1 - _REMEMBERED] = _closed[-1 - _REMEMBERED].forgotten()
 
 
 def _check_routes(routes: Tensor | NDArray[Any], routers: list[nn.Module]) -> None:

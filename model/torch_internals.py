@@ -28,8 +28,7 @@ _USED: dict[Any, tuple[str, ...]] = {
 
 
 def check_torch() -> None:
-    """Check that the installed PyTorch has all of these APIs. Raises `RuntimeError` if one is
-    missing."""
+    """Raise `RuntimeError` if the installed PyTorch lacks one of these APIs."""
     missing = [
         f"{owner.__name__}.{name}"
         for owner, names in _USED.items()
@@ -58,16 +57,14 @@ def next_node_number() -> int:
 
 
 def running_node() -> int | None:
-    """Return the sequence number of the node whose backward pass is running, or None if there is
-    none."""
+    """Return the number of the node whose backward pass is running, or None."""
     if torch._C._current_graph_task_id() == -1:
         return None
     return torch._C._current_autograd_node()._sequence_nr()
 
 
 def storage_id(storage: UntypedStorage) -> int:
-    """Return an id for the tensor's storage. Tensors that share a storage have the same id while it
-    exists."""
+    """Return an id that tensors share while they share a storage."""
     return storage._cdata
 
 
@@ -90,11 +87,8 @@ def flash_gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of causal attention in segments, for a forward pass computed with other
-    kernels.
-
-    `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of `out`
-    [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32.
-    """
+    kernels. `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of
+    `out` [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32."""
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state for dropout
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(), query, key, value, out, sums, offsets, offsets, longest, longest,
@@ -135,11 +129,9 @@ under ZeRO 2, gradients were wrong, probably because of their order."""
 
 
 def specialise_and_recompute() -> None:
-    """Configure torch.compile.
-
-    Floats such as the epsilon of a norm become constants in the graph. The backward pass recomputes
-    elementwise operations wherever this saves memory. Each function may have `_VARIANTS` graphs.
-    """
+    """Make torch.compile treat floats such as the epsilon of a norm as constants, recompute
+    elementwise operations in the backward pass wherever this saves memory, and keep `_VARIANTS`
+    graphs per function."""
     import torch._dynamo.config as dynamo  # noqa: PLC0415  (slow to load)
     import torch._functorch.config as functorch  # noqa: PLC0415
 

@@ -1,5 +1,4 @@
-"""Checks whether a model can be trained, before an engine starts. Only its config and files are
-needed."""
+"""Checks, from its config and files, whether a model can be trained."""
 
 from __future__ import annotations
 
@@ -32,37 +31,25 @@ from keel.model.hub import (
     shapes_of,
     tensors_called,
 )
-from keel.model.load import ModelFacts, as_text, facts_of
+from keel.model.load import ModelFacts, facts_of
 from keel.model.routing import router_modules
 from keel.model.sparse.attention import use_sparse_attention
 from keel.model.transformers_internals import left_out, loaded_as
 
 _LAYER = re.compile(r".*?\.\d+\.")
-"""Matches a tensor's name up to the layer index."""
 _LAYER_LISTS = ("layers", "h")
 """Possible names of the list of decoder layers. GPT-2 uses "h"."""
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _ROWS = 256
-"""Number of rows of the output layer and the embedding to compare."""
 _RENAMED = 0.01
-"""Fraction of ids that may differ within a model family, for example because reserved tokens were
-renamed."""
-
-_PASSED: set[str] = set()
-"""Configs that have passed `check_trainable`. A config followed by the state of its weight files
-has also passed `_check_weights_fit`."""
+"""Fraction of ids that may differ within a model family, such as renamed reserved tokens."""
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
-    """Check that the model described by `config` can be trained, and return its facts.
-
-    Raises ConfigError if the trainer does not support the model, if transformers cannot build it,
-    or if the weights at `path` are quantised or do not match.
-    """
+    """Return the facts about a model. Raises ConfigError if the trainer does not support it, if
+    transformers cannot build it, or if the weights at `path` are quantised or do not match."""
     try:
-        if (text := as_text(config)) not in _PASSED:
-            check_trainable(path, config)
-            _PASSED.add(text)
+        _check_trainable(path, config)
         check_quantised(path, config.to_dict())
         facts = facts_of(config)
     except ConfigError:
@@ -73,17 +60,11 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
             f"({type(error).__name__}: {one_line(error)}). {KNOWN}"
         ) from error
     if Path(path).is_dir() and not missing_weights(path):  # otherwise reported elsewhere
-        files = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
-        state = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
-        if text + state not in _PASSED:
-            _check_weights_fit(path, config)
-            _PASSED.add(text + state)
+        _check_weights_fit(path, config)
     return facts
 
 
-def check_trainable(path: str, config: PreTrainedConfig) -> None:
-    """Check that the trainer supports the model's routers, attention and output layer. Raises
-    ConfigError if it does not support one of them."""
+def _check_trainable(path: str, config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config.get_text_config())
     try:
@@ -108,11 +89,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
-    """Check that a folder contains tensors with the names and shapes that `config` requires.
-
-    Raises ConfigError if it does not. Otherwise, transformers would initialise missing tensors
-    randomly and ignore unused ones.
-    """
+    """Check the names and shapes of the tensors, because transformers would initialise missing ones
+    randomly and ignore unused ones."""
     if config.get_text_config() is not config:
         return
     with torch.device("meta"):
@@ -152,7 +130,6 @@ def _find_mismatch(
         return f"{len(missing)} of {len(state)} tensors are missing, such as {missing[0]}"
     layers = {match[0] for name in state if (match := _LAYER.match(name))}
     unexpected: dict[str, list[str]] = {}
-    """Unused tensors in layers, keyed by their name within the layer."""
     for name, (target, whole) in loaded.items():
         if target in state:
             shape = tuple(state[target].shape)
@@ -175,12 +152,8 @@ def _any(patterns: Sequence[str], name: str) -> bool:
 
 
 def _try_packed(model: PreTrainedModel) -> None:
-    """Run the packed decoder on the meta device.
-
-    Only a forward pass shows which features attention needs and whether it receives the segments.
-    Experts are skipped, because routing depends on data. Raises UnsupportedAttention if attention
-    needs an unsupported feature.
-    """
+    """Run the packed decoder on the meta device, because only a forward pass shows which features
+    attention needs. Experts are skipped, because routing depends on data."""
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
             module.forward = lambda hidden, *_, **__: hidden
@@ -198,8 +171,7 @@ def _try_packed(model: PreTrainedModel) -> None:
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) -> None:
-    """Check that a tokenizer assigns the same ids as the tokenizer of the model in `path`. Raises
-    ConfigError if the ids differ, and names `knob` as the setting to change."""
+    """Raise ConfigError, naming `knob`, if a tokenizer assigns other ids than that of `path`."""
     try:
         local = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):
@@ -217,8 +189,7 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) 
 
 
 def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
-    """Check that the recipe's adapters can be added to the model. Raises ConfigError if they
-    cannot."""
+    """Raise ConfigError if the recipe's adapters cannot be added to the model."""
     if config.enabled and facts.index_top_k:
         raise ConfigError(
             f"model.lora.rank = {config.rank}: {facts.architecture} has sparse attention, which "
@@ -238,7 +209,7 @@ def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
 
 
 def check_ids(token_ids: Sequence[int] | NDArray[np.int32], vocabulary: int, what: str) -> None:
-    """Check that the embedding has a row for every token id. Raises ConfigError if one has none."""
+    """Raise ConfigError if the embedding has no row for one of the token ids."""
     ids = np.asarray(token_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if len(wrong):

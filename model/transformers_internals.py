@@ -29,9 +29,8 @@ def always_float32(model: PreTrainedModel) -> list[str]:
 
 
 def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tuple[str, bool]]:
-    """Return a mapping from each checkpoint name to its state dict name and whether the tensor is
-    loaded without conversion. The mapping is empty for families whose tensors are split when
-    loaded."""
+    """Map each checkpoint name to its state dict name and whether the tensor is loaded without
+    conversion. The mapping is empty for families whose tensors are split when loaded."""
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -48,16 +47,14 @@ def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tupl
 
 
 def left_out(model: PreTrainedModel | type[PreTrainedModel]) -> tuple[list[str], list[str]]:
-    """Return two lists of name patterns: tensors that a checkpoint may lack, and tensors that are
-    not used."""
+    """Return patterns for tensors that a checkpoint may lack, and for tensors that are not used."""
     missing = model._keys_to_ignore_on_load_missing or ()
     unused = model._keys_to_ignore_on_load_unexpected or ()
     return sorted(missing), sorted(unused)
 
 
 def gated(experts: Any, packed: Tensor) -> Tensor | None:
-    """Apply the experts' activation to the packed gate and up, [N, 2·I] → [N, I]. Returns None if
-    the activation is unknown."""
+    """Apply the activation to the packed gate and up, [N, 2·I] → [N, I]. None if it is unknown."""
     apply = getattr(experts, "_apply_gate", None)
     return None if apply is None else apply(packed)
 
@@ -68,8 +65,7 @@ def spread_by_transformers(experts: Any) -> bool:
 
 
 def switch_adapter(layer: Any, *, on: bool) -> None:
-    """Turn a peft layer's adapter on or off. peft's `enable_adapters` would also change
-    `requires_grad`."""
+    """Unlike peft's `enable_adapters`, this does not change `requires_grad`."""
     layer._disable_adapters = not on
 
 
@@ -90,12 +86,8 @@ def _overridden(kind: type[nn.Module], methods: type) -> type[nn.Module]:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turn off dropout, so that `model` is deterministic in train mode.
-
-    The rollout engine samples without dropout. With dropout in the trainer, probability ratios
-    would differ from 1 even on policy. Train mode is still needed, because transformers recomputes
-    activations only in train mode. `model.config` is not changed, since it is exported.
-    """
+    """Turn off dropout, so that `model` is deterministic in train mode, which transformers needs to
+    recompute activations. `model.config` is not changed, since it is exported."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
@@ -106,12 +98,8 @@ def disable_dropout(model: nn.Module) -> None:
 
 def fix_long_rope(model: nn.Module, context: int) -> None:
     """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with `context`
-    tokens.
-
-    LongRoPE has different frequencies for short and long contexts. vLLM chooses between them by
-    `max_model_len`, but transformers chooses by the highest position in each forward pass. Without
-    this fix, probabilities would depend on packing.
-    """
+    tokens. vLLM chooses between those for short and long contexts by `max_model_len`, but
+    transformers by the highest position in each forward pass, which depends on packing."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}

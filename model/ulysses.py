@@ -1,12 +1,11 @@
 """Ulysses sequence parallelism: a packed row is split over ranks, which exchange data before and
 after attention.
 
-Each of n ranks holds 1/n of the tokens in the row. Embeddings, experts, routers and the head need
-no more than that. For attention, an all-to-all exchanges tokens for heads, so that each rank has
-the whole row for 1/n of the heads. A second all-to-all reverses this. The method is DeepSpeed
-Ulysses (Jacobs et al., 2023). DeepSpeed's own `DistributedAttention` exchanges query, key and value
-separately and cannot be compiled. Its layer for transformers requires keys and values of the same
-width, which latent attention does not have.
+Each of n ranks holds 1/n of the tokens in the row, which is enough for everything but attention.
+For attention, an all-to-all exchanges tokens for heads, so that each rank has the whole row for 1/n
+of the heads, and a second one reverses this (DeepSpeed Ulysses, Jacobs et al., 2023). DeepSpeed's
+own `DistributedAttention` cannot be compiled, and its layer for transformers requires keys and
+values of the same width, which latent attention does not have.
 """
 
 from __future__ import annotations
@@ -32,15 +31,12 @@ class Slice:
     """This rank's shard of every packed row. A shard consists of consecutive *input* tokens."""
 
     rank: int = 0
-    """Index of this shard within the row."""
     size: int = 1
     group: ProcessGroup | None = None
-    """The process group that shares a row."""
 
     @staticmethod
     def join(size: int) -> Slice:
-        """Create the slice for this process. `size` consecutive ranks share a row. All ranks must
-        call this method."""
+        """`size` consecutive ranks share a row. All ranks must call this method."""
         if size == 1:
             return WHOLE
         group, _ = dist.new_subgroups(size)
@@ -48,8 +44,7 @@ class Slice:
         return Slice(dist.get_rank(group), size, group)
 
     def bounds(self, tokens: int) -> tuple[int, int]:
-        """Return the start and end of this shard. All shards have the same length, and may extend
-        beyond the end of the row."""
+        """Return this shard's bounds. Equally long shards may extend beyond the row."""
         length = -(-tokens // self.size)
         return self.rank * length, (self.rank + 1) * length
 
@@ -61,12 +56,10 @@ class Slice:
         return np.concatenate([part, rest]) if len(rest) else part
 
     def filled(self, tokens: int) -> int:
-        """Return the total number of padding tokens in all shards."""
         return -tokens % self.size
 
     def gather(self, part: Tensor, where: slice, total: int) -> Tensor:
-        """Concatenate the shards [..., r] of all ranks to [..., total], without gradient. `where`
-        selects the columns that this rank fills."""
+        """Concatenate all ranks' shards [..., r] without gradient. This rank fills `where`."""
         if self.group is None:
             return part.detach()
         whole = part.new_zeros(*part.shape[:-1], total)
@@ -82,13 +75,9 @@ WHOLE = Slice()
 def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange tokens for heads before attention, [P, H, D] → [n·P, H/n, D].
-
-    Each rank passes its own tokens with all heads, and gets all tokens with its share of the heads.
-    Query, key and value may have different numbers and widths of heads. If n does not divide the
-    number of key and value heads, they are repeated to match each rank's query heads. Raises
-    ValueError if n does not divide the number of query heads.
-    """
+    """Exchange tokens for heads before attention, [P, H, D] → [n·P, H/n, D]. Query, key and value
+    may have different numbers and widths of heads. If n does not divide the number of key and value
+    heads, they are repeated. Raises ValueError if n does not divide the number of query heads."""
     size = dist.get_world_size(group)
     heads, shared = query.shape[1], key.shape[1]
     if heads % size:
@@ -106,13 +95,11 @@ def heads_for_tokens(
 
 
 def tokens_for_heads(output: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange heads for tokens after attention, [n·P, H/n, D] → [P, H, D]. Each rank passes all
-    tokens with its share of the heads, and gets its own tokens with all heads."""
+    """Exchange heads for tokens after attention, [n·P, H/n, D] → [P, H, D]."""
     size = dist.get_world_size(group)
     received = _exchange(output.unflatten(0, (size, -1)).flatten(1), group)
     return received.reshape(size, -1, *output.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
 def _exchange(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Send row j to rank j and receive row i from rank i, [n, …] → [n, …]."""
     return all_to_all(rows.contiguous(), group)

@@ -51,7 +51,6 @@ class _Place:
     prompt: Prompt
     group: ScoredGroup | None = None
     reason: str | None = None
-    """Why the group should be filtered out, or None to keep it."""
     freed: bool = False
     """True if the slot was freed early because the group is certain to be discarded."""
 
@@ -160,13 +159,6 @@ class GroupBuffer:
         queue = (place.prompt for place in self._queue.values() if not place.freed)
         return (*(group.group.prompt for group in groups), *queue)
 
-    def discarding(self) -> tuple[Prompt, ...]:
-        """Return the prompts of the groups filtered out of batches that have not been taken yet."""
-        ready = (group for batch in self._batches for group in batch.discarded)
-        groups = [*ready, *self._discarded]
-        freed = (place.prompt for place in self._queue.values() if place.freed)
-        return (*(group.group.prompt for group in groups), *freed)
-
     def _decide(self, place: _Place, group: ScoredGroup) -> None:
         if place.reason is not None and len(self._discarded) < self._budget:
             self._free(place)
@@ -184,8 +176,8 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """Free the slots of groups that are certain to be discarded. This is the case if the
-        discard budget suffices even when all undecided groups before them are discarded too."""
+        """A group is certain to be discarded if the budget suffices even when all undecided groups
+        before it are discarded, too."""
         discarded = len(self._discarded)
         for place in self._queue.values():
             discarded += place.group is None or place.reason is not None

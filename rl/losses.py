@@ -128,7 +128,9 @@ def grpo_loss(
     row (see `keel.rl.checks`).
     """
     _check_step(sequence_tokens, total_sequences)
-    _check_grpo(clip_low, clip_high, kl)
+    require(0 <= clip_low <= 1, f"clip_low = {clip_low}: must be in [0, 1]")
+    require(clip_high >= 0, f"clip_high = {clip_high}: must not be negative")
+    require(kl in _ESTIMATORS, f"kl = {kl!r}: must be one of {', '.join(_ESTIMATORS)}")
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, len(sequence_tokens))
     _check_sequence_tokens(sequence_tokens, sequence)
@@ -245,12 +247,6 @@ def _check_step(sequence_tokens: Tensor, total_sequences: int) -> None:
         f"total_sequences = {total_sequences}: must be at least 1 and count the "
         f"{len(sequence_tokens)} sequences of this call",
     )
-
-
-def _check_grpo(clip_low: float, clip_high: float, kl: str) -> None:
-    require(0 <= clip_low <= 1, f"clip_low = {clip_low}: must be in [0, 1]")
-    require(clip_high >= 0, f"clip_high = {clip_high}: must not be negative")
-    require(kl in _ESTIMATORS, f"kl = {kl!r}: must be one of {', '.join(_ESTIMATORS)}")
 
 
 def _check_sequence_tokens(sequence_tokens: Tensor, sequence: Tensor) -> None:

@@ -63,8 +63,6 @@ def recorded_segments(record: Mapping[str, Any], prompt_id: str) -> tuple[Segmen
 
 
 def _conversations(prompt: Prompt, trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the `messages` and `tools` of each conversation, starting with those that have sampled
-    messages."""
     dialogues = sorted(trajectory.dialogues, key=lambda dialogue: not dialogue.sampled)
     if not dialogues:
         # The transcript of an environment already contains the prompt.
@@ -92,8 +90,8 @@ def _spans(segment: Segment) -> dict[str, Any]:
 
 
 def _message(message: Message, *, learned: bool) -> dict[str, Any]:
-    """Return a message without `raw`. An assistant message that must not be trained on gets
-    `weight` 0: the policy did not sample it, or it contains a malformed tool call."""
+    """An assistant message that must not be trained on gets `weight` 0: the policy did not sample
+    it, or it contains a malformed tool call."""
     entry = {key: value for key, value in message.items() if key != "raw"}
     if message["role"] == "assistant":
         broken = any(

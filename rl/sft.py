@@ -66,11 +66,7 @@ def supervised_segment(
 
 
 def pack_sft(
-    examples: Sequence[SftExample],
-    *,
-    ranks: int,
-    micro_batch_tokens: int,
-    mean: Average = "tokens",
+    examples: Sequence[SftExample], *, ranks: int, micro_batch_tokens: int, mean: Average = "tokens"
 ) -> list[TrainBatch]:
     """Pack the examples of one optimizer step into one `TrainBatch` per rank. When averaging over
     tokens, an example has the weight |o_i| B / Σ |o_j|; when averaging over conversations, it has

@@ -10,9 +10,8 @@ from math import isfinite
 from typing import Any, NoReturn, cast
 
 _MAX_DEPTH = 100
-"""Maximum nesting depth."""
 _MAX_DIGITS = 4300
-"""Maximum number of digits in an integer. This is also CPython's default."""
+"""CPython's default."""
 _LONG_DIGITS = 50_000
 """Maximum number of digits in an integer, for data sets and for results returned by programs.
 Parsing such an integer takes about 50 ms, and the time grows quadratically with the number of

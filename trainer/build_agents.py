@@ -35,7 +35,7 @@ from keel.configs.sections.model import TINY_MODEL
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.data.rows.places import cached_places
-from keel.model.tiny.demonstrations import demonstrated, demonstrator
+from keel.model.tiny.demonstrations import demonstrator
 from keel.rewards.compose import unknown_parts
 from keel.rewards.sandbox.environments import Network, environment_wrap, runtime
 from keel.rl.turns import Chat
@@ -96,7 +96,7 @@ def check_environments(
     for source in config.data.sources:
         if not source.environment.enabled:
             continue
-        if config.model.path == TINY_MODEL and demonstrated(source):
+        if config.model.path == TINY_MODEL and source.environment.demonstrations:
             demonstrator(source)
         train, heldout = dataset.train.sources, dataset.heldout
         prompts = [*train.get(source.name, ()), *heldout.get(source.name, ())]

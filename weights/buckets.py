@@ -22,22 +22,18 @@ from transformers.utils.hub import cached_file
 
 from keel.model.transformers_internals import left_out
 
-ALIGNMENT = 64
-"""Each tensor in a bucket starts at a multiple of this many bytes, so that it can be used without
-copying."""
+_ALIGNMENT = 64
+"""Alignment of tensors in bytes, so that they can be used without copying."""
 
 
 class TensorEntry(NamedTuple):
-    """Describes one tensor in a bucket. It is a tuple because a large update has tens of thousands
-    of entries."""
+    """One tensor in a bucket. A tuple, because a large update has tens of thousands of entries."""
 
     name: str
     """The tensor's name in the checkpoint. Each expert's tensors have their own names."""
     dtype: str
-    """The name of the torch dtype, for example `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
-    """Byte offset of the tensor in the bucket."""
 
     @property
     def numel(self) -> int:
@@ -56,7 +52,6 @@ class SharedData:
     """Refers to bytes in the memory of a GPU shared by the sender and the receiver (CUDA IPC)."""
 
     handle: tuple[Any, ...]
-    """Arguments for PyTorch's `rebuild_cuda_tensor`."""
     size: int
 
 
@@ -88,7 +83,7 @@ def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Itera
             entries, parts, size = [], [], 0
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset=size))
-        padding = -flat.numel() % ALIGNMENT
+        padding = -flat.numel() % _ALIGNMENT
         parts += [flat, flat.new_zeros(padding)] if padding else [flat]
         size += flat.numel() + padding
     if entries:
@@ -116,14 +111,12 @@ def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[
 
 
 class Checksum:
-    """A checksum over all buckets of an update. The sender and the engine both compute it. It
-    depends on the order of the buckets."""
+    """A checksum over all buckets of an update, in their order, computed at both ends."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
 
     def add(self, flat: Tensor) -> None:
-        """Add a bucket to the checksum, without waiting for the bucket's device."""
         self._sums.append(flat.view(torch.int64).sum())
 
     def value(self) -> int:
@@ -135,13 +128,11 @@ class Checksum:
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Matches tensors in old checkpoints that the engine and the trainer compute themselves instead of
-loading them."""
+"""Tensors in old checkpoints that the engine and the trainer compute themselves."""
 
 
 class Manifest:
-    """Tracks which tensors have arrived during an update. vLLM itself only warns about missing
-    tensors, and does not notice all of them."""
+    """Tracks which tensors have arrived, because vLLM does not notice all missing ones."""
 
     def __init__(
         self,
@@ -177,8 +168,6 @@ class Manifest:
 
     @staticmethod
     def of(path: str, text: PreTrainedConfig) -> Manifest:
-        """Create the manifest for the checkpoint at `path`. `text` is the config of its language
-        model."""
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), PreTrainedModel)
         return Manifest(
             checkpoint_names(path),
@@ -192,8 +181,6 @@ class Manifest:
         self._missing = set(self._names)
 
     def arrived(self, bucket: Bucket) -> None:
-        """Mark the tensors in a bucket as arrived. Raises ValueError if any tensor is not in the
-        checkpoint."""
         for entry in bucket.entries:
             name = self._plain(entry.name)
             if name not in self._names and name not in self._optional:
@@ -204,7 +191,6 @@ class Manifest:
             self._missing.discard(name)
 
     def finish(self) -> None:
-        """Raise ValueError if any tensor did not arrive during the update."""
         if self._missing:
             first = ", ".join(sorted(self._names[name] for name in self._missing)[:3])
             raise ValueError(

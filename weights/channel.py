@@ -32,18 +32,17 @@ from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 
 POLL_S = 1e-4
 _CHECK_S = 0.02
-"""Seconds between checks whether the other end has failed. A check costs more than a poll."""
+"""Seconds between checks of the other end, which cost more than a poll."""
 _NCCL_TIMEOUT = timedelta(days=1)
 """A time limit that NCCL never reaches, because `send` has its own."""
-BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]
 """Host and port of the TCPStore that both ends connect to. The store runs on trainer rank 0."""
 
 
-def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
-    """Connect to the store and prefix all keys with `name`. Only one thread at a time may use the
-    connection."""
+def _connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
+    """Connect to the store with the prefix `name`. Only one thread at a time may use it."""
     client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -62,8 +61,7 @@ def _poll(done: Callable[[], bool], check: Callable[[], None], end: float, late:
 
 
 class Channel:
-    """A process group in which the trainer (rank 0) broadcasts to the engine's workers (ranks 1 and
-    up)."""
+    """A process group in which the trainer, rank 0, broadcasts to the engine's workers."""
 
     def __init__(
         self,
@@ -75,13 +73,10 @@ class Channel:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """Open the channel on one rank. `name` must be unique to this channel and identical on all
-        its ranks."""
         self._device, self._timeout_s = device, timeout_s
         self._used = False
-        store = connect(rendezvous, name, timeout_s)
+        store = _connect(rendezvous, name, timeout_s)
         self._group: Any
-        """The process group, or None after the channel was closed."""
         if device.type == "cuda":
             with _nccl_watchdog_off():
                 self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options(_NCCL_TIMEOUT))
@@ -91,17 +86,14 @@ class Channel:
         self._options.rootRank = 0
 
     def receive(self, data: ChannelData) -> Tensor:
-        """Receive the bytes of the next bucket. Raises TimeoutError if they take too long, and
-        ConnectionError if the channel breaks or is closed."""
         flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
         self.send(flat)  # every rank takes part in the broadcast
         return flat
 
     def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Broadcast `flat` and return once all bytes have been sent. `check` is called from time to
-        time and should raise an error if the other end has failed. Raises TimeoutError if the
-        broadcast takes too long, and ConnectionError if the channel breaks or is closed. Any error
-        closes the channel."""
+        """Broadcast `flat` and return once all bytes have been sent. `check` raises an error if the
+        other end has failed. Raises TimeoutError if the broadcast takes too long, and
+        ConnectionError if the channel breaks or is closed. Any error closes the channel."""
         if self._group is None:
             raise ConnectionError("the weight channel is closed")
         end = time.monotonic() + self._timeout_s
@@ -131,8 +123,7 @@ class Channel:
         self._used = True
 
     def _begin(self, flat: Tensor) -> Future[Any]:
-        """Start the broadcast. The first one runs in its own thread, because NCCL may block forever
-        while it connects."""
+        """The first broadcast has its own thread, because NCCL may block while it connects."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
         group = self._group
@@ -152,15 +143,13 @@ class Channel:
         return begun
 
     def close(self) -> None:
-        """Close the channel permanently, without waiting for the other ranks."""
         if self._group is not None:
             last, self._group = [self._group], None
             threading.Thread(target=_abort, args=(last,), name="keel-close", daemon=True).start()
 
 
 def _abort(last: list[Any]) -> None:
-    """Abort a process group. Also drop the last reference to it here, because its destructor may
-    block too."""
+    """Drop the last reference here, too, because the destructor may block."""
     group = last.pop()
     with suppress(RuntimeError):  # already broken
         group.abort()
@@ -175,15 +164,14 @@ def _nccl_watchdog_off() -> Iterator[None]:
     PyTorch starts no watchdog if this environment variable is set when the group is created.
     `is_completed` and `wait` still report failures.
     """
-    before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[BLOCKING_WAIT]
-        else:
-            os.environ[BLOCKING_WAIT] = before
+        del os.environ[_BLOCKING_WAIT]
+        if before is not None:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +181,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Tells the engine that all weights have been sent and that it should now sample from
-    `version`."""
+    """Tells the engine that all weights were sent and to sample from `version` now."""
 
     version: int
     checksum: int
@@ -204,13 +191,10 @@ Message = Begin | Bucket | Finish
 
 
 class Mailbox:
-    """One end of the control channel. The trainer sends with `put`, `wait` and `close`, and the
-    engine receives with `next` and `taken`."""
+    """The control channel. The trainer calls `put`, `wait`, `close`; the engine `next`, `taken`."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
-        """Connect to the store. `name` must be unique, and identical at both ends. `timeout_s` is
-        the time limit for each message."""
-        self._store = connect(rendezvous, f"{name}/mailbox", timeout_s)
+        self._store = _connect(rendezvous, f"{name}/mailbox", timeout_s)
         self._timeout_s = timeout_s
         self._acknowledged = 0
         self._tables: dict[str, tuple[TensorEntry, ...]] = {}
@@ -221,7 +205,7 @@ class Mailbox:
         return str(self._acknowledged)
 
     def put(self, message: Message) -> None:
-        """Send a message. Call `wait` before sending the next one."""
+        """Call `wait` before sending the next message."""
         entries: tuple[TensorEntry, ...] = ()
         if isinstance(message, Bucket):
             entries = message.entries
@@ -231,21 +215,16 @@ class Mailbox:
         self._store.set(self._key, pickle.dumps((len(entries), message), pickle.HIGHEST_PROTOCOL))
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait until the engine has acknowledged the last message. `check` is called from time to
-        time and should raise an error if the engine has failed. Raises TimeoutError if the
-        acknowledgement takes too long."""
+        """Wait for the acknowledgement. `check` raises an error if the engine has failed."""
         late = f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for an engine's answer"
         end = time.monotonic() + self._timeout_s
         _poll(lambda: not self._store.check([self._key]), check, end, late)
         self._acknowledged += 1
 
     def close(self) -> None:
-        """Delete the last message from the store."""
         self._store.delete_key(self._key)
 
     def next(self) -> Message:
-        """Wait for the next message and return it. Raises TimeoutError if none arrives in time, and
-        ConnectionError if the store has gone down with the trainer."""
         try:
             count, message = pickle.loads(self._store.get(self._key))
         except dist.DistNetworkError as error:
@@ -275,8 +254,7 @@ class SharedMemory:
         self._handle: tuple[Any, ...] = ()
 
     def write(self, flat: Tensor) -> SharedData:
-        """Overwrite the previous bucket with a new one. The reader must have finished reading the
-        previous one."""
+        """The reader must have finished reading the previous bucket."""
         size = flat.numel()
         if self._buffer.numel() < size:
             self._buffer = torch.empty_like(flat)
@@ -294,7 +272,7 @@ class SharedView:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, data: SharedData, device: torch.device) -> Tensor:
-        """Return a view of the bytes. It is valid until the next bucket is written."""
+        """Return a view that is valid until the next bucket is written."""
         if data.handle != self._handle:
             handle = on_device(data.handle, device.index)  # device numbers differ by process
             self._handle, self._buffer = data.handle, rebuild_cuda_tensor(*handle)
@@ -307,9 +285,8 @@ def gpu_id(device: torch.device) -> str:
 
 
 def call_workers(llm: Any, method: str, *args: Any) -> None:
-    """Call a method on every vLLM worker and raise any error. Several workers are separate
-    processes, and vLLM returns their errors only as text. Channel errors, after which the engine is
-    replaced, are therefore returned as data and raised here."""
+    """Call a method on every vLLM worker and raise any error. vLLM returns the errors of other
+    processes only as text, so channel errors, after which the engine is replaced, are data."""
     for failure in llm.collective_rpc("keel_attempt", args=(method, args)):
         if failure is not None:
             kind, text = failure
@@ -317,8 +294,7 @@ def call_workers(llm: Any, method: str, *args: Any) -> None:
 
 
 def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[type[OSError], str] | None:
-    """Call a method on a worker. If it raises a channel error, return the error's kind and message.
-    Otherwise return None."""
+    """Call a method on a worker, and return the kind and message of a channel error."""
     try:
         getattr(worker, method)(*args)
     except (ConnectionError, TimeoutError) as error:

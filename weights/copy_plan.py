@@ -32,8 +32,7 @@ from torch.utils._pytree import tree_leaves
 from keel.weights.buckets import TensorEntry
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by size in bytes. They are used for copies in which source and target have the same
-type."""
+"""Integer types by size in bytes, for copies that do not convert."""
 _AFTER_LOADING = "process_weights_after_loading"
 _ATEN = torch.ops.aten
 _SHAPE_ONLY = (
@@ -48,21 +47,19 @@ Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPiece:
+class _CopyPiece:
     """A part of a checkpoint tensor and its destination in a kernel's tensor."""
 
     kernel: int
-    """Index into `CopyPlan.kernels`."""
     at: int
     """Position in the kernel's storage."""
     source: int
     """Position in the checkpoint tensor or in a bucket."""
     dims: _Dims
     dtype: torch.dtype
-    """Element type of the source."""
 
 
-Placed = Mapping[str, tuple[TensorEntry, tuple[CopyPiece, ...]]]
+_Placed = Mapping[str, tuple[TensorEntry, tuple[_CopyPiece, ...]]]
 """The pieces of each checkpoint tensor. A tensor that vLLM's loader ignores has none."""
 _Copies = tuple[list[Tensor], list[Layout]]
 """Target tensors, and the layouts of the bucket parts to copy into them. One call copies all of
@@ -75,38 +72,35 @@ class CopyPlan:
     """Copies all checkpoint tensors to their destinations in one worker of an engine."""
 
     def __init__(
-        self, kernels: Sequence[Tensor], placed: Placed, fills: Sequence[tuple[Tensor, float]] = ()
+        self, kernels: Sequence[Tensor], placed: _Placed, fills: Sequence[tuple[Tensor, float]] = ()
     ) -> None:
-        """Create a plan that copies the pieces in `placed` into `kernels`. `fills` are the parts of
-        the kernels' tensors that always have the same value, such as padding."""
+        """`fills` are the parts of the kernels' tensors that always have the same value."""
         self.kernels, self.placed, self._fills = kernels, placed, fills
         self._programs: dict[str, tuple[tuple[TensorEntry, ...], _Program]] = {}
         """The table and the copies of each known bucket, keyed by the name of its first tensor."""
 
     def begin(self) -> None:
-        """Write the parts that always have the same value, such as padding."""
         for target, value in self._fills:
             target.fill_(value)
 
     def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
-        """Copy the tensors in a bucket to their destinations. On a GPU, this is asynchronous.
-        Raises ValueError if a tensor was not in the first update, or had a different type or shape
-        there."""
+        """Copy the tensors in a bucket to their destinations. Raises ValueError if a tensor was not
+        in the first update, or had a different type or shape there."""
         if (flat.data_ptr() | int(flat.storage_offset())) % 8:
             flat = flat.clone()
         known, program = self._programs.get(entries[0].name, ((), []))
         if known != entries:
             pieces = [piece for entry in entries for piece in self._pieces(entry)]
-            program = self._program(join(pieces))
+            program = self._program(_join(pieces))
             self._programs[entries[0].name] = entries, program
         for dtype, (targets, sources) in program:
             first = int(flat.storage_offset()) // dtype.itemsize
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 targets,
-                [window(flat, dtype, (first + at, size, stride)) for at, size, stride in sources],
+                [_window(flat, dtype, (first + at, size, stride)) for at, size, stride in sources],
             )
 
-    def _program(self, pieces: Iterable[CopyPiece]) -> _Program:
+    def _program(self, pieces: Iterable[_CopyPiece]) -> _Program:
         groups: dict[tuple[torch.dtype, torch.dtype, bool], _Copies] = {}
         for piece in pieces:
             kernel = self.kernels[piece.kernel]
@@ -116,11 +110,11 @@ class CopyPlan:
             size, strides, source_strides = zip(*piece.dims, strict=True)
             dense = piece.dims[1:] == () and piece.dims[0][1:] == (1, 1)
             targets, sources = groups.setdefault((piece.dtype, dtype, dense), ([], []))
-            targets.append(window(kernel, dtype, (piece.at, size, strides)))
+            targets.append(_window(kernel, dtype, (piece.at, size, strides)))
             sources.append((piece.source, size, source_strides))
         return [(source_dtype, copies) for (source_dtype, _, _), copies in groups.items()]
 
-    def _pieces(self, entry: TensorEntry) -> Iterator[CopyPiece]:
+    def _pieces(self, entry: TensorEntry) -> Iterator[_CopyPiece]:
         known, pieces = self.placed.get(entry.name, (None, ()))
         if known is None or known[1:3] != entry[1:3]:
             was = "absent" if known is None else f"{known.dtype} {list(known.shape)}"
@@ -132,17 +126,15 @@ class CopyPlan:
             yield replace(piece, source=piece.source + entry.offset // piece.dtype.itemsize)
 
 
-def window(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Return a view of part of a tensor's storage, with any element type. The offset counts from
-    the start of the storage."""
+def _window(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """Return a view of part of a tensor's storage, with any element type."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), *layout)
 
 
-def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
-    """Simplify the dimensions of a copy. They are sorted from outermost to innermost, dimensions of
-    length 1 are dropped, and contiguous ones are merged. The order of elements may change, but in
-    the same way for source and target."""
+def _dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
+    """Sort the dimensions of a copy from outermost to innermost, drop those of length 1 and merge
+    contiguous ones. The order of elements changes in the same way for source and target."""
     parts = [part for part in zip(size, at, source, strict=True) if part[0] != 1]
     simple: list[tuple[int, int, int]] = []
     for n, inner_at, inner in sorted(parts, key=lambda part: part[1], reverse=True):
@@ -153,14 +145,13 @@ def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims
     return tuple(simple) or ((1, 1, 1),)
 
 
-def join(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
-    """Merge equal pieces at regular intervals into one piece with an extra dimension. For example,
-    all experts in a layer may become one piece."""
+def _join(pieces: Iterable[_CopyPiece]) -> list[_CopyPiece]:
+    """Merge equal pieces at regular intervals, such as experts, with an extra dimension."""
     ordered = sorted(
         pieces, key=lambda piece: (piece.kernel, str(piece.dtype), piece.at, piece.source)
     )
     while True:
-        joined: list[CopyPiece] = []
+        joined: list[_CopyPiece] = []
         index = 0
         while index < len(ordered):
             first, end = ordered[index], index + 1
@@ -169,7 +160,7 @@ def join(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
                 end += 1
             if step:
                 parts = zip((end - index, *step), *first.dims, strict=True)
-                first = replace(first, dims=dims(*parts))
+                first = replace(first, dims=_dims(*parts))
             joined.append(first)
             index = end
         if len(joined) == len(ordered):
@@ -177,15 +168,14 @@ def join(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
         ordered = joined
 
 
-def _step(one: CopyPiece, other: CopyPiece) -> tuple[int, int] | None:
+def _step(one: _CopyPiece, other: _CopyPiece) -> tuple[int, int] | None:
     at, source = other.at - one.at, other.source - one.source
     alike = replace(other, at=one.at, source=one.source) == one
     return (at, source) if alike and at > 0 and source >= 0 else None
 
 
-def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
-    """Describe the same bytes with the widest integer type that fits, so that copying needs no
-    conversion."""
+def _as_integers(piece: _CopyPiece) -> tuple[_CopyPiece, torch.dtype]:
+    """Describe the same bytes with the widest integer type that fits."""
     item = piece.dtype.itemsize
     *outer, (n, *inner) = piece.dims
     strides = [stride for _, *both in outer for stride in both]
@@ -200,37 +190,34 @@ def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
     if width != item:
         parts = (*((m, wide(at), wide(source)) for m, at, source in outer), (wide(n), 1, 1))
     dtype = _INTEGERS[width]
-    return CopyPiece(piece.kernel, wide(piece.at), wide(piece.source), parts, dtype), dtype
+    return _CopyPiece(piece.kernel, wide(piece.at), wide(piece.source), parts, dtype), dtype
 
 
 @dataclass(slots=True)
 class _Write:
     data: Tensor | None
-    """The data that was written. None if it was a constant, or once the write has been verified."""
+    """None if it was a constant, or once the write has been verified."""
     name: str = ""
-    """The checkpoint tensor that the data came from. Empty if the data is a constant."""
+    """The checkpoint tensor that the data came from, or "" if it was a constant."""
     start: int = 0
-    """Position of the data in the checkpoint tensor."""
     stride: tuple[int, ...] = ()
-    """Stride of the data in the checkpoint tensor."""
+    """Position and stride of the data in the checkpoint tensor."""
     value: float = 0.0
-    """The value that was written, if it was a constant."""
+    """The constant."""
 
 
 @dataclass(slots=True)
 class _Target:
-    """A storage that weights were written to. It belongs either to a tensor that kernels use or to
-    an intermediate tensor."""
+    """A storage of the kernels, or an intermediate one, that weights were written to."""
 
     alive: StorageWeakRef
-    """A weak reference that prevents the key of the storage from being reused."""
+    """Prevents the storage's key from being reused."""
     dtype: torch.dtype
     name: str = "a loaded tensor"
     kernel: Tensor | None = None
-    """The tensor used by the kernels. None for an intermediate storage."""
+    """None for an intermediate storage."""
     writes: dict[Layout, _Write] = field(default_factory=dict[Layout, _Write])
     read_by: str = ""
-    """The operation that read the storage before it was written."""
     proven: bool = False
 
 
@@ -239,16 +226,13 @@ class _Bucket:
     alive: StorageWeakRef
     entries: tuple[TensorEntry, ...]
     start: int
-    """Byte offset of the bucket in its storage."""
 
 
 class LoadRecorder(TorchDispatchMode):
     """Records how vLLM's loader carries out one update."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
-        """Create the recorder before the update starts. `deferred` are the layers that process
-        their weights after loading. They do this again in every update, so the processing is not
-        recorded and may compute anything."""
+        """`deferred` layers process their weights again in every update, which is not recorded."""
         super().__init__()
         self.refusal = ""
         """The reason no plan can be made. Empty as long as a plan is possible."""
@@ -270,7 +254,6 @@ class LoadRecorder(TorchDispatchMode):
 
     @contextmanager
     def bucket(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Iterator[None]:
-        """Context manager that records how a bucket is loaded."""
         alive = StorageWeakRef(flat.untyped_storage())
         self._buckets[_key(flat)] = _Bucket(alive, entries, int(flat.storage_offset()))
         for entry in entries:
@@ -285,8 +268,7 @@ class LoadRecorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager that records all operations of the loader, except in the `deferred`
-        layers."""
+        """Record all operations of the loader, except in the `deferred` layers."""
         if self.refusal:
             yield
             return
@@ -312,7 +294,6 @@ class LoadRecorder(TorchDispatchMode):
         return call
 
     def plan(self) -> CopyPlan | None:
-        """Return the plan for the recorded update, or None if no plan can be made."""
         written = [t for t in self._targets.values() if t.kernel is not None and t.writes]
         for target in written:
             assert target.kernel is not None
@@ -328,17 +309,17 @@ class LoadRecorder(TorchDispatchMode):
         if self.refusal:
             return None
         kernels = [target.kernel for target in written if target.kernel is not None]
-        pieces: dict[str, list[CopyPiece]] = {name: [] for name in self._arrived}
+        pieces: dict[str, list[_CopyPiece]] = {name: [] for name in self._arrived}
         fills: list[tuple[Tensor, float]] = []
         for index, target in enumerate(written):
             for layout, write in target.writes.items():
                 if not write.name:
-                    fills.append((window(kernels[index], target.dtype, layout), write.value))
+                    fills.append((_window(kernels[index], target.dtype, layout), write.value))
                     continue
                 offset, size, stride = layout
                 dtype = getattr(torch, self._arrived[write.name].dtype)
-                parts = dims(size, stride, write.stride)
-                pieces[write.name].append(CopyPiece(index, offset, write.start, parts, dtype))
+                parts = _dims(size, stride, write.stride)
+                pieces[write.name].append(_CopyPiece(index, offset, write.start, parts, dtype))
         placed = {name: (entry, tuple(pieces[name])) for name, entry in self._arrived.items()}
         return CopyPlan(kernels, placed, fills)
 
@@ -395,7 +376,6 @@ class LoadRecorder(TorchDispatchMode):
                 self.refuse(f"{name} receives something that is not in the checkpoint")
 
     def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
-        """Record that part of a checkpoint tensor was copied from a bucket."""
         offset, shape, stride = _layout(source)
         at = offset * source.dtype.itemsize - bucket.start
         index = bisect_right(bucket.entries, at, key=lambda entry: entry.offset) - 1
@@ -419,8 +399,7 @@ class LoadRecorder(TorchDispatchMode):
         target.proven = False
 
     def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
-        """Record that a whole loaded tensor was copied, with everything that was written to it
-        before."""
+        """A whole loaded tensor was copied, with everything that was written to it before."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize
@@ -441,24 +420,23 @@ class LoadRecorder(TorchDispatchMode):
             self._prove(target, to, source)
 
     def _prove(self, target: _Target, kernel: Tensor, truth: Tensor) -> None:
-        """Check that the recorded writes alone reproduce `kernel`, regardless of its previous
-        contents."""
+        """Check that the recorded writes alone reproduce `kernel`, whatever it contained before."""
         number = sum(prod(size) for _, size, _ in target.writes)
         stride = kernel.stride()
-        if number != kernel.numel() or dims(kernel.shape, stride, stride) != ((number, 1, 1),):
+        if number != kernel.numel() or _dims(kernel.shape, stride, stride) != ((number, 1, 1),):
             self.refuse(f"{target.name}: {number} of its {kernel.numel()} elements are loaded")
             return
         actual, expected = _bytes(kernel), _bytes(truth)
         torch.bitwise_not(expected, out=actual)  # unwritten elements then differ in every bit
         for (offset, size, stride), write in target.writes.items():
             if write.data is not None:
-                parts = dims(size, stride, write.data.stride())  # as the plan does
+                parts = _dims(size, stride, write.data.stride())  # as the plan does
                 size, stride, inner = zip(*parts, strict=True)
                 layout = int(write.data.storage_offset()), size, inner
-                data = window(write.data, write.data.dtype, layout)
-                window(kernel, target.dtype, (offset, size, stride)).copy_(data)
+                data = _window(write.data, write.data.dtype, layout)
+                _window(kernel, target.dtype, (offset, size, stride)).copy_(data)
             elif not write.name:
-                window(kernel, target.dtype, (offset, size, stride)).fill_(write.value)
+                _window(kernel, target.dtype, (offset, size, stride)).fill_(write.value)
             write.data = None
         target.proven = torch.equal(actual, expected)
         if not target.proven:
@@ -498,4 +476,4 @@ def _bytes(tensor: Tensor) -> Tensor:
     item = tensor.dtype.itemsize
     start, length = int(tensor.storage_offset()) * item, tensor.numel() * item
     width = 1 if (start | length) % 8 else 8
-    return window(tensor, _INTEGERS[width], (start // width, (length // width,), (1,)))
+    return _window(tensor, _INTEGERS[width], (start // width, (length // width,), (1,)))

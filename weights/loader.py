@@ -1,8 +1,8 @@
 """Loads new weights into a running vLLM engine, one bucket at a time. vLLM's layerwise reload
 collects the tensors of each layer, converts them as it did when the model was first loaded, and
 copies the result into the tensors that kernels and CUDA graphs hold. Calling `load_weights` alone
-would leave the model only partly loaded. A `LoadRecorder` observes the first update. Later updates
-repeat its copies without vLLM's loader (see `keel.weights.copy_plan`)."""
+would leave the model only partly loaded. Later updates repeat the copies of the first one without
+vLLM's loader (see `keel.weights.copy_plan`)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def moe_runners(model: nn.Module) -> list[Any]:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Pack the output heads that are tied to the embedding for oneDNN. vLLM's CPU build packs a
-    head only if the update has a separate tensor for it."""
+    """vLLM's CPU build packs a head for oneDNN only if the update has a separate tensor for it."""
     embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     for head in embeddings:
         packed = isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear")
@@ -59,7 +58,6 @@ class WeightsExtension:
     vllm_config: Any
     model_runner: Any
     rank: int
-    """The worker's rank in this engine."""
     device: torch.device
     distributed_init_method: str
 
@@ -67,17 +65,13 @@ class WeightsExtension:
     keel_view: SharedView
     keel_checksum: Checksum
     keel_recorder: LoadRecorder | None = None
-    """The recorder for the first update. It is kept so that only one is ever created."""
     keel_plan: CopyPlan | None = None
     """The plan that later updates follow, or None if the first update could not be recorded."""
     keel_decided = False
-    """True once the first update has finished, whether or not it produced a plan."""
 
     def keel_prepare(self) -> None:
-        """Prepare the worker for weight updates. Gives every weight loader a `__name__`, which
-        vLLM's reload requires. A `functools.partial` has none, such as the loader for the norms in
-        MiniMax-M2. Also deletes the rendezvous file of a single worker, which is no longer needed.
-        """
+        """Give every weight loader a `__name__`, which vLLM's reload requires and a
+        `functools.partial` lacks. Delete the rendezvous file of a single worker."""
         if (place := self.distributed_init_method).startswith("file://"):
             Path(place.removeprefix("file://")).unlink(missing_ok=True)
         for tensor in self.model_runner.get_model().parameters():
@@ -86,14 +80,12 @@ class WeightsExtension:
                 loader.__name__ = "weight_loader"
 
     def keel_moe_layers(self) -> list[int]:
-        """Return the layer indices of the MoE layers."""
         return [runner.layer_id for runner in moe_runners(self.model_runner.get_model())]
 
     def keel_gpu(self) -> str:
         return gpu_id(self.device)
 
     def keel_join(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
-        """Open a channel to the rank that sends weights. Any earlier channel is closed first."""
         if self.keel_channel is not None:
             self.keel_channel.close()
             self.keel_channel = None
@@ -109,8 +101,7 @@ class WeightsExtension:
     keel_attempt = attempt
 
     def keel_begin_update(self, no_copies: str = "") -> None:
-        """Prepare to receive the buckets of an update. If `no_copies` is not empty, it is the
-        reason every update must use vLLM's loader. If it is empty, the first update is recorded."""
+        """`no_copies` is the reason to always use vLLM's loader, or "" to record an update."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
@@ -129,8 +120,7 @@ class WeightsExtension:
             initialize_layerwise_reload(model)
 
     def keel_way(self) -> str:
-        """Return "copies" if updates use a copy plan, or otherwise the reason they use vLLM's
-        loader. Returns "" before the first update."""
+        """Return "copies", the reason for vLLM's loader, or "" before the first update."""
         if self.keel_plan is not None:
             return "copies"
         return self.keel_recorder.refusal if self.keel_recorder is not None else ""
@@ -168,8 +158,6 @@ class WeightsExtension:
 
     @torch.inference_mode()
     def keel_finish_update(self, checksum: int | None) -> None:
-        """Complete an update and switch sampling to the new weights. Raises RuntimeError if the
-        checksum differs."""
         self.keel_view = SharedView()
         if checksum not in (None, self.keel_checksum.value()):
             raise RuntimeError(
@@ -198,8 +186,7 @@ class WeightsExtension:
             _LOG.info("weight updates copy %d tensors directly", len(self.keel_plan.placed))
 
     def _keel_deferred(self) -> list[Any]:
-        """Return the attention layers that derive further tensors from their weights after loading,
-        such as MLA layers."""
+        """Return the attention layers that derive tensors from their weights, such as MLA."""
         from vllm.model_executor.layers.attention import (  # noqa: PLC0415  (only copies need it)
             is_deferred_attention_layer,
         )

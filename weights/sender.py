@@ -1,50 +1,190 @@
-"""The trainer's side of a weight update. Each rank sends the current weights to its engines, bucket
-by bucket. If an engine shares the rank's GPU, the bytes stay on that GPU. Otherwise they are sent
-through a channel. Each bucket is announced through the control channel. A single call to the
-engine's actor runs for the whole update, and reports an error if the engine fails. If one engine
-fails, the updates of the others continue."""
+"""The trainer's side of a weight update.
+
+A `BucketPacker` packs the model's checkpoint tensors into buckets. Converting a tensor to its
+checkpoint name takes about 50 µs, and a mixture-of-experts model has tens of thousands. The first
+update therefore records where each checkpoint tensor is located in the model, and later ones copy
+large contiguous blocks, such as all experts of a layer at once.
+
+A `Sender` sends the buckets of its rank to the engines: through a channel, or in place if an engine
+shares the rank's GPU. Each bucket is announced through the control channel. A single call to the
+engine's actor runs for the whole update, and reports an error if the engine fails. The updates of
+the other engines continue.
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 import torch
 from ray.exceptions import GetTimeoutError, RayTaskError
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from keel.model import ray_timeouts
-from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket
+from keel.model.load import Named, Whole, as_checkpoint, module_tensors, precision
+from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, TensorEntry, pack_flat
 from keel.weights.channel import Begin, Channel, Finish, Mailbox, Rendezvous, SharedMemory, gpu_id
 from keel.weights.sync import Outcome, Receiver
 
-GRACE_S = 5.0
+_GRACE_S = 5.0
 """Seconds to wait, after a channel breaks, for the engine to report an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements that are contiguous both in a module's tensor and in a bucket."""
+
+    source: str
+    start: int
+    count: int
+    bucket: int
+    at: int
+    """In bytes."""
+    dtype: torch.dtype
+
+
+class BucketPacker:
+    """Packs the weights of one model, whose modules and shapes must not change."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        *,
+        whole: Whole | None = None,
+    ) -> None:
+        """`dtype` is the engines' dtype. See `pack_flat` and `module_tensors`."""
+        self._model, self._size, self._whole = model, bucket_bytes, whole
+        self._in_engine_dtype = precision(model, dtype)
+        self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
+        """The tensor table of each bucket, and the size of the bucket in bytes."""
+        self._runs: list[list[_Run]] = []
+        self._computed: set[int] = set()
+        """Modules whose checkpoint tensors are not simply parts of the module's tensors."""
+
+    def buckets(self) -> Iterator[FlatBucket]:
+        """Pack the current weights and yield the buckets. The first call needs as much memory as
+        `pack_flat`. Later calls keep only one bucket and one module's tensors in memory at a time.
+        """
+        return self._replay() if self._tables else self._record()
+
+    def _record(self) -> Iterator[FlatBucket]:
+        origins: dict[str, tuple[int, str, int]] = {}
+        computed: set[int] = set()
+        modules = 0
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            nonlocal modules
+            for index, local in enumerate(module_tensors(self._model, whole=self._whole)):
+                modules += 1
+                named = self._named(local)
+                places = {name: _origin(tensor, local) for name, tensor in named.items()}
+                if None in places.values():
+                    computed.add(index)
+                    places = {name: (name, 0) for name in named}
+                own_origins = {name: (index, *place) for name, place in places.items() if place}
+                origins.update(own_origins)
+                # Memory order lets neighbours form one run.
+                for name in sorted(named, key=own_origins.__getitem__):
+                    yield name, self._in_engine_dtype(name, named[name])
+
+        tables: list[tuple[tuple[TensorEntry, ...], int]] = []
+        for entries, flat in pack_flat(tensors(), self._size):
+            tables.append((entries, flat.numel()))
+            yield entries, flat
+        runs: list[list[_Run]] = [[] for _ in range(modules)]
+        for number, (entries, _) in enumerate(tables):
+            for entry in entries:
+                module, source, start = origins[entry.name]
+                dtype = getattr(torch, entry.dtype)
+                _append(runs[module], _Run(source, start, entry.numel, number, entry.offset, dtype))
+        self._tables, self._runs, self._computed = tables, runs, computed
+
+    def _named(self, local: Named) -> Named:
+        try:
+            with _WithoutCopies():
+                return as_checkpoint(self._model, local)
+        except RuntimeError:  # a conversion that needs a contiguous tensor
+            return as_checkpoint(self._model, local)
+
+    def _replay(self) -> Iterator[FlatBucket]:
+        number, flat = -1, torch.empty(0)
+        modules = module_tensors(self._model, whole=self._whole)
+        for index, (local, runs) in enumerate(zip(modules, self._runs, strict=True)):
+            sources = as_checkpoint(self._model, local) if index in self._computed else local
+            for run in runs:
+                if run.bucket != number:
+                    if number >= 0:
+                        yield self._tables[number][0], flat
+                        flat = torch.empty(0)  # frees memory for the next one
+                    number, device = run.bucket, sources[run.source].device
+                    flat = torch.zeros(self._tables[number][1], dtype=torch.uint8, device=device)
+                part = sources[run.source].reshape(-1)[run.start : run.start + run.count]
+                if run.count:
+                    end = run.at + run.count * run.dtype.itemsize
+                    flat[run.at : end].view(run.dtype).copy_(part)
+        if number >= 0:
+            yield self._tables[number][0], flat
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Turns `contiguous` into a no-op. Transformers calls `contiguous` before it splits a tensor.
+    Without this copy, the parts are views, which show where their elements come from."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | None:
+    """Return the name of the tensor in `local` that contains this tensor without gaps, and the
+    index of its first element there, or None."""
+    for name, whole in local.items():
+        start, rest = divmod(tensor.data_ptr() - whole.data_ptr(), whole.itemsize)
+        if (
+            tensor.dtype == whole.dtype
+            and tensor.is_contiguous()
+            and whole.is_contiguous()
+            and rest == 0
+            and 0 <= start <= whole.numel() - tensor.numel()
+        ):
+            return name, start
+    return None
+
+
+def _append(runs: list[_Run], run: _Run) -> None:
+    if runs:
+        last = runs[-1]
+        bytes_before = last.count * last.dtype.itemsize
+        after = replace(last, start=last.start + last.count, at=last.at + bytes_before)
+        if run == replace(after, count=run.count):
+            runs[-1] = replace(last, count=last.count + run.count)
+            return
+    runs.append(run)
 
 
 @dataclass(slots=True)
 class _Link:
-    """The connection to one engine."""
-
     actor_hash: int
-    """Used to detect that the engine was replaced. Storing the actor handle would keep the actor
-    alive."""
+    """Detects a replaced engine. Storing the handle would keep the actor alive."""
     mailbox: Mailbox
     channel: Channel | None
     """None if the engine and the rank share a GPU."""
     memory: SharedMemory = field(default_factory=SharedMemory)
     receiving: Any = None
-    """The pending call to the engine's actor."""
     sending: bool = False
-    """True while a bucket is being sent through the channel. It stays True if sending fails."""
+    """True while a bucket is sent through the channel, and still if that fails."""
     reached: bool = False
-    """True once a bucket was sent through the channel successfully."""
 
     def send(self, bucket: FlatBucket) -> None:
-        """Send a bucket, and return once the engine has its bytes. The engine loads them while the
-        next bucket is packed."""
+        """Return once the engine has the bytes, which it loads while the next bucket is packed."""
         entries, flat = bucket
         self.mailbox.wait(self._check)
         if self.channel is None:
@@ -78,19 +218,16 @@ class Sender:
     """Sends weights from one rank to its engines."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
-        """Create the sender of a rank. `timeout_s` is the time limit for each step of an update."""
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
         self._links: dict[int, _Link] = {}
-        """The links to the engines, by engine index."""
         self._reached = False
-        """True once any channel has worked."""
 
     def send(
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
     ) -> dict[int, Outcome]:
-        """Send the weights of this `version` to all `receivers`. Returns the outcome for each
-        engine, keyed by engine index. `buckets` is always read to the end, because under ZeRO-3 the
-        other ranks take part in gathering every bucket."""
+        """Send the weights of this `version`, and return the outcome for each engine's index.
+        `buckets` is always read to the end, because under ZeRO-3 the other ranks take part in
+        gathering every bucket."""
         outcomes: dict[int, Outcome] = {}
         remaining, first = list(receivers), not self._reached
 
@@ -117,8 +254,6 @@ class Sender:
         return {**outcomes, **{receiver.index: version for receiver in remaining}}
 
     def _failure(self, index: int, error: Exception, *, first: bool) -> Exception:
-        """Close the link to an engine and return the error that ended its update. `first` is set if
-        no channel to any engine had worked before."""
         link = self._links.get(index)
         self._unlink(index)
         cause = error.cause if isinstance(error, RayTaskError) else None
@@ -134,7 +269,9 @@ class Sender:
                 "NCCL_SOCKET_IFNAME names the network interface to use"
             )
         for each in (error, failure):
-            _drop_frames(each)
+            while each is not None:  # frames in tracebacks would keep buckets in GPU memory
+                each.__traceback__ = None
+                each = each.__cause__ or each.__context__
         return failure
 
     def _begin(self, receiver: Receiver) -> None:
@@ -157,15 +294,11 @@ class Sender:
         name = uuid4().hex  # the store keeps the addresses of earlier links under their names
         joined = ray_timeouts.call(actor.join, self._rendezvous, name, shared)
         channel: Channel | None = None
+        size, device, timeout_s = 1 + len(gpus), self._device, self._timeout_s
         try:
             if not shared:
                 channel = Channel(
-                    self._rendezvous,
-                    name,
-                    rank=0,
-                    size=1 + len(gpus),
-                    device=self._device,
-                    timeout_s=self._timeout_s,
+                    self._rendezvous, name, rank=0, size=size, device=device, timeout_s=timeout_s
                 )
         except Exception as error:  # gloo waits for the engine in its constructor
             _raise_failure(joined)
@@ -176,7 +309,7 @@ class Sender:
             if channel is not None:
                 channel.close()
             raise
-        mailbox = Mailbox(self._rendezvous, name, timeout_s=self._timeout_s)
+        mailbox = Mailbox(self._rendezvous, name, timeout_s=timeout_s)
         return _Link(hash(actor), mailbox, channel)
 
     def _get(self, answer: Any, what: str) -> Any:
@@ -187,16 +320,8 @@ class Sender:
             raise TimeoutError(late) from error
 
 
-def _drop_frames(error: BaseException | None) -> None:
-    # Frames in the traceback would keep buckets in GPU memory.
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-
-
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:
-    """Raise the error from the call to the engine, if it has failed. This error is more informative
-    than that of a broken channel. Waits `wait_s` seconds for it, or `GRACE_S` if that is None."""
-    ready, _ = ray_timeouts.wait([answer], seconds=GRACE_S if wait_s is None else wait_s)
+    """The error from the call to the engine is more informative than that of a broken channel."""
+    ready, _ = ray_timeouts.wait([answer], seconds=_GRACE_S if wait_s is None else wait_s)
     if ready:
         ray_timeouts.get(answer, seconds=ray_timeouts.CALL_S)

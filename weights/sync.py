@@ -12,7 +12,7 @@ An update makes these calls:
                                       Begin, Bucket …, Finish through the control channel;
                                       bytes through NCCL or gloo, or in place on a shared GPU
             RolloutWorker.receive     EngineThread.receive, which carries out each message
-          through_store               RolloutWorker.update on every engine;
+          _through_store               RolloutWorker.update on every engine;
                                       bytes through Ray's object store
 
 Both paths end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
@@ -30,8 +30,7 @@ from typing import Any, Protocol
 from keel.configs.schema import RolloutConfig
 
 Outcome = int | Exception
-"""The result of updating an engine: the version that it now samples from, or the error that stopped
-the update."""
+"""The version that an updated engine samples from, or the error that stopped the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,7 @@ class UpdatableEngine(Protocol):
     @property
     def index(self) -> int: ...
     @property
-    def actor(self) -> Any:
-        """The Ray actor that runs the engine's `RolloutWorker`."""
-        ...
+    def actor(self) -> Any: ...
 
     def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
         """Load new weights. The future resolves to the version that the engine samples from."""
@@ -58,12 +55,11 @@ class UpdatableEngine(Protocol):
 
 
 Transfer = Callable[[Sequence[UpdatableEngine]], Sequence[Future[int]]]
-"""Starts sending one version of the weights to engines. Each future resolves to the version that
-its engine then samples from."""
+"""Starts sending weights. Each future is the version that its engine then samples from."""
 
 
 class _WeightSource(Protocol):
-    """The trainer's side of a weight update. Implemented by `keel.trainer.learner.Learner`."""
+    """Implemented by `keel.trainer.learner.Learner`."""
 
     def make_room(self) -> None: ...
     def put_weights(self) -> Sequence[Any]: ...
@@ -71,14 +67,14 @@ class _WeightSource(Protocol):
 
 
 class _WeightTarget(Protocol):
-    """The engines' side of a weight update. Implemented by `keel.rollout.pool.pool.RolloutPool`."""
+    """Implemented by `keel.rollout.pool.pool.RolloutPool`."""
 
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
-def through_store(version: int, buckets: Sequence[Any]) -> Transfer:
+def _through_store(version: int, buckets: Sequence[Any]) -> Transfer:
     """Send weights through Ray's object store, which copies them to each node once. `buckets` are
-    Ray object references to `keel.weights.buckets.Bucket` objects."""
+    Ray references to `keel.weights.buckets.Bucket` objects."""
     return lambda engines: [engine.update(version, buckets) for engine in engines]
 
 
@@ -99,8 +95,7 @@ class WeightSync:
         direct: bool,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Connect the trainer to the engines. `before(version)` is called when the weights are
-        ready, just before the engines receive them."""
+        """`before(version)` is called just before the engines receive the weights."""
         self._source, self._engines = source, engines
         self._direct, self._before = direct, before
 
@@ -111,6 +106,6 @@ class WeightSync:
         source = self._source
         source.make_room()
         # Direct transfers use NCCL, or memory on a shared GPU (`keel.weights.sender`).
-        transfer = source.send if self._direct else through_store(version, source.put_weights())
+        transfer = source.send if self._direct else _through_store(version, source.put_weights())
         self._before(version)
         return self._engines.update(version, transfer)

@@ -6,7 +6,7 @@ up). As a result, the hidden states of a token are bit-identical in any micro-ba
 float32 head still differs, by a few millionths of a nat.
 
 Gradients are computed from plain formulas in one-pass kernels
-(`keel.model.batch_invariant.kernels`). For attention, PyTorch computes them.
+(`keel.model.layers.kernels`). For attention, PyTorch computes them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
 """The `rope_type`s that vLLM implements with the same kernel but a different cosine table."""
 _Positions = tuple[Tensor, Tensor, Tensor]
-"""The positions [N], and two tables for `engine.rotate`. The first one rotates heads, and the
-second one rotates them back."""
+"""The positions [N], and the tables for `engine.rotate` that rotate heads and rotate them back."""
 HEAD = 128
 """The head size for which flash attention 3 returns the same bits for single tokens (not causal) as
 for whole prompts. Measurements showed different bits for a size of 64."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
-    """Check that batch-invariant layers can be used. Raises ConfigError if the model is not
-    supported or there is no GPU."""
+    """Raise ConfigError if batch-invariant layers do not support the model, or without a GPU."""
     if not gpu:
         raise ConfigError(
             "model.batch_invariant needs a GPU. Remove it: on CPUs in float32, ratios are 1 to "
@@ -59,19 +57,17 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
         (bool(getattr(text, "mlp_bias", False)), "biases in the feed-forward layers"),
         (size != HEAD, f"a head size of {size}"),
     )
-    for present, what in unsupported:
-        if present:
-            raise ConfigError(
-                f"model.batch_invariant does not support {what} (model.path = {path!r}), only "
-                f"{', '.join(FAMILIES)} with a head size of {HEAD}. Remove it"
-            )
+    if problem := next((what for present, what in unsupported if present), ""):
+        raise ConfigError(
+            f"model.batch_invariant does not support {problem} (model.path = {path!r}), only "
+            f"{', '.join(FAMILIES)} with a head size of {HEAD}. Remove it"
+        )
 
 
 def use_invariant_layers(model: PreTrainedModel) -> None:
     """Make the decoder of `model` use the engine's kernels. The weights do not change. Raises
-    ConfigError if the model does not pass `check_invariant`. Raises
-    keel.model.batch_invariant.vllm_kernels.Unavailable if the installed vLLM lacks these kernels.
-    """
+    ConfigError if the model does not pass `check_invariant`, and RuntimeError if the installed vLLM
+    lacks these kernels."""
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()
     decoder: Any = model.get_decoder()
@@ -133,8 +129,7 @@ class _Mlp:
 
 
 def _linear(x: Tensor, *parts: nn.Linear) -> Tensor:
-    """Apply several linear layers to x [N, K] in a single GEMM, and return their concatenated
-    outputs."""
+    """Apply several linear layers to x [N, K] in one GEMM, and return the joined outputs."""
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))
 
@@ -162,8 +157,6 @@ class _Normed(Function):
 
 
 class _Turned(Function):
-    """Normalises and rotates heads. The backward pass rotates the gradients back."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -224,7 +217,7 @@ class _Gated(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (packed,) = ctx.saved_tensors
-        return _kernels().swiglu_grad(packed, grad)
+        return _kernels().swiglu_gradient(grad.contiguous(), packed)
 
 
 class _Linear(Function):
@@ -253,6 +246,6 @@ def _concat(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _kernels() -> Any:
-    from keel.model.batch_invariant import kernels  # noqa: PLC0415  (Triton is on GPU machines)
+    from keel.model.layers import kernels  # noqa: PLC0415  (Triton is on GPU machines)
 
     return kernels

@@ -5,51 +5,75 @@ This is the only place where the trainer uses vLLM. Each kernel returns the same
 any batch: GEMMs sum over K in a fixed order, attention processes keys in blocks of a fixed size,
 and norms do not choose their threads by the number of rows. A forward pass over a whole sequence
 therefore returns the same bits as an engine that decodes it token by token.
+
+`linear_like` and `norm_heads_like` are faster variants that return exactly the same bits. Each
+variant is compared with vLLM's kernel before it is used. Engines and the trainer run the same code
+(`keel.rollout.engine.patches`). They may pick different variants, because all are bit-identical.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig
 
-from keel.model.attention import Segments
-from keel.model.batch_invariant import BLOCK, VARIABLE, kernel_variants
+from keel.model.batch_invariant import BLOCK, VARIABLE
+
+if TYPE_CHECKING:  # engines import this file, too
+    from keel.model.attention import Segments
 
 
-class Unavailable(RuntimeError):
-    """Raised if vLLM's batch-invariant kernels are not available."""
+_Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_Norm = Callable[[Tensor, Tensor, float], Tensor]
+
+_HOPPER = 9
+"""Major compute capability of the GPUs on which the GEMMs were tested."""
+_FEW = 512
+"""Maximum number of rows for which narrow tiles are tried, as in decoding steps."""
+_MOST = 8192
+"""Maximum number of rows in a trial. The outputs for a whole micro-batch would take gigabytes."""
+_FULL = 128 * 128 * 132
+"""A GEMM with at least this many outputs has enough tiles to fill the GPU, so cuBLAS does not split
+K on its own. Explicitly forbidding the split would cost about 400 µs per call on the host,
+apparently for an algorithm search."""
+_TRIALS, _CALLS = 3, 8
+"""Number of timed runs of each bit-identical variant, and the number of calls in each run."""
+
+_CHOICES: dict[Any, Any] = {}
+"""The function chosen for each operation and shape, with the rows rounded up to a power of two."""
 
 
 def prepare() -> None:
-    """Load all kernels. Raises Unavailable if one is missing."""
+    """Load all kernels. Raises RuntimeError if one is missing."""
     if os.environ.get(VARIABLE) != "1":
-        raise Unavailable(f"set {VARIABLE}=1 in the environment before this process starts")
+        raise RuntimeError(f"set {VARIABLE}=1 in the environment before this process starts")
     try:
         kernels = _kernels()
     except (ImportError, AttributeError, KeyError) as error:
-        raise Unavailable(
+        raise RuntimeError(
             f"model.batch_invariant: vLLM has no batch-invariant kernels here ({error}). Install "
             "its CUDA build of 0.32, or remove the knob"
         ) from error
     if kernels.flash_version is None:
-        raise Unavailable("model.batch_invariant: vLLM has no flash attention for this GPU")
+        raise RuntimeError("model.batch_invariant: vLLM has no flash attention for this GPU")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M]."""
-    return kernel_variants.linear(_kernels().linear, x, weight, bias)
+    return linear_like(_kernels().linear, x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight · x / rms(x) over the last dimension of x [N, H, d]. Use `rms_norm_of_sum` for
-    a residual sum."""
-    return kernel_variants.norm_heads(_kernels().rms_norm, x, weight, eps)
+    """Compute weight · x / rms(x) over the last dimension of x [N, H, d]."""
+    return norm_heads_like(_kernels().rms_norm, x, weight, eps)
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,8 +86,7 @@ def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
-    """Rotate contiguous x [N, H, D] in place. Takes the positions [N] and a table [P, R] from
-    `rotary_table`."""
+    """Rotate contiguous x [N, H, D] in place, at positions [N], by a table [P, R]."""
     _kernels().rotary_embedding(positions, x.flatten(1), None, x.shape[-1], table, True)
 
 
@@ -100,12 +123,10 @@ def attention(
 
 
 @dataclass(frozen=True)
-class Pages:
-    """Arrangement of packed segments in blocks of `BLOCK` tokens. No block is shared by two
-    segments."""
+class _Pages:
+    """Packed segments in blocks of `BLOCK` tokens, which no two segments share."""
 
     lengths: Tensor
-    """[S] int32."""
     rows: Tensor
     """[N] the row within the blocks that holds each token."""
     table: Tensor
@@ -113,7 +134,7 @@ class Pages:
     blocks: int
 
     @staticmethod
-    def of(lengths: tuple[int, ...], device: torch.device) -> Pages:
+    def of(lengths: tuple[int, ...], device: torch.device) -> _Pages:
         sizes = torch.tensor(lengths)
         blocks = -(-sizes // BLOCK)
         first = blocks.cumsum(0) - blocks
@@ -122,22 +143,21 @@ class Pages:
         rows = torch.arange(int(sizes.sum())) + torch.repeat_interleave(shift, sizes)
         count = int(blocks.sum())
         table = (first[:, None] + torch.arange(int(blocks.max()))).clamp(max=count - 1)
-        return Pages(
+        return _Pages(
             sizes.to(device, torch.int32), rows.to(device), table.to(device, torch.int32), count
         )
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """Copy packed tokens [N, H, D] into blocks [blocks, BLOCK, H, D]."""
+        """[N, H, D] → [blocks, BLOCK, H, D]."""
         pages = x.new_zeros(self.blocks * BLOCK, *x.shape[1:])
         return pages.index_copy_(0, self.rows, x).unflatten(0, (-1, BLOCK))
 
 
-_pages = lru_cache(maxsize=2)(Pages.of)
+_pages = lru_cache(maxsize=2)(_Pages.of)
 
 
 def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the table of cosines and sines, [positions, R] in `dtype`, computed as in the engine.
-    The cosines come first."""
+    """Return the engine's table of cosines, then sines, [positions, R]."""
     from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415
     from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: PLC0415
 
@@ -170,3 +190,123 @@ class _Kernels:
 
 
 _kernels = cache(_Kernels)
+
+
+def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M]. The result is bit-identical to that of
+    `local`, vLLM's kernel. On Hopper, cuBLAS sums in the same order as vLLM's kernel unless it
+    splits K, and it is faster. It would split K if there are few rows and the matrix is narrow and
+    deep. In that case, a kernel with narrow tiles is faster."""
+    kind = (x.device, x.dtype, weight.shape, bias is None, _doublings(len(x)))
+    chosen: _Linear | None = _CHOICES.get(kind)
+    if chosen is None:
+        if not len(x) or torch.cuda.is_current_stream_capturing():  # no comparison is possible
+            return local(x, weight, bias)
+        chosen = _CHOICES[kind] = _choose_linear(local, x, weight, bias)
+    return chosen(x, weight, bias)
+
+
+def norm_heads_like(local: _Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D]. The result is
+    bit-identical to that of `local`, vLLM's kernel, which needs a contiguous copy of x."""
+    kind = (x.device, x.dtype, x.shape[1:], eps)
+    chosen: _Norm | None = _CHOICES.get(kind)
+    if chosen is None:
+        if not len(x) or torch.cuda.is_current_stream_capturing():
+            return local(x, weight, eps)
+        from keel.model.layers import kernels  # noqa: PLC0415  (Triton)
+
+        trial = _random(x[:_FEW])  # tokens are independent
+        same = torch.equal(local(trial, weight, eps), kernels.norm_heads(trial, weight, eps))
+        chosen = _CHOICES[kind] = kernels.norm_heads if same else local
+    return chosen(x, weight, eps)
+
+
+def _choose_linear(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Linear:
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if not half or torch.cuda.get_device_capability(x.device)[0] != _HOPPER:
+        return local
+    few, fewest = len(x) <= _FEW, (1 << _doublings(len(x))) // 2 + 1
+    # Random inputs: an engine's first calls have identical rows, or zeros after attention.
+    trial, bias = _random(x[:_MOST]), None if bias is None else _random(bias)
+    expected = local(trial, weight, bias)
+
+    def same(variant: _Linear) -> bool:
+        return torch.equal(expected, variant(trial, weight, bias)) and torch.equal(
+            expected[:fewest], variant(trial[:fewest], weight, bias)
+        )
+
+    if fewest * len(weight) >= _FULL and same(_default):
+        return _default
+    variants = [_without_split_k]
+    if few:
+        from keel.model.layers import kernels  # noqa: PLC0415  (Triton)
+
+        variants.append(kernels.few_rows)
+    variants = [variant for variant in variants if same(variant)]
+    if len(variants) < 2:
+        return variants[0] if variants else local
+    return min(variants, key=lambda variant: _seconds(lambda: variant(trial, weight, bias)))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    best = float("inf")
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(_CALLS):
+            call()
+        graph.capture_end()
+        for _ in range(_TRIALS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) / 1000)
+    torch.cuda.current_stream().wait_stream(stream)
+    return best
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """All trials share a stream, because cuBLAS reserves 32 MiB per stream on Hopper."""
+    return torch.cuda.Stream(device)
+
+
+def _doublings(rows: int) -> int:
+    """Return ⌈log2(rows)⌉. Kernels change their tile height just above powers of two."""
+    return max(0, rows - 1).bit_length()
+
+
+def _random(x: Tensor) -> Tensor:
+    generator = torch.Generator(x.device).manual_seed(0)
+    return torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+
+
+def _without_split_k(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with _cublaslt(x.dtype, splits=False):
+        return functional.linear(x, weight, bias)
+
+
+def _default(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with _cublaslt(x.dtype, splits=True):
+        return functional.linear(x, weight, bias)
+
+
+@contextmanager
+def _cublaslt(dtype: torch.dtype, *, splits: bool) -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    knob = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    before = getattr(matmul, knob), getattr(matmul, f"{knob}_split_k")
+    library = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    setattr(matmul, knob, (splits, splits))  # for sums and for splitting K
+    try:
+        yield
+    finally:
+        setattr(matmul, knob, before)
+        torch.backends.cuda.preferred_blas_library(library)

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,7 +30,6 @@ from keel.model.head.kernels import (
     HeadShape,
     Transposed,
     bias_gradient,
-    entry_tokens,
     full_gradients,
     full_statistics,
     gather_logits,
@@ -39,17 +37,14 @@ from keel.model.head.kernels import (
     hidden_gradient,
     logit_coefficients,
     span_statistics,
-    transpose_entries,
     weight_gradient,
 )
 from keel.model.torch_internals import to_device
 
-CHUNK_TOKENS = 2048
-"""The number of tokens that share a plan."""
-UNION_FLOOR = 128
-"""If tokens keep fewer ids than this on average, the gather plan is chosen without computing the
-union."""
-ALIGNMENT = 64
+_CHUNK_TOKENS = 2048
+_UNION_FLOOR = 128
+"""Below this mean number of ids per token, gather is chosen without computing the union."""
+_ALIGNMENT = 64
 """Unions are padded to a multiple of this size. GEMMs use slower kernels for other widths."""
 
 
@@ -61,7 +56,7 @@ class _Chunk:
     entries: tuple[int, int]
     union: Tensor | None = None
     """[U] int64, all ids kept by any of the tokens, in ascending order and padded with unused zeros
-    to a multiple of `ALIGNMENT`. None if the plan is gather."""
+    to a multiple of `_ALIGNMENT`. None if the plan is gather."""
     column: Tensor | None = None
     """[entries] int64, the position of each entry's id in `union`."""
 
@@ -85,22 +80,20 @@ class SupportPlan:
     def transposed(self) -> Transposed:
         """The entries of all gather chunks, sorted by id."""
         if all(chunk.union is None for chunk in self.chunks):
-            return transpose_entries(self.ids, self.token, self.vocabulary)
+            return Transposed.of(self.ids, self.token, self.vocabulary)
         spans = [
             torch.arange(*chunk.entries, device=self.ids.device)
             for chunk in self.chunks
             if chunk.union is None
         ]
         entry = torch.cat(spans) if spans else self.ids.new_zeros(0, dtype=torch.int64)
-        part = transpose_entries(self.ids[entry], self.token[entry], self.vocabulary)
+        part = Transposed.of(self.ids[entry], self.token[entry], self.vocabulary)
         return part._replace(entry=entry[part.entry])
 
 
-def union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
+def _union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
     """Return whether one GEMM over `union` rows is estimated to be faster than reading one row per
-    entry. The estimate is for a single pass, because the forward pass and both gradients scale in
-    the same way. The constants were fitted on an H200 for d from 640 to 2,048, but the choice
-    rarely differs on other devices."""
+    entry, in any pass. The constants were fitted on an H200 for d from 640 to 2,048."""
     gather = entries * (9e-11 + d * 2.35e-13)
     product = tokens * union * (4e-13 + d * 4e-15) + 6.5e-5
     return product < gather
@@ -114,66 +107,58 @@ def build_plan(
     synchronise. Ids must be in [0, vocabulary) and unique within a token."""
     host_offsets = kept_offsets.cpu().numpy()
     sizes = np.diff(host_offsets)
+    tokens = len(sizes)
+    chunks: list[_Chunk] = []
+    gathered = 0
+
+    def entries(first: int, last: int) -> tuple[int, int]:
+        return int(host_offsets[first]), int(host_offsets[last])
+
+    for first in range(0, tokens, _CHUNK_TOKENS):
+        last = min(first + _CHUNK_TOKENS, tokens)
+        start, stop = entries(first, last)
+        union = _find_union(kept_ids[start:stop], last - first, vocabulary, d)
+        if union is None:
+            continue
+        if gathered < first:
+            chunks.append(_Chunk((gathered, first), entries(gathered, first)))
+        members, column = (to_device(part, device) for part in union)
+        chunks.append(_Chunk((first, last), (start, stop), members, column))
+        gathered = last
+    if gathered < tokens:
+        chunks.append(_Chunk((gathered, tokens), entries(gathered, tokens)))
     offsets = to_device(kept_offsets.long(), device)
-    ids = to_device(kept_ids.int(), device)
+    token = torch.arange(tokens, dtype=torch.int32, device=device)
     full = None
     if not sizes.all():
         full = to_device(torch.from_numpy(np.flatnonzero(sizes == 0)), device)
     return SupportPlan(
         vocabulary=vocabulary,
-        ids=ids,
+        ids=to_device(kept_ids.int(), device),
         offsets=offsets,
-        token=entry_tokens(offsets, len(ids)),
-        chunks=_chunks(kept_ids, host_offsets, vocabulary, d, device),
+        token=token.repeat_interleave(offsets.diff(), output_size=len(kept_ids)),
+        chunks=tuple(chunks),
         full=full,
     )
 
 
-def _chunks(
-    kept_ids: Tensor,
-    host_offsets: NDArray[np.integer],
-    vocabulary: int,
-    d: int,
-    device: torch.device,
-) -> tuple[_Chunk, ...]:
-    tokens = len(host_offsets) - 1
-    chunks: list[_Chunk] = []
-    gathered = 0
-    for first in range(0, tokens, CHUNK_TOKENS):
-        last = min(first + CHUNK_TOKENS, tokens)
-        span = (int(host_offsets[first]), int(host_offsets[last]))
-        union = _find_union(kept_ids, (first, last), span, vocabulary, d)
-        if union is None:
-            continue
-        if gathered < first:
-            chunks.append(
-                _Chunk((gathered, first), (int(host_offsets[gathered]), int(host_offsets[first])))
-            )
-        members, column = (to_device(part, device) for part in union)
-        chunks.append(_Chunk((first, last), span, members, column))
-        gathered = last
-    if gathered < tokens:
-        span = (int(host_offsets[gathered]), int(host_offsets[tokens]))
-        chunks.append(_Chunk((gathered, tokens), span))
-    return tuple(chunks)
-
-
 def _find_union(
-    kept_ids: Tensor, tokens: tuple[int, int], span: tuple[int, int], vocabulary: int, d: int
+    kept_ids: Tensor, tokens: int, vocabulary: int, d: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the union of the tokens' sampling masks and the position of each entry in it. Returns
-    None if gather is faster."""
-    count, entries = tokens[1] - tokens[0], span[1] - span[0]
+    """Return the union and the position of each entry in it, or None if gather is faster."""
+    entries = len(kept_ids)
     # The union is at least as large as the mean mask.
-    if entries < UNION_FLOOR * count or not union_is_cheaper(entries, count, entries // count, d):
+    if entries < _UNION_FLOOR * tokens:
         return None
-    ids = kept_ids[span[0] : span[1]].long()
+    if not _union_is_cheaper(entries, tokens, entries // tokens, d):
+        return None
+    ids = kept_ids.long()
     kept = torch.zeros(vocabulary, dtype=torch.bool, device=ids.device)
     kept[ids] = True
     members = kept.nonzero().squeeze(1)
-    if not union_is_cheaper(entries, count, len(members), d):
+    if not _union_is_cheaper(entries, tokens, len(members), d):
         return None
-    padded = torch.nn.functional.pad(members, (0, -len(members) % ALIGNMENT))
+    padded = torch.nn.functional.pad(members, (0, -len(members) % _ALIGNMENT))
     return padded, (kept.cumsum(0) - 1)[ids]
 
 
@@ -195,8 +180,17 @@ class _SupportHead(torch.autograd.Function):
                 gather_logits(
                     logits, hidden, weight, bias, plan.token, plan.ids, chunk.entries, shape
                 )
-            else:
-                _union_logits(logits, hidden, weight, bias, plan, chunk, shape)
+                continue
+            (first, last), (start, stop) = chunk.tokens, chunk.entries
+            dot = gemm(hidden[first:last], weight[chunk.union].t())
+            z = dot[plan.token[start:stop] - first, chunk.column]
+            if bias is not None:
+                z += bias[plan.ids[start:stop]].float()
+            z *= shape.scale
+            if shape.softcap > 0:
+                z = shape.softcap * torch.tanh(z / shape.softcap)
+            logits[start:stop] = z / shape.temperature
+            del dot, z  # before the next chunk allocates its own
         logp, entropy, lse = hidden.new_empty((3, tokens), dtype=torch.float32).unbind(0)
         span_statistics(logp, entropy, lse, logits, plan.ids, plan.offsets, targets)
         if plan.full is not None:
@@ -231,19 +225,23 @@ class _SupportHead(torch.autograd.Function):
 
         grad_hidden = torch.empty_like(hidden)
         for chunk in plan.chunks:
-            first, last = chunk.tokens
-            if chunk.union is not None:
-                _union_gradients(
-                    coefficient, hidden, weight, plan, chunk, grad_hidden, base, grad_bias
-                )
-            elif need_hidden:
-                hidden_gradient(
-                    grad_hidden[first:last],
-                    coefficient,
-                    weight,
-                    plan.ids,
-                    plan.offsets[first : last + 1],
-                )
+            (first, last), (start, stop) = chunk.tokens, chunk.entries
+            if chunk.union is None:
+                if need_hidden:
+                    offsets = plan.offsets[first : last + 1]
+                    hidden_gradient(grad_hidden[first:last], coefficient, weight, plan.ids, offsets)
+                continue
+            dense = hidden.new_zeros((last - first, chunk.union.numel()))
+            row = plan.token[start:stop] - first
+            dense[row, chunk.column] = coefficient[start:stop].to(hidden.dtype)
+            # Via float32, because a GEMM with a bfloat16 result may also sum in bfloat16.
+            grad_hidden[first:last] = gemm(dense, weight[chunk.union])
+            # Ids of a union are unique and its padding adds zeros, so the order of sums is fixed.
+            if base is not None:
+                base.index_add_(0, chunk.union, gemm(dense.t(), hidden[first:last]))
+            if grad_bias is not None:
+                grad_bias.index_add_(0, chunk.union, dense.sum(0, dtype=torch.float32))
+            del dense, row
         if plan.full is not None:
             rows = plan.full
             grad_hidden[rows] = full_gradients(
@@ -270,52 +268,6 @@ class _SupportHead(torch.autograd.Function):
                 bias_gradient(grad_bias, coefficient, plan.transposed)
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden if need_hidden else None, grad_weight, grad_bias, None, None, None
-
-
-def _union_logits(
-    out: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: SupportPlan,
-    chunk: _Chunk,
-    shape: HeadShape,
-) -> None:
-    (first, last), (start, stop) = chunk.tokens, chunk.entries
-    assert chunk.union is not None
-    dot = gemm(hidden[first:last], weight[chunk.union].t())
-    z = dot[plan.token[start:stop] - first, chunk.column]
-    if bias is not None:
-        z += bias[plan.ids[start:stop]].float()
-    z *= shape.scale
-    if shape.softcap > 0:
-        z = shape.softcap * torch.tanh(z / shape.softcap)
-    out[start:stop] = z / shape.temperature
-
-
-def _union_gradients(
-    coefficient: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    plan: SupportPlan,
-    chunk: _Chunk,
-    grad_hidden: Tensor,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
-) -> None:
-    (first, last), (start, stop) = chunk.tokens, chunk.entries
-    assert chunk.union is not None
-    dense = torch.zeros(
-        (last - first, chunk.union.numel()), device=hidden.device, dtype=hidden.dtype
-    )
-    dense[plan.token[start:stop] - first, chunk.column] = coefficient[start:stop].to(hidden.dtype)
-    # Via float32, because a GEMM with a bfloat16 result may also sum in bfloat16.
-    grad_hidden[first:last] = gemm(dense, weight[chunk.union])
-    # Ids of a union are unique and its padding adds zeros, so the order of sums is fixed.
-    if grad_weight is not None:
-        grad_weight.index_add_(0, chunk.union, gemm(dense.t(), hidden[first:last]))
-    if grad_bias is not None:
-        grad_bias.index_add_(0, chunk.union, dense.sum(0, dtype=torch.float32))
 
 
 def fused_head(

@@ -12,7 +12,7 @@ for the same input.
     weight_gradient  one program per vocabulary row Σ over the tokens that kept it reads E rows
 
 `weight_gradient` needs the entries sorted by id (`Transposed`). Frequent ids are kept by a large
-fraction of all tokens, so each run of `LONG_ROW` sorted entries with one id is summed separately.
+fraction of all tokens, so each run of `_LONG_ROW` sorted entries with one id is summed separately.
 
 The full head, for tokens without truncation, processes the vocabulary in blocks: a GEMM computes
 one block of logits in float32, and a kernel folds it into running statistics (forward) or turns it
@@ -31,14 +31,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LONG_ROW = 256
+_LONG_ROW = 256
 """Number of sorted entries that are summed as one part. For one vocabulary row, a program sums
 fewer than twice as many single entries, plus any number of parts."""
 
 
 class _Tiling(NamedTuple):
-    """The numbers of entries, columns and warps for each program. The values were tuned on an
-    H200."""
+    """Entries, columns and warps of each program, tuned on an H200."""
 
     entries: int
     columns: int
@@ -51,8 +50,7 @@ _WEIGHT_GRADIENT = _Tiling(4, 1024, 2)
 
 
 class HeadShape(NamedTuple):
-    """How logits are computed: z = softcap · tanh(scale · (hidden · weight + bias) / softcap) /
-    temperature."""
+    """z = softcap · tanh(scale · (hidden · weight + bias) / softcap) / temperature."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0: no cap
@@ -60,8 +58,7 @@ class HeadShape(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """The sampling-mask entries sorted by vocabulary id, so that all tokens that kept an id are
-    contiguous."""
+    """The sampling-mask entries sorted by vocabulary id."""
 
     entry: Tensor
     """[E] int64, the original position of each sorted entry."""
@@ -71,6 +68,14 @@ class Transposed(NamedTuple):
     """[E] int32, the ids in ascending order."""
     row_start: Tensor
     """[V+1] int32. Vocabulary row v has the sorted entries row_start[v] … row_start[v+1]−1."""
+
+    @staticmethod
+    def of(ids: Tensor, token: Tensor, vocabulary: int) -> Transposed:
+        """Sort entries by id, without synchronising. `ids` and `token` are [E] int32."""
+        sorted_ids, entry = torch.sort(ids, stable=True)
+        rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
+        row_start = torch.searchsorted(sorted_ids, rows, out_int32=True)
+        return Transposed(entry, token[entry], sorted_ids, row_start)
 
 
 @triton.jit
@@ -114,15 +119,6 @@ def _logits_kernel(
         dot += tl.load(bias + row_v, mask=live, other=0).to(tl.float32)
     z = _shape_logit(dot, scale, softcap, inverse_temperature, CAPPED)
     tl.store(out + entry, z, mask=live)
-
-
-@triton.jit
-def _token_kernel(out, offsets, BLOCK: tl.constexpr):
-    t = tl.program_id(0)
-    last = tl.load(offsets + t + 1)
-    for start in range(tl.load(offsets + t), last, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        tl.store(out + entry, t, mask=entry < last)
 
 
 @triton.jit
@@ -278,23 +274,6 @@ def _bias_gradient_kernel(out, coefficient, entry_of, row_start, BLOCK: tl.const
     tl.store(out + v, tl.load(out + v) + total)
 
 
-def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
-    """Return the token of each entry, [E] int32. `offsets` is [T+1] int64."""
-    out = torch.empty(entries, device=offsets.device, dtype=torch.int32)
-    if entries:
-        _token_kernel[(offsets.numel() - 1,)](out, offsets, BLOCK=128, num_warps=1)
-    return out
-
-
-def transpose_entries(ids: Tensor, token: Tensor, vocabulary: int) -> Transposed:
-    """Sort entries by id, without synchronising. `ids` and `token` are [E] int32. The result does
-    not depend on the weights, so several forward and backward passes can reuse it."""
-    sorted_ids, entry = torch.sort(ids, stable=True)
-    rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
-    row_start = torch.searchsorted(sorted_ids, rows, out_int32=True)
-    return Transposed(entry=entry, token=token[entry], ids=sorted_ids, row_start=row_start)
-
-
 def gather_logits(
     out: Tensor,
     hidden: Tensor,
@@ -304,10 +283,9 @@ def gather_logits(
     ids: Tensor,
     span: tuple[int, int],
     shape: HeadShape,
-    tiling: _Tiling = _LOGITS,
 ) -> None:
     """Write the logits of entries span[0] … span[1]−1 to `out` [E] float32."""
-    first, last = span
+    (first, last), tiling = span, _LOGITS
     if last > first:
         _logits_kernel[(triton.cdiv(last - first, tiling.entries),)](
             out, hidden, weight, bias, token, ids, first, last, hidden.shape[1], hidden.stride(0),
@@ -355,16 +333,11 @@ def logit_coefficients(
 
 
 def hidden_gradient(
-    out: Tensor,
-    coefficient: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    tiling: _Tiling = _HIDDEN_GRADIENT,
+    out: Tensor, coefficient: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor
 ) -> None:
     """Write the gradient of hidden to `out` [T, d]. Every row is written, with zeros for tokens
     without kept ids. `offsets` [T+1] index into `ids`."""
-    tokens, d = out.shape
+    (tokens, d), tiling = out.shape, _HIDDEN_GRADIENT
     if tokens:
         _hidden_gradient_kernel[(tokens, triton.cdiv(d, tiling.columns))](
             out, coefficient, weight, ids, offsets, d, weight.stride(0), out.stride(0),
@@ -373,28 +346,23 @@ def hidden_gradient(
 
 
 def weight_gradient(
-    out: Tensor,
-    base: Tensor | None,
-    coefficient: Tensor,
-    hidden: Tensor,
-    transposed: Transposed,
-    tiling: _Tiling = _WEIGHT_GRADIENT,
+    out: Tensor, base: Tensor | None, coefficient: Tensor, hidden: Tensor, transposed: Transposed
 ) -> None:
     """Write the sum of `base` and the gradient of weight to `out` [V, d]. Every row is written.
     `base` may be `out` itself."""
-    vocabulary, d = out.shape
+    (vocabulary, d), tiling = out.shape, _WEIGHT_GRADIENT
     columns = triton.cdiv(d, tiling.columns)
-    parts = transposed.ids.numel() // LONG_ROW
+    parts = transposed.ids.numel() // _LONG_ROW
     partial = torch.empty((parts, d), device=out.device, dtype=torch.float32)
     if parts:
         _part_kernel[(parts, columns)](
             partial, coefficient, hidden, transposed.entry, transposed.token, transposed.ids,
             d, hidden.stride(0),
-            LONG=LONG_ROW, ENTRIES=tiling.entries, COLUMNS=tiling.columns, num_warps=tiling.warps,
+            LONG=_LONG_ROW, ENTRIES=tiling.entries, COLUMNS=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
     _weight_gradient_kernel[(vocabulary, columns)](
         out, base, partial, coefficient, hidden, transposed.entry, transposed.token,
-        transposed.row_start, d, hidden.stride(0), BASED=base is not None, LONG=LONG_ROW,
+        transposed.row_start, d, hidden.stride(0), BASED=base is not None, LONG=_LONG_ROW,
         ENTRIES=tiling.entries, COLUMNS=tiling.columns, num_warps=tiling.warps,
     )  # fmt: skip
 

@@ -9,8 +9,8 @@ so forward and backward only need the logits in S. A token without truncation (a
 the full head, which is computed for a few rows at a time and again in the backward pass. No tensor
 of tokens × vocabulary is created in either case.
 
-This is the PyTorch implementation for any device. On a GPU with Triton, `support_head` uses the
-kernels of `keel.model.head.gpu`.
+This is the PyTorch implementation for CPUs and float64. On a GPU, `support_head` uses the kernels
+of `keel.model.head.gpu`.
 
 The index tensors should stay on the CPU, even with `hidden` on a GPU: checks and planning run on
 the host, and index tensors on the GPU cost a synchronisation.
@@ -18,7 +18,6 @@ the host, and index tensors on the GPU cost a synchronisation.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,39 +36,16 @@ from keel.rl.checks import require
 if TYPE_CHECKING:  # the import takes seconds
     from transformers import PreTrainedModel
 
-GATHER_COST = {"cpu": 16, "cuda": 1000}
+_GATHER_COST = 16
 """Number of logits that the gemm plan computes in the time that the gather plan needs for one pair,
-forward and backward. On a CPU, both plans take equally long for V/|S| between 14 and 19 (measured
-for V of 150, 300 and 32,000). On CUDA, the value measured on an H200 (88 ns per pair, 0.04 ns per
-logit) is halved in favour of gather, which needs less memory."""
-GATHER_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-"""Number of elements in a [pairs, d] block of the gather plan. On a CPU, a block fits into the
-cache."""
-GEMM_ELEMENTS = {"cpu": 2**18, "cuda": 2**27}
-"""Number of elements in a [rows, V] block of the gemm plan. On CUDA, a block takes 512 MiB in
-float32."""
-GEMM_ROWS = 128
-"""Minimum number of rows in a block of the gemm plan. With fewer rows, reading the head would limit
-the speed of the GEMM."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSpec:
-    """How a model family computes logits from W·h. The defaults fit most families."""
-
-    bias: Tensor | None = None
-    """[V] the bias added to W·h."""
-    scale: float = 1.0
-    """The factor by which W·h + bias is multiplied."""
-    softcap: float | None = None
-    """The constant c if the scaled logits z are capped to c·tanh(z/c)."""
-
-    def __post_init__(self) -> None:
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap is {self.softcap}: must be above 0, or None for no cap")
-
-
-PLAIN = HeadSpec()
+forward and backward. Both plans take equally long for V/|S| between 14 and 19 (measured for V of
+150, 300 and 32,000)."""
+_GATHER_ELEMENTS = 2**19
+"""Number of elements in a [pairs, d] block of the gather plan. A block fits into the cache."""
+_GEMM_ELEMENTS = 2**18
+"""Number of elements in a [rows, V] block of the gemm plan."""
+_GEMM_ROWS = 128
+"""Minimum number of rows in such a block. With fewer, reading the head limits the speed."""
 
 
 def support_head(
@@ -80,7 +56,9 @@ def support_head(
     kept_offsets: Tensor,
     *,
     temperature: float = 1.0,
-    spec: HeadSpec = PLAIN,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each target over its sampling mask, and the mask's entropy.
@@ -93,13 +71,14 @@ def support_head(
         kept_offsets: [T+1] integers; the mask of token t is
             `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, empty for the whole vocabulary.
         temperature: τ, above 0.
-        spec: bias, scaling and capping of the logits.
+        bias, scale, softcap: [V], and how the family computes logits from W·h: c·tanh(z/c) of
+            z = scale · (W·h + bias), where c is the softcap; None for no cap.
         memo: initially empty dict that caches checks and plans for further calls with the same
             index tensors.
 
     Returns:
         Both [T] float32 (computed in float64 for float64 inputs). The log-probabilities have exact
-        gradients for `hidden`, `weight` and `spec.bias`; the entropy has none. With T = 0 the
+        gradients for `hidden`, `weight` and `bias`; the entropy has none. With T = 0 the
         gradients exist and are zero.
 
     Raises:
@@ -107,15 +86,14 @@ def support_head(
             target is outside [0, V), a target is outside its mask, a mask has a repeated id, the
             offsets do not rise from 0 to nnz, or τ is not above 0.
     """
-    _check_shapes(hidden, weight, targets, kept_ids, kept_offsets, spec.bias, temperature)
+    _check_shapes(hidden, weight, targets, kept_ids, kept_offsets, bias, temperature)
     memo = {} if memo is None else memo
     host_offsets = kept_offsets.cpu()
     offsets = host_offsets.numpy().astype(np.int64, copy=False)
     if ("checked", len(weight)) not in memo:
         _check_values(targets, kept_ids, offsets, len(weight))
         memo["checked", len(weight)] = True
-    has_kernels = hidden.is_cuda and importlib.util.find_spec("triton") is not None
-    if has_kernels and len(hidden) and hidden.dtype != torch.float64:
+    if hidden.is_cuda and len(hidden) and hidden.dtype != torch.float64:
         # Triton is installed on GPU machines only.
         from keel.model.head.gpu import build_plan, fused_head  # noqa: PLC0415
         from keel.model.head.kernels import HeadShape  # noqa: PLC0415
@@ -126,20 +104,20 @@ def support_head(
             memo[key] = build_plan(
                 kept_ids, host_offsets, vocabulary=vocab, d=dim, device=hidden.device
             )
-        shape = HeadShape(scale=spec.scale, softcap=spec.softcap or 0.0, temperature=temperature)
+        shape = HeadShape(scale=scale, softcap=softcap or 0.0, temperature=temperature)
         on_device = to_device(targets.long(), hidden.device)
-        return fused_head(hidden, weight, on_device, memo[key], bias=spec.bias, shape=shape)
+        return fused_head(hidden, weight, on_device, memo[key], bias=bias, shape=shape)
 
     sizes = np.diff(offsets)
-    curve = _Curve(temperature, spec.scale, spec.softcap)
+    curve = _Curve(temperature, scale, softcap)
     device = hidden.device
     targets = to_device(targets.long(), device)
     ids = to_device(kept_ids.long(), device)
     if sizes.all():  # all tokens are truncated, or T = 0
         pairs = _Pairs.of(ids, offsets, sizes)
-        return _KeptHead.apply(hidden, weight, spec.bias, targets, pairs, curve)
+        return _KeptHead.apply(hidden, weight, bias, targets, pairs, curve)
     if not len(ids):
-        return _FullHead.apply(hidden, weight, spec.bias, targets, curve)
+        return _FullHead.apply(hidden, weight, bias, targets, curve)
 
     # Mixed: compute truncated tokens and the others separately, then restore the order.
     truncated = np.flatnonzero(sizes)
@@ -152,8 +130,8 @@ def support_head(
     split = [len(truncated), len(order) - len(truncated)]
     hidden_kept, hidden_full = hidden.index_select(0, forward).split(split)
     targets_kept, targets_full = targets.index_select(0, forward).split(split)
-    kept = _KeptHead.apply(hidden_kept, weight, spec.bias, targets_kept, pairs, curve)
-    full = _FullHead.apply(hidden_full, weight, spec.bias, targets_full, curve)
+    kept = _KeptHead.apply(hidden_kept, weight, bias, targets_kept, pairs, curve)
+    full = _FullHead.apply(hidden_full, weight, bias, targets_full, curve)
     logp, entropy = (
         torch.cat(parts).index_select(0, back) for parts in zip(kept, full, strict=True)
     )
@@ -161,8 +139,6 @@ def support_head(
 
 
 class _Curve(NamedTuple):
-    """How logits are computed from W·h + bias."""
-
     temperature: float
     scale: float
     softcap: float | None
@@ -174,7 +150,6 @@ class _Curve(NamedTuple):
             logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to W·h + bias."""
         if self.softcap is None:
             return self.scale / self.temperature
         tanh = logits * (self.temperature / self.softcap)
@@ -186,7 +161,6 @@ class _Pairs:
     """The (token, id) pairs of all sampling masks."""
 
     ids: Tensor
-    """[nnz] int64 vocabulary ids."""
     rows: Tensor
     """[nnz] int64, the row of `hidden` for each pair, in ascending order."""
     host_offsets: NDArray[np.int64]
@@ -204,13 +178,11 @@ class _Pairs:
         return values.new_zeros(len(self.host_offsets) - 1).index_add_(0, self.rows, values)
 
     def flat(self, row: slice, pair: slice, vocab: int) -> Tensor:
-        """Return the positions of some pairs in the flattened logits [rows, V] of their rows."""
         return (self.rows[pair] - row.start) * vocab + self.ids[pair]
 
 
 class _KeptHead(Function):
-    """Computes log-probabilities and entropies of truncated tokens. For the backward pass, it saves
-    two floats and two integers for each (token, id) pair."""
+    """Truncated tokens. Saves two floats and two integers per (token, id) pair."""
 
     @staticmethod
     def forward(
@@ -263,8 +235,7 @@ class _KeptHead(Function):
 
 
 class _FullHead(Function):
-    """Computes log-probabilities and entropies of tokens sampled without truncation. For the
-    backward pass, it saves one float per token."""
+    """Tokens sampled without truncation. Saves one float per token."""
 
     @staticmethod
     def forward(
@@ -277,8 +248,8 @@ class _FullHead(Function):
     ) -> tuple[Tensor, Tensor]:
         sums = torch.empty(3, len(hidden), dtype=_accumulate_dtype(hidden), device=hidden.device)
         normaliser, chosen, mean = sums
-        operand = _gemm_operand(weight)
-        step = _rows_at_once(len(weight), hidden.device)
+        operand = weight.to(sums.dtype)
+        step = _rows_at_once(len(weight))
         for start in range(0, len(hidden), step):
             row = slice(start, start + step)
             logits = _full_logits(hidden[row], operand, bias, curve)
@@ -301,8 +272,8 @@ class _FullHead(Function):
         d_hidden = torch.zeros_like(hidden, dtype=grad.dtype) if needs[0] else None
         d_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
         d_bias = grad.new_zeros(len(weight)) if needs[2] else None
-        operand = _gemm_operand(weight)
-        step = _rows_at_once(len(weight), hidden.device)
+        operand = weight.to(grad.dtype)
+        step = _rows_at_once(len(weight))
         for start in range(0, len(hidden), step):
             row = slice(start, min(start + step, len(hidden)))
             logits = _full_logits(hidden[row], operand, bias, ctx.curve)
@@ -317,7 +288,7 @@ class _FullHead(Function):
 
 
 def _full_logits(hidden: Tensor, operand: Tensor, bias: Tensor | None, curve: _Curve) -> Tensor:
-    logits = _matmul(_gemm_operand(hidden), operand.t())
+    logits = hidden.to(operand.dtype) @ operand.t()
     if bias is not None:
         logits += bias
     curve.apply_(logits)
@@ -333,20 +304,16 @@ def _cast(grad: Tensor | None, like: Tensor) -> Tensor | None:
 # - gather: one dot product per pair, O(nnz·d), for spans much shorter than the vocabulary
 # - gemm: blocks of [rows, V] logits, for long spans; only the pairs are read
 #
-# Sums are float32 (float64 for float64 inputs), whatever the dtype of the inputs.
+# Operands and sums are float32 (float64 for float64 inputs), whatever the dtype of the inputs.
 
 
 def _accumulate_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _rows_at_once(vocab: int, device: torch.device) -> int:
-    return max(GEMM_ROWS, _by_device(GEMM_ELEMENTS, device) // vocab)
-
-
 def _gathers(pairs: _Pairs, hidden: Tensor, vocab: int) -> bool:
-    cost = _by_device(GATHER_COST, hidden.device)
-    return len(pairs.ids) * cost < len(hidden) * vocab
+    # Without pairs, as on a rank that got only padding, no copy of the head is made.
+    return not len(pairs.ids) or len(pairs.ids) * _GATHER_COST < len(hidden) * vocab
 
 
 def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
@@ -354,14 +321,14 @@ def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
     out = torch.empty(len(pairs.ids), dtype=_accumulate_dtype(hidden), device=hidden.device)
     vocab, dim = weight.shape
     if _gathers(pairs, hidden, vocab):
-        for pair in _gather_chunks(len(pairs.ids), dim, hidden.device):
+        for pair in _gather_chunks(len(pairs.ids), dim):
             product = weight.index_select(0, pairs.ids[pair]).to(out.dtype)
             product.mul_(hidden.index_select(0, pairs.rows[pair]))
             out[pair] = product.sum(-1)
         return out
-    weight = _gemm_operand(weight)
-    for row, pair in _gemm_chunks(pairs.host_offsets, vocab, hidden.device):
-        logits = _matmul(_gemm_operand(hidden[row]), weight.t())
+    operand = weight.to(out.dtype)
+    for row, pair in _gemm_chunks(pairs.host_offsets, vocab):
+        logits = hidden[row].to(out.dtype) @ operand.t()
         torch.index_select(logits.view(-1), 0, pairs.flat(row, pair, vocab), out=out[pair])
     return out
 
@@ -369,21 +336,20 @@ def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
 def _pair_grads(
     grad: Tensor, hidden: Tensor, weight: Tensor, pairs: _Pairs, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `hidden` and `weight`, if they are needed. `grad` [nnz] is the
-    gradient of the logits."""
+    """`grad` [nnz] is the gradient of the logits."""
     d_hidden = torch.zeros_like(hidden, dtype=grad.dtype) if needs[0] else None
     d_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
     vocab, dim = weight.shape
     if _gathers(pairs, hidden, vocab):
-        for pair in _gather_chunks(len(pairs.ids), dim, hidden.device):
+        for pair in _gather_chunks(len(pairs.ids), dim):
             ids, rows, scale = pairs.ids[pair], pairs.rows[pair], grad[pair, None]
             if d_hidden is not None:
                 d_hidden.index_add_(0, rows, weight.index_select(0, ids).to(grad.dtype) * scale)
             if d_weight is not None:
                 d_weight.index_add_(0, ids, hidden.index_select(0, rows).to(grad.dtype) * scale)
     else:
-        operand = _gemm_operand(weight)
-        for row, pair in _gemm_chunks(pairs.host_offsets, vocab, hidden.device):
+        operand = weight.to(grad.dtype)
+        for row, pair in _gemm_chunks(pairs.host_offsets, vocab):
             block = grad.new_zeros(row.stop - row.start, vocab)
             block.view(-1).scatter_(0, pairs.flat(row, pair, vocab), grad[pair])
             _gemm_grads(block, hidden, operand, row, d_hidden, d_weight)
@@ -398,53 +364,28 @@ def _gemm_grads(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> None:
-    """Add some rows' contributions to `d_hidden` and `d_weight` in place. `block` [rows, V] is the
-    gradient of these rows' logits."""
-    block = block.to(operand.dtype)
+    """Add to `d_hidden` and `d_weight`. `block` [rows, V] is the gradient of these rows' logits."""
     if d_hidden is not None:
-        d_hidden[row] = _matmul(block, operand)
+        d_hidden[row] = block @ operand
     if d_weight is not None:
-        part = _gemm_operand(hidden[row])
-        if block.dtype == d_weight.dtype:
-            d_weight.addmm_(block.t(), part)
-        else:
-            d_weight.add_(_matmul(block.t(), part))
+        d_weight.addmm_(block.t(), hidden[row].to(block.dtype))
 
 
-def _gemm_operand(tensor: Tensor) -> Tensor:
-    """Cast an operand for `_matmul` if necessary. Only a GPU can multiply half precision into
-    float32."""
-    return tensor if tensor.is_cuda else tensor.to(_accumulate_dtype(tensor))
-
-
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply with float32 sums *and* a float32 result. With a bfloat16 result, a logit of 20
-    would be off by up to 0.06."""
-    if left.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
-
-
-def _gather_chunks(count: int, dim: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, _by_device(GATHER_ELEMENTS, device) // dim)
+def _gather_chunks(count: int, dim: int) -> Iterator[slice]:
+    step = max(1, _GATHER_ELEMENTS // dim)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
-def _gemm_chunks(
-    offsets: NDArray[np.int64], vocab: int, device: torch.device
-) -> Iterator[tuple[slice, slice]]:
-    rows, step = len(offsets) - 1, _rows_at_once(vocab, device)
+def _rows_at_once(vocab: int) -> int:
+    return max(_GEMM_ROWS, _GEMM_ELEMENTS // vocab)
+
+
+def _gemm_chunks(offsets: NDArray[np.int64], vocab: int) -> Iterator[tuple[slice, slice]]:
+    rows, step = len(offsets) - 1, _rows_at_once(vocab)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         yield slice(start, stop), slice(int(offsets[start]), int(offsets[stop]))
-
-
-def _by_device(table: dict[str, int], device: torch.device) -> int:
-    return table["cpu" if device.type == "cpu" else "cuda"]
-
-
-# Validation of arguments.
 
 
 def _check_shapes(
@@ -457,34 +398,25 @@ def _check_shapes(
     temperature: float,
 ) -> None:
     require(0 < temperature < math.inf, f"temperature is {temperature}: must be finite, above 0")
-    require(
-        hidden.ndim == 2 and hidden.is_floating_point(),
-        f"hidden must be floats [T, d], is {_describe(hidden)}",
-    )
-    require(
-        weight.ndim == 2
+    integers = (targets, kept_ids, kept_offsets)
+    fits = (
+        hidden.ndim == weight.ndim == 2
+        and hidden.is_floating_point()
         and len(weight) > 0
         and weight.shape[1] == hidden.shape[1]
-        and (weight.dtype, weight.device) == (hidden.dtype, hidden.device),
-        f"weight is {_describe(weight)}: must be [V, d] and match hidden, {_describe(hidden)}",
+        and (weight.dtype, weight.device) == (hidden.dtype, hidden.device)
+        and not any(x.is_floating_point() or x.dtype == torch.bool for x in integers)
+        and [x.shape for x in integers] == [(len(hidden),), (kept_ids.numel(),), (len(hidden) + 1,)]
+        and (bias is None or (bias.is_floating_point() and bias.shape == weight.shape[:1]))
     )
-    for name, tensor, length in (
-        ("targets", targets, len(hidden)),
-        ("kept_ids", kept_ids, kept_ids.numel()),
-        ("kept_offsets", kept_offsets, len(hidden) + 1),
-    ):
-        whole = not tensor.dtype.is_floating_point and tensor.dtype != torch.bool
-        require(
-            whole and tensor.shape == (length,),
-            f"{name} must be {length} integers, is {_describe(tensor)}",
-        )
-    require(
-        bias is None
-        or (
-            bias.is_floating_point()
-            and (bias.shape, bias.device) == (weight.shape[:1], weight.device)
-        ),
-        f"bias must be floats [V = {len(weight)}] on {weight.device}",
+    if fits:
+        return
+    named = {"hidden": hidden, "weight": weight, "bias": bias, "targets": targets}
+    named |= {"kept_ids": kept_ids, "kept_offsets": kept_offsets}
+    actual = [f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items() if x is not None]
+    raise ValueError(
+        "hidden [T, d], weight [V, d] and bias [V] must be floats that match, and targets [T], "
+        f"kept_ids [nnz] and kept_offsets [T+1] integers; they are {', '.join(actual)}"
     )
 
 
@@ -528,10 +460,6 @@ def _check_values(
                 f"{sizes[row]} ids. Masks and tokens are misaligned"
             )
         raise ValueError(f"kept_ids: row {repeated[0] // vocab} has a repeated id")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
 LOGIT_SCALE: Mapping[str, Callable[[Any], float]] = {
@@ -588,16 +516,12 @@ class SupportHead(nn.Linear):
             return super().forward(hidden)
         if kept_ids is None or kept_offsets is None:
             raise ValueError("targets need kept_ids and kept_offsets")
-        spec = HeadSpec(bias=self.bias, scale=self.scale, softcap=self.softcap)
+        shape = {"bias": self.bias, "scale": self.scale, "softcap": self.softcap}
         return support_head(
-            hidden,
-            self.weight,
-            targets,
-            kept_ids,
-            kept_offsets,
+            *(hidden, self.weight, targets, kept_ids, kept_offsets),
             temperature=temperature,
-            spec=spec,
             memo=memo,
+            **shape,
         )
 
 
@@ -612,7 +536,7 @@ def install_support_head(model: PreTrainedModel) -> SupportHead:
         raise ValueError(
             f"{type(model).__name__}: the output layer is a {type(layer).__name__}, must be Linear"
         )
-    head = SupportHead(layer, **logit_shape(model.config))
+    head = SupportHead(layer, **_logit_shape(model.config))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is layer:
@@ -620,8 +544,7 @@ def install_support_head(model: PreTrainedModel) -> SupportHead:
     return head
 
 
-def logit_shape(config: Any) -> dict[str, Any]:
-    """Return the `scale` and `softcap` of logits that a transformers config specifies."""
+def _logit_shape(config: Any) -> dict[str, Any]:
     config = config.get_text_config()
     if config.model_type in LOGIT_SCALE:
         scale = LOGIT_SCALE[config.model_type](config)
@@ -634,4 +557,4 @@ def logit_shape(config: Any) -> dict[str, Any]:
                     "supported for this model family. Add it to LOGIT_SCALE in "
                     "model/head/support.py"
                 )
-    return {"scale": scale, "softcap": getattr(config, "final_logit_softcapping", None)}
+    return {"scale": scale, "softcap": getattr(config, "final_logit_softcapping", None) or None}

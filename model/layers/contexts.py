@@ -20,8 +20,7 @@ from keel.model.torch_internals import to_device
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The contexts of S segments. A context is the segment itself, preceded by the segment that it
-    follows, if any."""
+    """The contexts of S segments: the segment itself, after the segment that it follows, if any."""
 
     rows: Tensor
     """[M] the packed token at each position in the concatenated contexts."""
@@ -29,7 +28,6 @@ class Contexts:
     """[S+1] int32. Context s occupies the positions offsets[s] … offsets[s+1]−1."""
     longest: int
     lengths: tuple[int, ...]
-    """[S] lengths of the contexts."""
     places: Tensor
     """[N] the position of each packed token in its own segment's context."""
     shared: Tensor
@@ -43,8 +41,7 @@ class Contexts:
     def of(
         lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
     ) -> Contexts:
-        """Return the contexts for concatenated segments. `follows` gives the index of the earlier
-        segment that each segment continues, or −1."""
+        """`follows` gives the index of the earlier segment that each segment continues, or −1."""
         local, before = np.asarray(lengths), np.asarray(follows)
         started = np.where(before >= 0, local[before], 0)
         whole = started + local
@@ -91,7 +88,7 @@ def _(x: Tensor, rows: Tensor, *rest: Tensor) -> Tensor:
 def _gather(
     slope: Tensor, places: Tensor, shared: Tensor, others: Tensor, counts: Tensor
 ) -> Tensor:
-    """Sum the gradients at all positions [M, …] into gradients for the packed tokens [N, …]."""
+    """Sum the gradients at all positions [M, …] into those of the packed tokens [N, …]."""
     grads = slope.index_select(0, places)
     exact = torch.promote_types(slope.dtype, torch.float32)
     copies = slope.index_select(0, others).to(exact).flatten(1)

@@ -1,13 +1,9 @@
-"""Runs FlashAttention-4's kernels on packed rows, on Hopper and Blackwell GPUs (package
-flash-attn-4).
+"""Runs FlashAttention-4's kernels (package flash-attn-4) on packed rows, on Hopper and Blackwell.
 
-For 16,000 tokens or more, both the forward and the backward pass take about half as long as with
-PyTorch's flash attention 2. The kernels also allow keys and values of different widths.
-
-The package's autograd function cannot be traced into a compiled layer. Its private forward and
-backward functions are therefore wrapped as operators. Before a run uses the kernels,
-`disagreement` tests them with the model's head shapes: it compares their results and gradients with
-plain attention.
+For 16,000 tokens or more, both passes take about half as long as with PyTorch's flash attention 2.
+Keys and values may have different widths. The package's autograd function cannot be traced into a
+compiled layer, so its private forward and backward functions are wrapped as operators. Before a run
+uses the kernels, `disagreement` compares them with plain attention.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ from transformers import PreTrainedModel
 from keel.model.layers.contexts import Contexts
 
 _GENERATIONS = (9, 10)
-"""Major compute capabilities of Hopper and Blackwell GPUs."""
 _PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)"
 
 
@@ -72,27 +67,19 @@ def attend4(
     longest: int,
     scaling: float | None,
     window: int | None,
-    key_offsets: Tensor | None = None,
-    key_longest: int = 0,
+    key_offsets: Tensor,
+    key_longest: int,
 ) -> Tensor:
     """Compute causal attention within segments, for widths that `fits` accepts.
 
-    Takes query [N, Hq, D], key [N, Hkv, D] and value [N, Hkv, Dv], and returns [N, Hq, Dv].
-    `offsets` is [S+1] int32. `window` is the number of tokens that a token may attend to, including
-    itself. If segments have more keys than queries, pass `key_offsets` and `key_longest`; the
-    queries are then the last positions.
+    Takes query [N, Hq, D], key [M, Hkv, D] and value [M, Hkv, Dv], and returns [N, Hq, Dv].
+    `offsets` and `key_offsets` are [S+1] int32. A segment's queries are the last positions of its
+    keys. `window` is the number of tokens that a token may attend to, including itself.
     """
-    if key_offsets is None:
-        key_offsets, key_longest = offsets, longest
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reach = -1 if window is None else window - 1
     ends = (offsets, key_offsets, longest, key_longest)
     return _attend(query, key, value, *ends, scale, reach)[0]
-
-
-def operator4() -> Any:
-    """Return the operator as registered with PyTorch's dispatcher."""
-    return torch.ops.keel.flash4.default
 
 
 @torch.library.custom_op("keel::flash4", mutates_args=())
@@ -108,7 +95,7 @@ def _attend(
     reach: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and the logsumexps [Hq, N] float32. `reach` is the number of earlier
-    tokens that a token may attend to, or −1 for all of them."""
+    tokens that a token may attend to, or −1 for all."""
     out, lse = _empty_outputs(query, value)
     arguments = _arguments((offsets, key_offsets, longest, key_longest), scale, reach)
     _kernels()._flash_attn_fwd(query, key, value, **arguments, out=out, lse=lse, return_lse=True)
@@ -135,8 +122,6 @@ def _backward(
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for query, key and value. `slope` [N, Hq, Dv] is the gradient of the
-    output."""
     grads = {f"d{name}": _empty(x) for name, x in zip("qkv", (query, key, value), strict=True)}
     if len(key) != len(query):  # kernels may skip keys outside all windows
         grads["dk"].zero_()
@@ -197,16 +182,12 @@ def _kernels() -> Any:
     return import_module(f"{_PACKAGE}.interface")
 
 
-class HeadWidths(NamedTuple):
-    """The number of heads in an attention layer, and their widths."""
-
+class _HeadWidths(NamedTuple):
     heads: int
-    """The number of query heads."""
     kv_heads: int
     width: int
     value_width: int
     window: int | None = None
-    """Length of the attention window in tokens, or None if there is no window."""
 
     def __str__(self) -> str:
         widths = " and ".join(str(n) for n in dict.fromkeys((self.width, self.value_width)))
@@ -214,14 +195,13 @@ class HeadWidths(NamedTuple):
         return f"{self.heads} query and {self.kv_heads} key heads of {widths}{window}"
 
 
-def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...]:
-    """Return the distinct head shapes in the model when heads are split over `ranks` (see
-    `keel.model.ulysses`)."""
+def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[_HeadWidths, ...]:
+    """Return the distinct head shapes in the model when `ranks` share its heads."""
     text: Any = model.config.get_text_config()
     heads = text.num_attention_heads // ranks
     if getattr(text, "kv_lora_rank", None) is not None:  # each head gets keys from the latent
         width = text.qk_nope_head_dim + text.qk_rope_head_dim
-        return (HeadWidths(heads, heads, width, text.v_head_dim),)
+        return (_HeadWidths(heads, heads, width, text.v_head_dim),)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     value_width = getattr(text, "v_head_dim", None) or width
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -230,38 +210,34 @@ def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...
     kinds = set(getattr(text, "layer_types", None) or ())
     slides = window is not None and (not kinds or "sliding_attention" in kinds)
     windows = [None] * (not slides or len(kinds) > 1) + [window] * slides
-    return tuple(HeadWidths(heads, kv_heads, width, value_width, one) for one in windows)
+    return tuple(_HeadWidths(heads, kv_heads, width, value_width, one) for one in windows)
 
 
 _PROBE = (1, 130, 64, 7, 300, 65)
-"""Segment lengths in the comparison with plain attention."""
 _FOLLOWS = (-1, -1, 1, 1, -1, 4)
-"""For each segment, the segment that it follows in a second comparison with shared prefixes
-(`keel.model.layers.contexts`). This comparison includes segments with fewer queries than keys, and
-keys that no window reaches."""
+"""The segment that each segment follows in a second comparison, with shared prefixes. It includes
+segments with fewer queries than keys, and keys that no window reaches."""
 _WINDOW = 100
 """Maximum attention window in the comparison. A model's own window would cover all tokens."""
 _OFF = 0.02
-"""Maximum relative error. Rounding to bfloat16 causes an error of 0.003, and a wrong gradient one
-of 0.2."""
+"""Maximum relative error. Rounding to bfloat16 gives 0.003, and a wrong gradient 0.2."""
 
 
 @cache
-def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason FlashAttention-4 cannot be used for these heads, or "" if it can. The
-    function compares results and gradients on random inputs with plain float32 attention. Version
-    4.0.0b36, for example, returned wrong gradients for a head size of 16 without any error."""
+def disagreement(shapes: tuple[_HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
+    """Return the reason FlashAttention-4 cannot be used for these heads, or "" if it can. Results
+    and gradients are compared with plain float32 attention, because version 4.0.0b36, for example,
+    returned wrong gradients for a head size of 16 without any error."""
     drawn = torch.Generator(device).manual_seed(0)
     for shape in shapes:
         if not fits(shape.width, shape.value_width, device):
             return f"it has no kernels for {shape}"
         heads, kv_heads, width, value_width, window = shape
+        query, key = (heads, width), (kv_heads, width)
+        value, slope = (kv_heads, value_width), (heads, value_width)
         inputs = [
             torch.randn(sum(_PROBE), *size, device=device, dtype=dtype, generator=drawn)
-            for size in (
-                *((heads, width), (kv_heads, width)),
-                *((kv_heads, value_width), (heads, value_width)),
-            )
+            for size in (query, key, value, slope)
         ]
         window = window and min(_WINDOW, window)
         for contexts in (None, Contexts.of(_PROBE, _FOLLOWS, device)):
@@ -270,11 +246,11 @@ def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: to
             except Exception as error:  # compilers, drivers, file locks
                 return f"{INSTALL} fails for {shape}: {type(error).__name__}: {error}"[:500]
             exact = _attention_and_grads(_plain, inputs, contexts, window, torch.float32)
-            for what, one, other in zip(("results", *"QKV"), ours, exact, strict=True):
+            named = ("results", "gradients of Q", "gradients of K", "gradients of V")
+            for what, one, other in zip(named, ours, exact, strict=True):
                 off = float((one - other).norm() / other.norm())
                 if not off < _OFF:
-                    of = what if what == "results" else f"gradients of {what}"
-                    return f"{INSTALL} gives {of} that are off by {off:.0%} for {shape}"
+                    return f"{INSTALL} gives {what} that are off by {off:.0%} for {shape}"
     return ""
 
 
@@ -301,7 +277,7 @@ def _fast(
     query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
 ) -> Tensor:
     ends = torch.tensor([0, *accumulate(_PROBE)], dtype=torch.int32, device=query.device)
-    keys: tuple[Any, ...] = ()
+    keys = ends, max(_PROBE)
     if contexts is not None:
         key, value = contexts.spread(key), contexts.spread(value)
         keys = contexts.offsets, contexts.longest

@@ -1,9 +1,6 @@
-"""Faster layers for GPUs: RMS norms that run as a single kernel, and experts that access memory
-less often.
-
-transformers implements both with a dozen elementwise operations, which together take longer than
-the GEMMs. Layers with other formulas keep transformers' code, and so do all layers on a CPU.
-"""
+"""Faster layers for GPUs: RMS norms and experts without transformers' dozen elementwise operations,
+which together take longer than the GEMMs. Layers with other formulas keep transformers' code, and
+so do all layers on a CPU."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from keel.model.transformers_internals import become, gated, spread_by_transformers
 
-EXPERTS = "keel_grouped"
-"""Name under which this implementation of experts is registered with transformers."""
+_EXPERTS = "keel_grouped"
 
 
 def use_fused_layers(model: PreTrainedModel) -> None:
@@ -36,13 +32,12 @@ def use_fused_layers(model: PreTrainedModel) -> None:
         if known[kind]:
             become(module, _fused_norm(kind))
     if fuses_experts(model):
-        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts_forward)
-        model.set_experts_implementation(EXPERTS)
+        ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_forward)
+        model.set_experts_implementation(_EXPERTS)
 
 
 def fuses_norms(model: nn.Module) -> bool:
-    """Return whether every RMS norm in `model` can run as a single kernel. The model may be on the
-    meta device."""
+    """Return whether every RMS norm in `model` can run as a single kernel."""
     norms = {
         type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__
     }
@@ -56,8 +51,6 @@ def fuses_experts(model: nn.Module) -> bool:
 
 
 def _experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute the experts' outputs in the form that transformers expects. Takes hidden [T, d], and
-    chosen and weights [T, K]. Returns [T, d]."""
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
     if not fast or spread_by_transformers(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)
@@ -178,6 +171,6 @@ def _has_triton() -> bool:
 
 
 def _kernels() -> Any:
-    from keel.model.layers import expert_kernels  # noqa: PLC0415  (Triton is on GPU machines only)
+    from keel.model.layers import kernels  # noqa: PLC0415  (Triton is on GPU machines only)
 
-    return expert_kernels
+    return kernels

@@ -1,9 +1,8 @@
 """A residual stream in float32 (`model.residual_dtype`), as in `keel.rollout.engine.patches`.
 
-In half precision, the stream is rounded after each block, twice per layer, and the engine and the
-trainer round differently. In float32, only the rounding inside blocks remains. Inputs and
-activations are still in half precision, but the last GEMM in attention and in the MLP adds its
-float32 sums to the stream.
+In half precision, the stream is rounded twice per layer, and the engine and the trainer round
+differently. In float32, only the rounding inside blocks remains: the last GEMM in attention and in
+the MLP adds its float32 sums to the stream.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from transformers import PreTrainedModel
 from keel.model.transformers_internals import override
 
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
-"""The modules in a decoder layer whose outputs are added to the stream. Experts are summed in half
-precision."""
+"""The modules whose outputs are added to the stream. Experts are summed in half precision."""
 
 
 def use_float32_residual(model: PreTrainedModel) -> None:
-    """Make the decoder of `model` keep its residual stream in float32. The weights do not
-    change."""
+    """Make the decoder of `model` keep its residual stream in float32."""
     if model.dtype == torch.float32:  # nothing to do
         return
     decoder: Any = model.get_decoder()
@@ -41,8 +38,7 @@ def use_float32_residual(model: PreTrainedModel) -> None:
 
 
 def summed(input: Tensor, weight: Tensor) -> Tensor:
-    """Compute input [..., k] · weight [n, k]ᵀ → [..., n], and return the float32 sums without
-    rounding."""
+    """Compute input [..., k] · weight [n, k]ᵀ → [..., n] in float32, without rounding."""
     if not input.is_cuda:
         return linear(input.float(), weight.float())
     out = torch.mm(input.flatten(0, -2), weight.T, out_dtype=torch.float32)
@@ -51,8 +47,7 @@ def summed(input: Tensor, weight: Tensor) -> Tensor:
 
 class _Layer(nn.Module):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Cast the input to the compute dtype before calling the compiled `forward`, so that the
-        first layer does not cause a second compilation."""
+        """Cast before the compiled `forward`, which the first layer would compile again."""
         return super().__call__(hidden_states.float(), *args, **kwargs)
 
 

@@ -39,14 +39,12 @@ from keel.model.tiny.tokenizer import build_tokenizer, vocab_rows
 _CODE_VERSION = 3
 """Increase this whenever the tokenizer, the model, the solutions or the training changes."""
 _START_S = 180.0
-"""Seconds allowed for imports, questions, CUDA and disk access, in addition to the training time
-limit."""
+"""Seconds for imports, questions, CUDA and disk access, on top of the training time limit."""
 _STOP_S = 30.0
 
 
 def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """Return the model's config. All layers are MoE layers, and the output layer is not tied to the
-    embedding."""
+    """Return the model's config. All layers are MoE layers, and the head is not tied."""
     shared: dict[str, Any] = {
         "vocab_size": vocab_rows(tokenizer),
         "hidden_size": config.hidden_size,
@@ -99,8 +97,7 @@ def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) ->
 def build_model(
     config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
-    """Return a float32 model with random weights, which depend only on `config` and `seed`. The
-    caller's random state does not change."""
+    """Return a float32 model with random weights, which depend only on `config` and `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(model_config(config, tokenizer))
@@ -113,15 +110,13 @@ def ensure_tiny_model(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder with the warmed-up model. If the model is not cached yet, train it first.
-    The folder contains a config, tokenizer and weights for transformers and vLLM. If several
-    processes need the same model at the same time, each of them may train it, and the result of the
-    first one to finish is used. With `device="cuda"`, a separate process trains the model, so that
-    its GPU memory is released afterwards. Raises ConfigError if no source provides training
-    conversations. Raises TimeoutError if the cold start took longer than
-    `config.cold_start.max_seconds`. Raises RuntimeError if the process on the GPU died."""
+    """Return the folder with the warmed-up model for transformers and vLLM. If it is not cached,
+    train it first, on a GPU in a separate process, whose exit releases the memory. If several
+    processes need the same model, the result of the first one to finish is used. Raises ConfigError
+    if no source provides training conversations, TimeoutError if the cold start took longer than
+    `config.cold_start.max_seconds`, and RuntimeError if the process on the GPU died."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    folder = root / f"tiny-{content_key(config, curriculum, device=device)}"
+    folder = root / f"tiny-{_content_key(config, curriculum, device=device)}"
     if folder.is_dir() and not missing_weights(str(folder)):
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # damaged
@@ -164,9 +159,8 @@ def _make_folder(
                 raise
 
 
-def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
-    """Return a hash of everything that determines the weights, including whether they are trained
-    on CPU or GPU."""
+def _content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
+    """Hash everything that determines the weights."""
     model, sources = asdict(config), curriculum.sources
     del model["cache_dir"], model["cold_start"]["max_seconds"]
     if config.family == "qwen3_moe":
@@ -201,10 +195,8 @@ def default_cache_dir() -> Path:
 def _train_in_process(
     make: Callable[..., None], device: str, *, timeout_s: float, progress: Progress | None = None
 ) -> None:
-    """Run `make(device=…, progress=…)` in a new process. The process uses TF32, and deterministic
-    kernels where PyTorch has them. The same arguments therefore give the same weights on the same
-    kind of GPU. Raises TimeoutError if the process does not finish within `timeout_s` plus the time
-    to start. Raises RuntimeError if the process died."""
+    """Run `make(device=…, progress=…)` in a new process with TF32 and, where PyTorch has them,
+    deterministic kernels, so that the same kind of GPU gives the same weights."""
     # Spawned: this process may have threads, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -236,8 +228,6 @@ def _train_in_process(
 
 
 def _child(parent: Connection, make: Callable[..., None], device: str) -> None:
-    """Call `make` in the child process. Send the progress of each step to the parent, and finally
-    None or an error."""
     disable_progress_bar()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts

@@ -1,10 +1,10 @@
 """Supervised warm-up for the tiny model, which teaches it the answer format and some skill.
 
-At first, the teacher works out every question step by step, and the model learns to do the same.
-Later, the teacher answers a fraction of the questions hastily: it skips the steps and gives a wrong
-answer. The model adopts both habits in the same proportion. Whatever the seed, it therefore starts
-reinforcement learning with slightly fewer correct answers than the teacher's share of worked-out
-questions. It can improve by always working out the question and by making fewer mistakes.
+At first, the teacher works out every question step by step. Later, it answers a fraction of the
+questions hastily: it skips the steps and gives a wrong answer. The model adopts both habits in the
+same proportion. Whatever the seed, it therefore starts reinforcement learning with slightly fewer
+correct answers than the teacher's share of worked-out questions, and can improve by always working
+out the question.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
-from keel.model.tiny.demonstrations import ScriptedPair, conversation_ids, demonstrated
+from keel.model.tiny.demonstrations import ScriptedPair, conversation_ids, script_errors
 from keel.model.tiny.tokenizer import TURN_END
 
 _DATA_SEED = 1 << 40
@@ -39,18 +38,14 @@ _NUMPY_SEEDED = frozenset({"pool_matrix"})
 _WORKED_ONLY = 0.7
 """Fraction of steps before hasty solutions are added."""
 _WARMUP = 0.1
-"""Fraction of steps in which the learning rate rises. Afterwards it decays to zero along a
-cosine."""
-IGNORED = -100
+"""Fraction of steps in which the learning rate rises, before it decays along a cosine."""
+_IGNORED = -100
 _MARKER = "\x00"
 
 _Metadata = Mapping[str, Any]
-"""What reasoning_gym stores about an entry."""
 _Demonstrate = Callable[[str, int], Sequence[ScriptedPair]]
-"""Takes a source and returns about the requested number of scripted conversations."""
 Progress = Callable[[int, float, float], None]
-"""A function called after each step with the number of steps so far, the loss in nats per token,
-and the elapsed time in seconds."""
+"""Called after each step with the number of steps, the loss in nats per token, and the seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,29 +53,24 @@ class Curriculum:
     """The tasks that the cold start teaches. Its hyperparameters are in `ColdStartConfig`."""
 
     seed: int
-    """The seed for the questions and the initial weights."""
     sources: Sequence[SourceConfig] = ()
     heldout_questions: Collection[str] = ()
-    """Questions that must not be used for training."""
     demonstrate: _Demonstrate | None = None
     """Function that provides scripted conversations. It must be picklable for training on a GPU."""
     tools_in_thinking: Collection[str] = ()
     """Sources whose tool calls are placed inside the thinking (see `conversation_ids`)."""
 
 
-class MaskedIds(NamedTuple):
-    """Token ids, and a mask of the ids to be learned."""
-
+class _MaskedIds(NamedTuple):
     ids: Sequence[int]
     learned: Sequence[bool]
 
 
-class ExamplePair(NamedTuple):
-    """One task with a careful and a hasty solution. Both are the same if no solutions are taught
-    for the task."""
+class _ExamplePair(NamedTuple):
+    """A careful and a hasty solution. Both are the same if none are taught for the task."""
 
-    worked: MaskedIds
-    hasty: MaskedIds
+    worked: _MaskedIds
+    hasty: _MaskedIds
 
 
 _NOTHING = (
@@ -93,14 +83,13 @@ _NOTHING = (
 def taught_sources(
     sources: Sequence[SourceConfig], *, demonstrating: bool = True
 ) -> list[SourceConfig]:
-    """Return the sources that can provide training conversations for the cold start. Set
-    `demonstrating` to include sources with scripted conversations. Raises ConfigError if there is
-    no such source."""
+    """Return the sources that can provide training conversations, scripted ones only if
+    `demonstrating` is set. Raises ConfigError if there is none."""
     taught = [
-        source
-        for source in sources
-        if source.weight > 0
-        and (source.source == "reasoning_gym" or (demonstrating and demonstrated(source)))
+        one
+        for one in sources
+        if one.weight > 0
+        and (one.source == "reasoning_gym" or (demonstrating and one.environment.demonstrations))
     ]
     if not taught:
         raise ConfigError(_NOTHING)
@@ -108,8 +97,8 @@ def taught_sources(
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message that rollouts use for the source's questions, or "" if there is
-    none. A template for an environment is omitted, because it needs the tools."""
+    """Return the system message that rollouts use for the source's questions, or "". A template for
+    an environment is omitted, because it needs the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one
@@ -121,21 +110,17 @@ def make_examples(
     *,
     count: int,
     max_context: int | None = None,
-) -> list[ExamplePair]:
+) -> list[_ExamplePair]:
     """Return about `count` examples made from questions and scripted conversations, in proportion
-    to source weights.
-
-    `max_context` is the model's context length, or None if it is unlimited. Raises ConfigError if
-    there is nothing to learn, if every question from a source is held out, or if a script's
-    conversations cannot be used.
-    """
+    to source weights. Raises ConfigError if there is nothing to learn, if every question from a
+    source is held out, or if a script's conversations cannot be used."""
     demonstrate = curriculum.demonstrate
     taught = taught_sources(curriculum.sources, demonstrating=demonstrate is not None)
     total = sum(source.weight for source in taught)
-    examples: list[ExamplePair] = []
+    examples: list[_ExamplePair] = []
     for source in taught:
         share = math.ceil(count * source.weight / total)
-        if demonstrate is not None and demonstrated(source):
+        if demonstrate is not None and source.environment.demonstrations:
             pairs = demonstrate(source.name, share)
             inside = source.name in curriculum.tools_in_thinking
             examples += _scripted_examples(source, pairs, tokenizer, inside, max_context)
@@ -149,7 +134,7 @@ def make_examples(
 def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    examples: Sequence[ExamplePair],
+    examples: Sequence[_ExamplePair],
     config: ColdStartConfig,
     *,
     seed: int,
@@ -157,9 +142,8 @@ def train(
 ) -> float:
     """Train `model` in place with AdamW for `config.steps` batches and return the last loss. Only
     the tokens of solutions contribute to the loss. On the same kind of CPU, the same arguments give
-    bit-identical weights. See `keel.model.tiny.build` for GPUs. Raises TimeoutError if training
-    takes longer than `config.max_seconds`. A partly trained model is not returned, because it would
-    not match its config."""
+    bit-identical weights. Raises TimeoutError if training takes longer than `config.max_seconds`,
+    because a partly trained model would not match its config."""
     # One call for all experts, instead of the default loop.
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(
@@ -178,7 +162,7 @@ def train(
             optimizer.param_groups[0]["lr"] = config.lr * share
             logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
             loss = functional.cross_entropy(
-                logits.flatten(0, 1), targets.to(model.device).flatten(), ignore_index=IGNORED
+                logits.flatten(0, 1), targets.to(model.device).flatten(), ignore_index=_IGNORED
             )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -199,9 +183,8 @@ def train(
 
 @contextmanager
 def _reproducible(model: PreTrainedModel) -> Iterator[None]:
-    """Make training reproducible inside this context. It uses a single thread, because rounding
-    depends on the number of threads and small GEMMs do not become faster with more. The model
-    attends to all earlier tokens, because its indexer is not trained yet."""
+    """Use a single thread, because rounding depends on the number of threads, and attend to all
+    earlier tokens, because the indexer is not trained yet."""
     threads = torch.get_num_threads()
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     saved = [indexer.index_topk for indexer in indexers]
@@ -222,18 +205,14 @@ def _scripted_examples(
     tokenizer: PreTrainedTokenizerFast,
     tools_in_thinking: bool,
     max_context: int | None,
-) -> list[ExamplePair]:
-    at = (
-        f"data.sources[{source.name}].environment.demonstrations = "
-        f"{source.environment.demonstrations!r}"
-    )
-    if not pairs:
-        raise ConfigError(f"{at}: the script made no conversation")
-    examples: list[ExamplePair] = []
-    for number, pair in enumerate(pairs):
-        known, both = [tool.name for tool in pair.tools], list[MaskedIds]()
-        for name, messages in (("worked", pair.worked), ("hasty", pair.hasty)):
-            try:
+) -> list[_ExamplePair]:
+    examples: list[_ExamplePair] = []
+    with script_errors(source):
+        if not pairs:
+            raise ValueError("the script made no conversation")
+        for pair in pairs:
+            known, both = [tool.name for tool in pair.tools], list[_MaskedIds]()
+            for messages in (pair.worked, pair.hasty):
                 calls = [call for m in messages for call in m.get("tool_calls") or ()]
                 for called in (call["function"]["name"] for call in calls):
                     if called not in known:
@@ -247,19 +226,14 @@ def _scripted_examples(
                 )
                 if max_context is not None and len(ids) > max_context:
                     raise ValueError(f"{len(ids)} tokens, model.tiny.max_context = {max_context}")
-            # A template may raise any of these for malformed messages.
-            except (LookupError, TypeError, AttributeError, ValueError, TemplateError) as error:
-                raise ConfigError(
-                    f"{at}: `{name}` of conversation {number}: {type(error).__name__}: {error}"
-                ) from error
-            both.append(MaskedIds(ids, learned))
-        examples.append(ExamplePair(*both))
+                both.append(_MaskedIds(ids, learned))
+            examples.append(_ExamplePair(*both))
     return examples
 
 
 def _question_examples(
     source: SourceConfig, tokenizer: PreTrainedTokenizerFast, curriculum: Curriculum, count: int
-) -> list[ExamplePair]:
+) -> list[_ExamplePair]:
     # The import takes a second and builds a hundred tasks.
     import reasoning_gym  # noqa: PLC0415
 
@@ -293,25 +267,25 @@ def _question_examples(
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]  # pyright: ignore
 
-    def masked(prompt: list[int], answer: list[int]) -> MaskedIds:
-        return MaskedIds(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+    def masked(prompt: list[int], answer: list[int]) -> _MaskedIds:
+        return _MaskedIds(prompt + answer, [False] * len(prompt) + [True] * len(answer))
 
     prompts = encode([f"{before}{entry['question']}{after}" for entry in entries])
     if source.thinking:
         worked, hasty = (
-            encode([solution(source.task, entry, worked=way) + TURN_END for entry in entries])
+            encode([_solution(source.task, entry, worked=way) + TURN_END for entry in entries])
             for way in (True, False)
         )
     else:  # the template has already closed the thinking block
         worked = hasty = encode([f"{entry['answer']}{TURN_END}" for entry in entries])
     return [
-        ExamplePair(*(masked(prompt, answer) for answer in answers))
+        _ExamplePair(*(masked(prompt, answer) for answer in answers))
         for prompt, *answers in zip(prompts, worked, hasty, strict=True)
     ]
 
 
 def _batches(
-    examples: Sequence[ExamplePair],
+    examples: Sequence[_ExamplePair],
     tokenizer: PreTrainedTokenizerFast,
     config: ColdStartConfig,
     rng: random.Random,
@@ -333,27 +307,19 @@ def _batches(
         ]
         longest = max(len(row.ids) for row in rows)
         tokens = np.full((len(rows), longest), tokenizer.pad_token_id, np.int64)
-        targets = np.full((len(rows), longest), IGNORED, np.int64)
+        targets = np.full((len(rows), longest), _IGNORED, np.int64)
         for index, row in enumerate(rows):
             ids = np.array(row.ids)
             tokens[index, : len(ids)] = ids
-            targets[index, : len(ids) - 1] = np.where(row.learned[1:], ids[1:], IGNORED)
+            targets[index, : len(ids) - 1] = np.where(row.learned[1:], ids[1:], _IGNORED)
         yield torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 @dataclass(frozen=True, slots=True)
 class _Taught:
-    """Functions that solve one of the taught tasks. Each one takes an entry's metadata."""
-
     working: Callable[[_Metadata], str]
     hasty: Callable[[_Metadata], str]
-    """Returns an answer that is usually wrong."""
     covers: Callable[[_Metadata], bool] = lambda metadata: True
-    """Returns whether solutions to this entry can be taught."""
-
-
-def _chain_covers(metadata: _Metadata) -> bool:
-    return re.fullmatch(r"-?\d+( [+-] -?\d+)*", str(metadata["expression"])) is not None
 
 
 def _chain_working(metadata: _Metadata) -> str:
@@ -400,7 +366,11 @@ def _spiral_working(metadata: _Metadata) -> str:
     return "\n".join(lines)
 
 
-_CHAIN = _Taught(working=_chain_working, hasty=_chain_hasty, covers=_chain_covers)
+_CHAIN = _Taught(
+    working=_chain_working,
+    hasty=_chain_hasty,
+    covers=lambda m: bool(re.fullmatch(r"-?\d+( [+-] -?\d+)*", str(m["expression"]))),
+)
 TAUGHT: Mapping[str, _Taught] = {
     "basic_arithmetic": _CHAIN,
     "chain_sum": _CHAIN,
@@ -415,7 +385,7 @@ TAUGHT: Mapping[str, _Taught] = {
 """The tasks whose solutions are taught, keyed by their names in reasoning_gym."""
 
 
-def solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:
+def _solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:
     """Return the teacher's turn for `entry`, without the end-of-turn token."""
     metadata, steps, answer = entry["metadata"], "", str(entry["answer"])
     taught = TAUGHT.get(task)

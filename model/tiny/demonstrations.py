@@ -36,14 +36,8 @@ class ScriptedPair(Protocol):
     def hasty(self) -> Sequence[Message]: ...
 
 
-def demonstrated(source: SourceConfig) -> bool:
-    """Return whether the source has scripted conversations."""
-    return bool(source.environment.demonstrations)
-
-
 def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPair]:
-    """Run a source's script and return about `count` conversations. Raises ConfigError if the
-    script fails."""
+    """Run a source's script, which makes about `count` conversations."""
     (config_of,) = (each for each in config.data.sources if each.name == source)
     script = demonstrator(config_of)
     arguments = deepcopy(dict(config_of.environment.arguments))  # the episodes need the original
@@ -54,12 +48,10 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
 
     seconds = config.model.tiny.cold_start.max_seconds
     result = on_thread(run, "demonstrations")
-    with _script_errors(config_of):
+    with script_errors(config_of):
         try:
             pairs = result.result(seconds)
         except TimeoutError:
-            if result.done():  # raised by the script
-                raise
             raise TimeoutError(
                 f"no conversations within model.tiny.cold_start.max_seconds = {seconds:g}. The "
                 "script and its environment must terminate"
@@ -74,15 +66,14 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
 def demonstrator(source: SourceConfig) -> Callable[..., Any]:
     """Import and return the source's script. Raises ConfigError if the import fails."""
     module, _, name = source.environment.demonstrations.partition(":")
-    with _script_errors(source):
+    with script_errors(source):
         _script_file(source)
         return getattr(import_module(module), name)
 
 
 def script_digest(source: SourceConfig) -> str:
-    """Return a hash of the script's files and its environment's files, or "" if the script is part
-    of Keel."""
-    with _script_errors(source):
+    """Return a hash of the script's and its environment's files, or "" if Keel ships them."""
+    with script_errors(source):
         script = _script_file(source)
     if script is None:
         return ""
@@ -94,8 +85,6 @@ def script_digest(source: SourceConfig) -> str:
 
 
 def _script_file(source: SourceConfig) -> Path | None:
-    """Return the script's file and make it importable from the environment's folder. Returns None
-    if the script is part of Keel."""
     module = source.environment.demonstrations.partition(":")[0]
     if module.startswith("keel."):  # the folder may be untrusted, see `keel replay`
         return None
@@ -107,7 +96,8 @@ def _script_file(source: SourceConfig) -> Path | None:
 
 
 @contextmanager
-def _script_errors(source: SourceConfig) -> Generator[None]:
+def script_errors(source: SourceConfig) -> Generator[None]:
+    """Name the source's script in every error inside this context."""
     try:
         yield
     except (Exception, SystemExit) as error:  # a user's file may raise anything
@@ -126,15 +116,10 @@ def conversation_ids(
     tools_in_thinking: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """Tokenise a conversation as rollouts do: each turn is appended to the ids of the earlier
-    turns.
-
-    Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. If
-    `tools_in_thinking` is set, a turn with calls leaves its thinking block open for the next turn
-    (`agents.tools_in_thinking`).
-
+    turns. Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. If
+    `tools_in_thinking` is set, a turn with calls leaves its thinking block open for the next turn.
     Raises ValueError if there is no assistant turn, or if later messages change how the template
-    renders earlier ones. For example, a second user message would remove thinking.
-    """
+    renders earlier ones, as when a second user message removes thinking."""
     ids: list[int] = []
     by_policy: list[bool] = []
     done = ""
@@ -176,8 +161,6 @@ def conversation_ids(
 
 
 def _with_calls_in_thinking(message: Mapping[str, Any], turn: str, *, continues: bool) -> str:
-    """Move a turn's tool calls into its thinking block, which may have been opened in the previous
-    turn."""
     reasoning = str(message.get("reasoning_content") or "").strip("\n")
     thought = ("" if continues else f"{THINK_START}\n") + (f"{reasoning}\n" if reasoning else "")
     after = turn.rpartition(THINK_END)[2].lstrip("\n")

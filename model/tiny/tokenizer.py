@@ -65,7 +65,6 @@ number (`lower` would break the spelling of `flower`). Append new strings at the
 not change. Adding more than three would enlarge the embedding and change all random weights."""
 
 _VOCAB_MULTIPLE = 32
-"""The number of embedding rows is a multiple of this, which suits CPU kernels."""
 
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(last_user=-1) -%}

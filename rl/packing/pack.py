@@ -171,15 +171,11 @@ def assemble(
 
 
 class _Span(NamedTuple):
-    """The tokens `start` … `stop` − 1 of a segment."""
-
     segment: Segment
     start: int
     stop: int
     sequence: int
-    """Index of the trajectory in the micro-batch."""
     follows: int = -1
-    """See `MicroBatch.follows`."""
 
 
 def _spans(groups: Sequence[PrefixGroup]) -> tuple[list[_Span], list[PackItem]]:

@@ -33,7 +33,7 @@ _LAUNCH_COST = 1 / 16
 _MIN_OVERLAP = 0.75
 """A trajectory joins a cluster only if both keep at least this fraction of the prefix length that
 they could share otherwise."""
-KV_COPIES_PER_TOKEN = 4
+_KV_COPIES_PER_TOKEN = 4
 """How many copies of one token's keys and values, with gradients, take as much memory as the
 activations of one token. Measured values are 6 to 20 without gradients (docs/scaling.md), and 4 to
 5 for a narrow model with recomputed activations."""
@@ -110,11 +110,7 @@ def balance(
 
 
 def _fill(
-    tokens: Sequence[int],
-    sizes: Sequence[int],
-    order: Iterable[int],
-    count: int,
-    capacity: int,
+    tokens: Sequence[int], sizes: Sequence[int], order: Iterable[int], count: int, capacity: int
 ) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
@@ -147,12 +143,12 @@ class PrefixGroup:
     def size(self) -> int:
         """The memory that the group needs, in tokens. This includes a copy of the prefix's keys and
         values for each context."""
-        return self.tokens + len(self.items) * self.shared // KV_COPIES_PER_TOKEN
+        return self.tokens + len(self.items) * self.shared // _KV_COPIES_PER_TOKEN
 
 
 def prefix_group_size(count: int, shared: int, whole: int) -> int:
     """Return an upper bound of `PrefixGroup.size` for `count` items with `whole` tokens each."""
-    return shared + count * (whole - shared + shared // KV_COPIES_PER_TOKEN + 1)
+    return shared + count * (whole - shared + shared // _KV_COPIES_PER_TOKEN + 1)
 
 
 def unshared(items: Sequence[PackItem]) -> list[PrefixGroup]:
@@ -196,7 +192,7 @@ def estimate_packing(
     are many more of them than ranks."""
     per_rank = groups * size * (shared + own) // ranks
     limits = {min(capacity, int(part * whole)) for whole in (capacity, per_rank) for part in _SIZES}
-    room = own + shared // KV_COPIES_PER_TOKEN + 1
+    room = own + shared // _KV_COPIES_PER_TOKEN + 1
     counts = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
 
     def filled(count: int) -> tuple[float, int, int]:
@@ -210,7 +206,7 @@ def estimate_packing(
                 each_rank = -(-max(0, parts - idle) // ranks)  # idle ranks come first
                 idle += each_rank * ranks - parts
                 slowest += each_rank * packed
-                copies = (items * shared // KV_COPIES_PER_TOKEN) * (items > 1)
+                copies = (items * shared // _KV_COPIES_PER_TOKEN) * (items > 1)
                 per = max(1, capacity // (packed + copies))
                 more = -(-max(0, parts - free) // (per * ranks))
                 rows, free = rows + more, free + more * per * ranks - parts
@@ -221,8 +217,7 @@ def estimate_packing(
 
 
 def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> float:
-    """Return the duration of a step, measured in tokens. In each round, all ranks wait for the one
-    with the most tokens."""
+    """In tokens. In each round, all ranks wait for the one with the most tokens."""
     tokens = [group.tokens for group in groups]
     plan = assign(groups, ranks=ranks, capacity=capacity)
     filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
@@ -231,11 +226,9 @@ def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> floa
 
 
 def _cut(cluster: PrefixGroup, limit: int) -> Iterator[PrefixGroup]:
-    """Split a cluster into groups of at most `limit` tokens. An item that is larger than that gets
-    its own group."""
     shared, members, size = cluster.shared, list[PackItem](), cluster.shared
     for item in cluster.items:
-        own = item.tokens - shared + shared // KV_COPIES_PER_TOKEN + 1
+        own = item.tokens - shared + shared // _KV_COPIES_PER_TOKEN + 1
         if members and size + own > limit:
             yield _group(members, shared)
             members, size = [], shared
@@ -260,10 +253,9 @@ def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
 
 
 def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
-    """Find a cluster that `item` can join. Returns its index and the common prefix length. The
-    cluster and the item must both keep the fraction `_MIN_OVERLAP` of their prefix, so that a
-    single diverging trajectory does not shorten the prefix for all the others. If no cluster fits,
-    returns None and the length of the prefix that `item` can share."""
+    """Return the index of a cluster that `item` can join, and the common prefix length. Both keep
+    the fraction `_MIN_OVERLAP` of their prefix, so that a single diverging trajectory does not
+    shorten it for all the others."""
     segment, *others = item.segments
     if others or item.split >= 0:  # the trajectory has other segments
         return None, 0
@@ -278,8 +270,6 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
 
 
 def _common(one: Segment, other: Segment, limit: int) -> int:
-    """Return the length of the common prefix, up to `limit`. Both the tokens and the recorded
-    experts must match."""
     if one.selected_TLb is not None or other.selected_TLb is not None:
         return 0
     limit = _equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])

@@ -129,7 +129,7 @@ def install_invariant_kernels() -> None:
     results. vLLM's GEMM tiles suit large batches for all but five shapes, and its norm of attention
     heads copies its input. The calls are patched, because vLLM's registry only replaces whole
     layers."""
-    from keel.model.batch_invariant import kernel_variants  # noqa: PLC0415  (needs Triton)
+    from keel.model.batch_invariant import vllm_kernels  # noqa: PLC0415  (needs Triton)
 
     if hasattr(_linear.linear_batch_invariant, "keel_patch"):
         return
@@ -137,14 +137,14 @@ def install_invariant_kernels() -> None:
 
     def linear_batch_invariant(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        out = kernel_variants.linear(gemm, rows, weight, bias)
+        out = vllm_kernels.linear_like(gemm, rows, weight, bias)
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def rms_norm_batch_invariant(
         input: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None
     ) -> Any:
         if residual is None and weight is not None and input.ndim == 3:  # heads
-            return kernel_variants.norm_heads(norm, input, weight, eps)
+            return vllm_kernels.norm_heads_like(norm, input, weight, eps)
         return norm(input, weight, eps, residual=residual)
 
     linear_batch_invariant.keel_patch = True  # type: ignore[attr-defined]

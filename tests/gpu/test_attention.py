@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.model.attention import Segments, packed_attention, packed_attention4
+from keel.model.attention import Segments, _packed_attention, _packed_attention4
 from keel.model.layers.flash4 import missing
 from keel.model.tiny.build import default_cache_dir
 from tests.gpu.marks import GPU
@@ -21,10 +21,10 @@ FOLLOWS = [-1, -1, 1, 1, -1, 4]
 
 def kernels(name: str) -> Callable[..., Any]:
     if name == "torch":
-        return packed_attention
+        return _packed_attention
     if why := missing(torch.device("cuda"), default_cache_dir()):
         pytest.skip(why)
-    return packed_attention4
+    return _packed_attention4
 
 
 def inputs(heads: int, kv_heads: int, width: int, of_values: int) -> list[Tensor]:
@@ -62,6 +62,6 @@ def test_packed_equals_padded(
 ) -> None:
     attend, given = kernels(name), inputs(8, kv_heads, 64, 64)
     fused = trained(attend, given, torch.bfloat16, window, follows)
-    plain = trained(packed_attention, given, torch.float32, window, follows)
+    plain = trained(_packed_attention, given, torch.float32, window, follows)
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from keel.model import attention
-from keel.model.attention import FAMILIES, Segments, use_packed_attention
+from keel.model.attention import LINEAR_FAMILIES, Segments, use_packed_attention
 from tests.gpu.marks import GPU
 from tests.gpu.test_mismatch import mismatch
 
@@ -30,7 +30,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("kernels", ["fla", "torch"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR_FAMILIES)
 def test_packed_equals_separate(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel on packed rows against transformers on separate ones, in float32, because few
     tokens then change experts."""
@@ -71,7 +71,7 @@ def test_packed_equals_separate(family: str, kernels: str, monkeypatch: pytest.M
         assert (actual - expected).norm() < 0.1 * expected.norm(), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR_FAMILIES)
 def test_engine_agrees_with_trainer(tmp_path: Path, family: str) -> None:
     arm = mismatch(tmp_path, family, "bfloat16", **HEADS, **EXPERTS)["bfloat16"]
     print(family, arm)

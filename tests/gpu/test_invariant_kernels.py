@@ -24,7 +24,7 @@ on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU: vLLM's own kerne
 
 @pytest.fixture
 def kernels() -> Any:
-    from keel.model.batch_invariant import kernels
+    from keel.model.layers import kernels
 
     return kernels
 
@@ -62,7 +62,8 @@ def test_gradients_of_gated_activations(kernels: Any, tokens: int, width: int) -
         return silu(gate) * up
 
     (expected,) = by_autograd(formula, grad, packed)
-    torch.testing.assert_close(kernels.swiglu_grad(packed, grad), expected, rtol=1e-5, atol=1e-5)
+    found = kernels.swiglu_gradient(grad, packed)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 70])
@@ -78,8 +79,8 @@ def test_few_rows(kernels: Any, rows: int, biased: bool) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("columns", [(4096, 1024), (1024, 3072), (2048, 6144), (4096, 12288)])
 @pytest.mark.parametrize("rows", [1, 7, 16, 40, 128, 200, 512, 1000, 5000])
-def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
-    from keel.model.batch_invariant import kernel_variants, kernels, vllm_kernels
+def test_gemms_have_vllms_bits(kernels: Any, rows: int, columns: tuple[int, int]) -> None:
+    from keel.model.batch_invariant import vllm_kernels
 
     own = vllm_kernels._kernels().linear
     width, depth = columns
@@ -88,13 +89,13 @@ def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
     for of in (None, bias):
         assert torch.equal(vllm_kernels.linear(x, weight, of), own(x, weight, of))
         assert torch.equal(kernels.few_rows(x, weight, of), own(x, weight, of))
-        assert kernel_variants._choose_linear(own, x, weight, of) is not own
+        assert vllm_kernels._choose_linear(own, x, weight, of) is not own
 
 
 @on_a_gpu
 @pytest.mark.parametrize(("heads", "d"), [(16, 128), (8, 128), (1, 1024), (40, 128), (1, 4096)])
-def test_norms_have_vllms_bits(heads: int, d: int) -> None:
-    from keel.model.batch_invariant import kernels, vllm_kernels
+def test_norms_have_vllms_bits(kernels: Any, heads: int, d: int) -> None:
+    from keel.model.batch_invariant import vllm_kernels
 
     x, weight = (with_gaps(300, heads, d, torch.bfloat16), drawn(d, dtype=torch.bfloat16, seed=1))
     own = vllm_kernels._kernels().rms_norm(x, weight, EPS)

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from keel.model.head import gpu as support_gpu
 from keel.model.head.gpu import build_plan, fused_head
-from keel.model.head.kernels import LONG_ROW, HeadShape
+from keel.model.head.kernels import _LONG_ROW, HeadShape
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
 pytestmark = KERNELS
@@ -121,9 +121,9 @@ def check(case: Case) -> None:
 
 @pytest.fixture
 def always_union(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support_gpu, "CHUNK_TOKENS", 8)
-    monkeypatch.setattr(support_gpu, "UNION_FLOOR", 6)
-    monkeypatch.setattr(support_gpu, "union_is_cheaper", lambda *_: True)
+    monkeypatch.setattr(support_gpu, "_CHUNK_TOKENS", 8)
+    monkeypatch.setattr(support_gpu, "_UNION_FLOOR", 6)
+    monkeypatch.setattr(support_gpu, "_union_is_cheaper", lambda *_: True)
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -165,7 +165,7 @@ def test_all_three_plans_in_one_batch() -> None:
 
 @DTYPES
 def test_an_id_that_most_tokens_kept(dtype: torch.dtype) -> None:
-    sizes = {"tokens": 2 * LONG_ROW + 90, "vocabulary": 40, "d": 24, "sizes": (3, 1)}
+    sizes = {"tokens": 2 * _LONG_ROW + 90, "vocabulary": 40, "d": 24, "sizes": (3, 1)}
     check(make_case(**sizes, dtype=dtype, common=7, biased=True))
     check(make_case(tokens=6, vocabulary=12, d=1100, sizes=(5, 3)))  # several blocks of columns
 

@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from keel.model import batch_invariant as invariant
+from keel.model import layers as model_layers
 from keel.model.attention import Segments, attend, use_packed_attention
-from keel.model.batch_invariant import kernel_variants, layers
+from keel.model.batch_invariant import layers, vllm_kernels
 from keel.model.batch_invariant.layers import use_invariant_layers
-from keel.model.batch_invariant.vllm_kernels import BLOCK, Pages
+from keel.model.batch_invariant.vllm_kernels import BLOCK, _Pages
 
 LENGTHS = (BLOCK + 3, 1, 2 * BLOCK, 7)
 
@@ -43,7 +43,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, None]:
     """Attend to keys and values in the kernel's block layout."""
-    pages = Pages.of(segments.lengths, query.device)
+    pages = _Pages.of(segments.lengths, query.device)
     laid = [pages.lay_out(x) for x in (key, value)]
     outputs = []
     for segment, part in enumerate(query.split(list(segments.lengths))):
@@ -92,7 +92,7 @@ KERNELS = SimpleNamespace(
     rms_norm_grad=lambda x, weight, eps, grad: _autograd(
         lambda x, weight: rms_norm(x, weight, eps), grad, x, weight
     ),
-    swiglu_grad=lambda packed, grad: _autograd(silu_and_mul, grad, packed)[0],
+    swiglu_gradient=lambda grad, packed: _autograd(silu_and_mul, grad, packed)[0],
 )
 
 
@@ -168,15 +168,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ),
         seconds=(2.0, 1.0),
     )
-    monkeypatch.setattr(kernel_variants, "_CHOICES", {})
+    monkeypatch.setattr(vllm_kernels, "_CHOICES", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: fake.capability)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
-    monkeypatch.setattr(invariant, "kernels", fake.kernels, raising=False)
-    monkeypatch.setitem(sys.modules, "keel.model.batch_invariant.kernels", fake.kernels)
-    monkeypatch.setattr(kernel_variants, "_without_split_k", lambda *inputs: linear(*inputs))
-    monkeypatch.setattr(kernel_variants, "_default", lambda *inputs: linear(*inputs))
+    monkeypatch.setattr(model_layers, "kernels", fake.kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "keel.model.layers.kernels", fake.kernels)
+    monkeypatch.setattr(vllm_kernels, "_without_split_k", lambda *inputs: linear(*inputs))
+    monkeypatch.setattr(vllm_kernels, "_default", lambda *inputs: linear(*inputs))
     clock = iter(fake.seconds)
-    monkeypatch.setattr(kernel_variants, "_seconds", lambda _: next(clock))
+    monkeypatch.setattr(vllm_kernels, "_seconds", lambda _: next(clock))
     return fake
 
 
@@ -189,8 +189,8 @@ def other(*inputs: Any) -> Tensor:
 
 
 def taken() -> Callable[..., Any]:
-    kernel_variants.linear(own, WIDE[:2], WIDE)
-    (choice,) = kernel_variants._CHOICES.values()
+    vllm_kernels.linear_like(own, WIDE[:2], WIDE)
+    (choice,) = vllm_kernels._CHOICES.values()
     return choice
 
 
@@ -201,9 +201,9 @@ def test_variants_must_be_bit_identical(
     if differs != "whole":
         gpu.kernels.few_rows = other
     if differs != "few_rows":
-        monkeypatch.setattr(kernel_variants, "_without_split_k", other)
+        monkeypatch.setattr(vllm_kernels, "_without_split_k", other)
     expected = {
-        "few_rows": kernel_variants._without_split_k,
+        "few_rows": vllm_kernels._without_split_k,
         "whole": gpu.kernels.few_rows,
         "both": own,
     }
@@ -212,7 +212,7 @@ def test_variants_must_be_bit_identical(
 
 def test_row_classes_have_one_tile_height() -> None:
     for rows in range(1, 1025):
-        assert 1 << kernel_variants._doublings(rows) == 1 << (rows - 1).bit_length()
+        assert 1 << vllm_kernels._doublings(rows) == 1 << (rows - 1).bit_length()
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -220,5 +220,5 @@ def test_norms_must_be_bit_identical(gpu: SimpleNamespace, same: bool) -> None:
     def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x * weight + float(not same)
 
-    kernel_variants.norm_heads(plain, torch.ones(2, 3, 4), torch.ones(4), 1e-6)
-    assert list(kernel_variants._CHOICES.values()) == [gpu.kernels.norm_heads if same else plain]
+    vllm_kernels.norm_heads_like(plain, torch.ones(2, 3, 4), torch.ones(4), 1e-6)
+    assert list(vllm_kernels._CHOICES.values()) == [gpu.kernels.norm_heads if same else plain]

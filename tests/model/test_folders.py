@@ -17,7 +17,7 @@ from transformers import GemmaConfig
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model import hub, load
-from keel.model.hub import MAX_HEADER, hub_answers, missing_weights
+from keel.model.hub import _MAX_HEADER, hub_answers, missing_weights
 from keel.model.load import facts_of, load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_adapters, trainable_facts
@@ -41,7 +41,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         time.sleep(1000)
         raise URLError("too late")
 
-    monkeypatch.setattr(hub, "HUB_S", 0.05)
+    monkeypatch.setattr(hub, "_HUB_S", 0.05)
     monkeypatch.setattr(hub, "urlopen", hang)
     return requests
 
@@ -73,7 +73,7 @@ def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(parts)}}))
     assert fault() == ""
     whole = (tmp_path / parts[1]).read_bytes()
-    pointer = hub.LFS + b"/spec/v1\noid sha256:00\nsize 4000000000\n"
+    pointer = hub._LFS + b"/spec/v1\noid sha256:00\nsize 4000000000\n"
     for content in (whole[:-4], whole[:20], b"", pointer, whole[:8] + b"?" + whole[9:]):
         (tmp_path / parts[1]).write_bytes(content)
         assert fault().startswith(f"{parts[1]}: ")
@@ -194,7 +194,7 @@ def test_damaged_weights_are_refused(folder: Path) -> None:
         {"a": {**TENSOR, "shape": [2**62, 4]}},
         {"a": {**TENSOR, "data_offsets": [-4, 28]}},
         {"a": TENSOR, "b": {**TENSOR, "data_offsets": [16, 48]}},
-        {"__metadata__": {"x": "y" * (MAX_HEADER + 1)}, "a": TENSOR},
+        {"__metadata__": {"x": "y" * (_MAX_HEADER + 1)}, "a": TENSOR},
     ):
         text = json.dumps(header).encode()
         content = len(text).to_bytes(8, "little") + text + bytes(32)

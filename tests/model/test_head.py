@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keel.model.head import support
 from keel.model.head.support import (
-    HeadSpec,
     SupportHead,
+    _logit_shape,
     install_support_head,
-    logit_shape,
     support_head,
 )
 from keel.model.logprobs import (
@@ -37,15 +36,16 @@ def dense(
     targets: Tensor,
     kept: SamplingMasks,
     temperature: float = 1.0,
-    spec: HeadSpec | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    spec = spec or HeadSpec()
     logits = hidden.double() @ weight.double().t()
-    if spec.bias is not None:
-        logits = logits + spec.bias.double()
-    logits = logits * spec.scale
-    if spec.softcap is not None:
-        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    if bias is not None:
+        logits = logits + bias.double()
+    logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     mask = torch.zeros_like(logits, dtype=torch.bool)
     for row in range(len(targets)):
         span = torch.as_tensor(kept[row], dtype=torch.long)
@@ -74,12 +74,12 @@ def tensors(kept: SamplingMasks) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(kept.ids), torch.from_numpy(kept.offsets)
 
 
-def against_dense(hidden, weight, targets, kept, *, temperature=1.0, spec=None, tolerance=1e-4):
-    inputs = [hidden, weight] + ([spec.bias] if spec and spec.bias is not None else [])
+def against_dense(hidden, weight, targets, kept, *, temperature=1.0, tolerance=1e-4, **shape):
+    inputs = [hidden, weight] + ([shape["bias"]] if shape.get("bias") is not None else [])
     logp, entropy = support_head(
-        hidden, weight, targets, *tensors(kept), temperature=temperature, spec=spec or HeadSpec()
+        hidden, weight, targets, *tensors(kept), temperature=temperature, **shape
     )
-    expected, expected_entropy = dense(hidden, weight, targets, kept, temperature, spec)
+    expected, expected_entropy = dense(hidden, weight, targets, kept, temperature, **shape)
     assert logp.dtype == torch.float32 and logp.shape == targets.shape
     close(logp, expected, tolerance)
     close(entropy, expected_entropy, tolerance)
@@ -95,10 +95,10 @@ def against_dense(hidden, weight, targets, kept, *, temperature=1.0, spec=None, 
 
 @pytest.fixture(params=["gather", "gemm"])
 def plan(request, monkeypatch):
-    monkeypatch.setitem(support.GATHER_COST, "cpu", 0 if request.param == "gather" else 10**9)
-    monkeypatch.setitem(support.GATHER_ELEMENTS, "cpu", 40)
-    monkeypatch.setitem(support.GEMM_ELEMENTS, "cpu", 1)
-    monkeypatch.setattr(support, "GEMM_ROWS", 3)
+    monkeypatch.setattr(support, "_GATHER_COST", 0 if request.param == "gather" else 10**9)
+    monkeypatch.setattr(support, "_GATHER_ELEMENTS", 40)
+    monkeypatch.setattr(support, "_GEMM_ELEMENTS", 1)
+    monkeypatch.setattr(support, "_GEMM_ROWS", 3)
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 7, 11, 2, 5, 4], [0] * 7, [0, 4, 0, 1, 0, 11, 6], [2]])
@@ -120,18 +120,18 @@ def test_random_spans_match_a_dense_softmax(sizes, gemm, temperature, scale, sof
     hidden, weight, targets, kept = case(sizes, vocab=13, dim=5, seed=seed)
     bias = torch.randn(13, requires_grad=True) if biased else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(support.GATHER_COST, "cpu", 10**9 if gemm else 0)
-        spec = HeadSpec(bias=bias, scale=scale, softcap=softcap)
+        patch.setattr(support, "_GATHER_COST", 10**9 if gemm else 0)
+        shape = {"bias": bias, "scale": scale, "softcap": softcap}
         # float32 rounds logits relative to their size.
         tolerance = 1e-4 * max(1.0, scale / temperature)
         against_dense(
-            hidden, weight, targets, kept, temperature=temperature, spec=spec, tolerance=tolerance
+            hidden, weight, targets, kept, temperature=temperature, tolerance=tolerance, **shape
         )
 
 
 def test_other_dtypes_match_a_dense_softmax(plan):
     double = case([3, 0, 5, 1], vocab=9, dim=4, dtype=torch.float64)
-    against_dense(*double, spec=HeadSpec(softcap=5.0), tolerance=1e-6)
+    against_dense(*double, softcap=5.0, tolerance=1e-6)
     against_dense(*case([3, 0, 30, 7], vocab=40, dim=256, dtype=torch.bfloat16), tolerance=2e-4)
 
 
@@ -153,11 +153,11 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, support.GEMM_ROWS * 1000)])
+@pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, support._GEMM_ROWS * 1000)])
 def test_tokens_times_vocabulary_never_exists(size, most):
     hidden, weight, targets, kept = case([size] * 600, vocab=1000, dim=10)
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
-        patch.setitem(support.GEMM_ELEMENTS, "cpu", 1)
+        patch.setattr(support, "_GEMM_ELEMENTS", 1)
         support_logprobs(hidden, weight, targets, *tensors(kept)).sum().backward()
     assert largest.elements <= max(most, weight.numel(), 600 * 4 * 10)
 
@@ -179,7 +179,7 @@ def test_tokens_times_vocabulary_never_exists(size, most):
         ({"kept_offsets": torch.tensor([0, 2, 4])}, "kept_offsets"),
         ({"kept_offsets": torch.tensor([1, 2, 4, 4])}, "kept_offsets"),
         ({"kept_offsets": torch.tensor([0, 4, 2, 4])}, "kept_offsets"),
-        ({"spec": HeadSpec(bias=torch.zeros(7))}, "bias"),
+        ({"bias": torch.zeros(7)}, "bias"),
     ],
 )
 def test_invalid_arguments_are_named(change, message):
@@ -361,7 +361,7 @@ def test_scores_match_the_models_logits(family):
     expected = (logits / 0.7).log_softmax(-1).gather(1, TOKENS[0, 1:, None])[:, 0]
     head = install_support_head(model)
     torch.testing.assert_close(scored(model, head, 0.7), expected, rtol=1e-4, atol=1e-5)
-    changes_logits = logit_shape(model.config) != {"scale": 1.0, "softcap": None}
+    changes_logits = _logit_shape(model.config) != {"scale": 1.0, "softcap": None}
     assert changes_logits == (family != "qwen3_moe")
 
 

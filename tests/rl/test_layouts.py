@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keel.rl.losses import grpo_loss
 from keel.rl.offpolicy import GapTotals, off_policy_sequence_mask
 from keel.rl.packing import MicroBatch, pack
-from keel.rl.packing.prefix_sharing import KV_COPIES_PER_TOKEN, estimate_packing
+from keel.rl.packing.prefix_sharing import _KV_COPIES_PER_TOKEN, estimate_packing
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
 from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, trained
 from tests.rl.rollouts import (
@@ -74,7 +74,7 @@ def test_capacity_includes_key_value_copies(seed: int, ranks: int, capacity: int
         contexts = contexts_of(batch)
         copied = sum(map(len, contexts)) - len(batch.token_ids_N)
         if len(contexts) > 1 and batch.split_S is None and len(batch.sequence_tokens_S) > 1:
-            assert len(batch.token_ids_N) + copied // KV_COPIES_PER_TOKEN <= capacity
+            assert len(batch.token_ids_N) + copied // _KV_COPIES_PER_TOKEN <= capacity
     assert sum(len(b.token_ids_N) for b in shared) <= sum(len(b.token_ids_N) for b in plain)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from keel.weights.buckets import FlatBucket, TensorEntry, pack_flat
-from keel.weights.copy_plan import CopyPiece, CopyPlan, dims, join
+from keel.weights.copy_plan import CopyPlan, _CopyPiece, _dims, _join
 
 BF16 = torch.bfloat16
-Placed = tuple[TensorEntry, tuple[CopyPiece, ...]]
+_Placed = tuple[TensorEntry, tuple[_CopyPiece, ...]]
 
 
 def bucket_of(tensors: dict[str, Tensor]) -> FlatBucket:
@@ -21,14 +21,14 @@ def bucket_of(tensors: dict[str, Tensor]) -> FlatBucket:
     return bucket
 
 
-def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> Placed:
+def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> _Placed:
     """parts: (kernel index, view of its tensor, view of `tensor`)."""
     pieces = tuple(
-        CopyPiece(
+        _CopyPiece(
             index,
             int(to.storage_offset()),
             int(part.storage_offset()) - int(tensor.storage_offset()),
-            dims(part.shape, to.stride(), part.stride()),
+            _dims(part.shape, to.stride(), part.stride()),
             tensor.dtype,
         )
         for index, to, part in parts
@@ -43,7 +43,7 @@ def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 
     here = inner // ranks
     w13 = torch.zeros(count, 2 * here, hidden, dtype=BF16)
     w2 = torch.zeros(count, hidden, here, dtype=BF16)
-    plan: dict[str, Placed] = {}
+    plan: dict[str, _Placed] = {}
     for e in range(count):
         gate, up = torch.randn(2, inner, hidden).to(BF16).unbind()
         down = torch.randn(hidden, inner).to(BF16)
@@ -88,7 +88,7 @@ def test_joined_copies_equal_single_ones() -> None:
         cuts = sorted(draw.sample(range(1, kernel.shape[0]), draw.choice([0, 1, 3])))
         bounds = list(zip([0, *cuts], [*cuts, kernel.shape[0]], strict=True))
         right = torch.randn(kernel.shape).to(BF16)
-        pieces: dict[str, Placed] = {}
+        pieces: dict[str, _Placed] = {}
         sources: dict[str, Tensor] = {}
         for low, high in bounds:
             for column in draw.choice([[slice(None)], [slice(0, 2), slice(2, None)]]):
@@ -103,7 +103,7 @@ def test_joined_copies_equal_single_ones() -> None:
         names = draw.sample(list(sources), len(sources))
         entries, data = bucket_of({name: sources[name] for name in names})
         plain = [p for entry in entries for p in plan._pieces(entry)]
-        joined = join(plain)
+        joined = _join(plain)
         joined_any += len(joined) < len(plain)
         assert sum(prod(n for n, _, _ in p.dims) for p in joined) == kernel.numel()
         for _ in range(2):

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.weights import pack
-from keel.weights.buckets import ALIGNMENT, FlatBucket, Manifest, unpack_flat
-from keel.weights.pack import BucketPacker
+from keel.weights import sender
+from keel.weights.buckets import _ALIGNMENT, FlatBucket, Manifest, unpack_flat
+from keel.weights.sender import BucketPacker
 from tests.buckets import pack_buckets, unpack_bucket
 from tests.model.test_load import MOE_LAYERS, built
 
@@ -78,7 +78,7 @@ def test_later_passes_skip_transformers(family: str, monkeypatch: pytest.MonkeyP
     model = built(family)
     packer = BucketPacker(model, torch.float32, 10**9)
     (first,) = packer.buckets()
-    monkeypatch.setattr(pack, "as_checkpoint", None)
+    monkeypatch.setattr(sender, "as_checkpoint", None)
     (again,) = packer.buckets()
     assert torch.equal(first[1], again[1])
     # Experts of a layer are copied together.
@@ -91,7 +91,7 @@ def test_later_passes_skip_transformers(family: str, monkeypatch: pytest.MonkeyP
 def test_computed_modules_are_converted_every_pass(
     change_tensor: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, original = built(MOE), pack.as_checkpoint
+    model, original = built(MOE), sender.as_checkpoint
 
     def computed(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         named = original(model, tensors)
@@ -100,7 +100,7 @@ def test_computed_modules_are_converted_every_pass(
             for name, tensor in named.items()
         }
 
-    monkeypatch.setattr(pack, "as_checkpoint", computed)
+    monkeypatch.setattr(sender, "as_checkpoint", computed)
     packer = BucketPacker(model, torch.bfloat16, SIZE)
     for _ in range(3):
         actual = unpacked(list(packer.buckets()))
@@ -181,8 +181,8 @@ def test_packing_round_trips(specs: list[tuple[list[int], torch.dtype]], bucket_
         assert packed.dtype == original.dtype
         assert torch.equal(packed, original)
     for bucket in buckets:
-        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
-        assert len(bucket.entries) == 1 or len(bucket.data) <= bucket_bytes + ALIGNMENT
+        assert all(entry.offset % _ALIGNMENT == 0 for entry in bucket.entries)
+        assert len(bucket.entries) == 1 or len(bucket.data) <= bucket_bytes + _ALIGNMENT
 
 
 def test_packing_is_lazy() -> None:

@@ -135,7 +135,7 @@ def test_engine_begins_at_the_first_bucket(sender: Callable[[float], Sender]) ->
 def test_one_failing_engine_does_not_stop_others(
     sender: Callable[[float], Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.weights.sender.GRACE_S", PATIENCE_S)  # Ray is slow
+    monkeypatch.setattr("keel.weights.sender._GRACE_S", PATIENCE_S)  # Ray is slow
 
     def troubled(limit_s: float) -> None:
         """The disconnected engine is awaited until the timeout; the others are in time."""

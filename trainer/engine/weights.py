@@ -23,7 +23,7 @@ from keel.trainer.engine.deepspeed_internals import deepspeed
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.run.manifest import Entry, seal, sizes
 from keel.weights.buckets import FlatBucket
-from keel.weights.pack import BucketPacker
+from keel.weights.sender import BucketPacker
 
 _LOG = logging.getLogger(__name__)
 

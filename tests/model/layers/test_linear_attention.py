@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from keel.model.attention import FAMILIES, Segments, use_packed_attention
+from keel.model.attention import LINEAR_FAMILIES, Segments, use_packed_attention
 
 LENGTHS = (3, 70, 1, 9, 130, 8, 2)
 """The delta rule computes chunks of 64 tokens."""
@@ -49,7 +49,7 @@ def logprobs(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
     return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR_FAMILIES)
 def test_packed_equals_separate(family: str) -> None:
     plain = small(family)
     packed = deepcopy(plain)

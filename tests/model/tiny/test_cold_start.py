@@ -22,14 +22,14 @@ from keel.configs.schema import (
 )
 from keel.model.load import facts_of, load_model_config, load_tokenizer
 from keel.model.tiny import build, cold_start
-from keel.model.tiny.build import build_model, content_key, ensure_tiny_model
+from keel.model.tiny.build import _content_key, build_model, ensure_tiny_model
 from keel.model.tiny.cold_start import (
     TAUGHT,
     Curriculum,
-    ExamplePair,
-    MaskedIds,
+    _ExamplePair,
+    _MaskedIds,
+    _solution,
     make_examples,
-    solution,
     train,
 )
 from keel.model.tiny.demonstrations import conversation_ids
@@ -70,20 +70,20 @@ def ensure(folder: Path, config: TinyModelConfig = TINY, **options: object) -> P
     return ensure_tiny_model(config, curriculum(SPELLING), **options)
 
 
-def examples_of(*sources: SourceConfig, count: int = 20, **more: Any) -> list[ExamplePair]:
+def examples_of(*sources: SourceConfig, count: int = 20, **more: Any) -> list[_ExamplePair]:
     return make_examples(curriculum(*sources, **more), TOKENIZER, count=count)
 
 
-def prompt_of(example: ExamplePair) -> str:
+def prompt_of(example: _ExamplePair) -> str:
     worked = example.worked
     return TOKENIZER.decode(worked.ids[: worked.learned.index(True)])
 
 
-def answer_of(masked: MaskedIds) -> str:
+def answer_of(masked: _MaskedIds) -> str:
     return TOKENIZER.decode(masked.ids[masked.learned.index(True) :])
 
 
-def question_of(example: ExamplePair) -> str:
+def question_of(example: _ExamplePair) -> str:
     return prompt_of(example).removeprefix("<|im_start|>user\n").split("<|im_end|>")[0]
 
 
@@ -124,7 +124,7 @@ def test_only_the_policys_turns_are_learned(inside: bool) -> None:
     config = ColdStartConfig(steps=1, batch_size=20, worked_fraction=1.0)
     ((inputs, targets),) = cold_start._batches(examples, TOKENIZER, config, random.Random(0))
     (row, *_) = [i for i, ids in enumerate(inputs) if "Find a hotel" in TOKENIZER.decode(ids)]
-    learned = inputs[row, 1:][targets[row, :-1] != cold_start.IGNORED]
+    learned = inputs[row, 1:][targets[row, :-1] != cold_start._IGNORED]
     text = TOKENIZER.decode(learned)
     opening = "<think>\n" if inside else ""
     assert text.startswith(f"{opening}@get_all_hotels_by_city ") and text.count("<|im_end|>") == 2
@@ -171,7 +171,7 @@ def test_cache_is_deterministic_and_reused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_content_key_covers_what_weights_depend_on() -> None:
     def key(config: TinyModelConfig = TINY, seed: int = 0, heldout: tuple[str, ...] = ()) -> str:
-        return content_key(config, curriculum(SPELLING, seed=seed, heldout_questions=heldout))
+        return _content_key(config, curriculum(SPELLING, seed=seed, heldout_questions=heldout))
 
     keys = {
         key(),
@@ -180,8 +180,8 @@ def test_content_key_covers_what_weights_depend_on() -> None:
         key(replace(TINY, layers=2)),
         key(replace(TINY, cold_start=replace(TINY.cold_start, worked_fraction=0.9))),
         key(replace(TINY, family="deepseek_v32")),
-        content_key(TINY, curriculum(replace(SPELLING, params={"min_word_len": 5}))),
-        *(content_key(TINY, curriculum(TRIPS, tools_in_thinking=t)) for t in (["trips"], [])),
+        _content_key(TINY, curriculum(replace(SPELLING, params={"min_word_len": 5}))),
+        *(_content_key(TINY, curriculum(TRIPS, tools_in_thinking=t)) for t in (["trips"], [])),
     }
     assert len(keys) == 9
     assert key(replace(TINY, cache_dir="elsewhere", index_top_k=5)) == key()
@@ -273,7 +273,7 @@ def test_worked_solutions_are_right_and_hasty_ones_mostly_wrong(task: str) -> No
     right = {True: 0, False: 0}
     for entry in dataset:
         for worked in right:
-            turn = solution(task, entry, worked=worked)
+            turn = _solution(task, entry, worked=worked)
             assert bool(turn.removeprefix("<think>\n").split("\n</think>", 1)[0]) == worked
             right[worked] += dataset.score_answer(turn.split("</think>\n\n", 1)[1], entry) == 1.0
     assert right[True] == 300 and right[False] < 0.25 * 300

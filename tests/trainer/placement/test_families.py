@@ -23,9 +23,9 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model.hub import check_config
-from keel.model.load import check_causal, facts_of
+from keel.model.load import _check_causal, facts_of
 from keel.model.routing import is_moe
-from keel.model.trainable import check_trainable
+from keel.model.trainable import _check_trainable
 from keel.trainer.placement.families import (
     _CPU_HEADS,
     _EXPERT_PARALLEL,
@@ -147,8 +147,8 @@ def test_trained_families(row: list[str]) -> None:
     _, model_type, kind, routing, sequence, expert, notes = row
     config = config_of(model_type)
     check_config(model_type, json.loads(json.dumps(config.to_dict(), default=str)))
-    check_causal(config, model_type)
-    check_trainable(model_type, config)
+    _check_causal(config, model_type)
+    _check_trainable(model_type, config)
     moe, (architecture,) = is_moe(config), config.architectures or ()
     assert (kind, routing) == (("MoE", "yes") if moe else ("dense", "–"))
     assert expert == ("–" if not moe else "yes" if architecture in _EXPERT_PARALLEL else "no")
@@ -166,8 +166,8 @@ def test_refused_families(row: list[str]) -> None:
     config = config_of(row[1])
     assert is_moe(config) == (row[2] == "MoE")
     with pytest.raises(ConfigError):
-        check_causal(config, row[1])
-        check_trainable(row[1], config)
+        _check_causal(config, row[1])
+        _check_trainable(row[1], config)
 
 
 RECIPES = sorted(
