@@ -55,7 +55,7 @@ class _Link:
         return " ".join([shlex.join(["keel", *self.command]) if self.command else "", self.depends])
 
 
-def chain(config: DistillConfig) -> list[_Link]:
+def _chain(config: DistillConfig) -> list[_Link]:
     """Return all stages in the order in which they run."""
     root = Path(config.dir).expanduser()
     # Every stage has all sources, so that no stage trains on held-out prompts of another, and the
@@ -106,7 +106,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
     stage fails or a signal stops it, its exit status is returned. If the recipe of a remaining
     stage is invalid, ConfigError is raised before anything runs."""
     lessons, auto = _checked(config)
-    links, root = chain(config), Path(config.dir).expanduser()
+    links, root = _chain(config), Path(config.dir).expanduser()
     _check_waiting(links, lessons)
     with WorkFolder(root, "dir", "distillation") as folder, _Commands() as commands:
         done = folder.lines(_LINKS)
@@ -125,7 +125,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
             began = time.monotonic()
             if not link.command:
                 sampled = {each.name: root / "samples" / each.name for each in config.specialists}
-                print("\n".join(select(sampled, config.select, link.result)), flush=True)
+                print("\n".join(_select(sampled, config.select, link.result)), flush=True)
             elif not link.result.exists():  # else it finished before it was recorded
                 status = (run or commands.run)(link.command)
                 if status or not link.result.exists():
@@ -307,7 +307,7 @@ class _Candidate:
     """The JSON line for `keel sft` (`source: trajectories`). It includes the specialist's name."""
 
 
-def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
+def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
     """Write the selected completions to `out`, one per line, and return a report for the user.
 
     `sampled` maps each specialist to its `keel eval` folder for the training prompts. Raises

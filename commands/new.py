@@ -164,7 +164,7 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
 
 
 def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) -> tuple[Path, str]:
-    gpus_found, gib_found = gpus_here()
+    gpus_found, gib_found = _gpus_here()
     gpus = ask("GPUs (0: none)", gpus_found, _at_least(0)) if flags.gpus is None else flags.gpus
     if gpus < 0 or flags.nodes < 1:
         raise ConfigError(f"--gpus {gpus} --nodes {flags.nodes}: must be at least 0 and 1")
@@ -197,7 +197,7 @@ def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) 
         # A path may contain line breaks.
         "title": " ".join(f"{label} learns {source.learns}, on {machine}.".split()),
         "file": " ".join(shlex.quote(str(path)).split()),
-        "dir": scalar(f"runs/{name}"),
+        "dir": _scalar(f"runs/{name}"),
         "steps": steps,
         "eval_every": max(1, steps // 10),
         "device": None if gpus else "cpu",
@@ -425,7 +425,7 @@ def _weights(reward: str, *, judged: bool) -> dict[str, float]:
     return {"correct": 1.0, reward: _EXTRA_REWARD} if judged else {reward: 1.0}
 
 
-def gpus_here() -> tuple[int, float]:
+def _gpus_here() -> tuple[int, float]:
     """Return the number of GPUs listed by nvidia-smi, and the smallest GPU memory in GiB."""
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
@@ -464,13 +464,13 @@ def _free(path: str) -> str:
 
 def _flow(value: object) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{scalar(str(k))}: {_flow(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{_scalar(str(k))}: {_flow(v)}' for k, v in value.items())}}}"
     if isinstance(value, float) and 0 < value < 1e-3:
         return f"{value:.1e}".replace("e-0", "e-")
-    return scalar(value) if isinstance(value, str) else json.dumps(value)
+    return _scalar(value) if isinstance(value, str) else json.dumps(value)
 
 
-def scalar(text: str) -> str:
+def _scalar(text: str) -> str:
     """Format text as a YAML scalar, quoted if YAML would otherwise read a different value."""
     reserved = ("null", "true", "false", "yes", "no", "on", "off", "inf", "nan", "~")
     if re.fullmatch(r"[A-Za-z_~./][\w~./:-]*(?<!:)", text) and text.lower() not in reserved:

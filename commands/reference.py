@@ -285,7 +285,7 @@ def _page_of(knob: str, text: str) -> str:
     return PAGES[max(prefixes, key=len)] if prefixes else ""
 
 
-def normal(name: str) -> str:
+def _normal(name: str) -> str:
     """Replace list entries in a knob's name with `[]`. For example, `data.sources[sums].size` and
     `data.sources.0.size` become `data.sources[].size`."""
     name = re.sub(r"\[[^]]*\]", "[]", name)
@@ -295,7 +295,7 @@ def normal(name: str) -> str:
 def describe(name: str = "") -> str:
     """Return a description of a section, knob or metric, or of everything whose name contains
     `name`. Raises ConfigError with a suggestion if nothing matches."""
-    query = normal(name)
+    query = _normal(name)
     if not query:
         return _overview()
     inside = [

@@ -32,7 +32,7 @@ from keel.trainer.run.trajectory_files import BATCHES, list_batches, read_batch,
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     """Train on a saved batch again and print the findings. Nothing is written to disk."""
     folder = Path(run).expanduser()
-    path = find_batch(folder, step)
+    path = _find_batch(folder, step)
     groups, findings = read_batch(path)
     disable_progress_bar()
     recipe = folder / "config.yaml"
@@ -42,7 +42,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     config, gpu = model.config, model.hardware.gpu
     deadline = config.run.startup_timeout_s
     base = _base_model(model, config, recipe)
-    start, words = nearest_checkpoint(folder / "checkpoints", step_of(path))
+    start, words = _nearest_checkpoint(folder / "checkpoints", step_of(path))
     completions = sum(len(group.group.trajectories) for group in groups)
     print(f"{path}: {len(groups)} groups, {completions} completions, {words}")
     for line in findings:
@@ -89,7 +89,7 @@ def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
     )
 
 
-def find_batch(folder: Path, step: int | None) -> Path:
+def _find_batch(folder: Path, step: int | None) -> Path:
     """Return the batch saved at `step`, or the newest batch if no step is given. Raises ConfigError
     if there is none."""
     batches = {step_of(path): path for path in list_batches(folder)}
@@ -106,7 +106,7 @@ def find_batch(folder: Path, step: int | None) -> Path:
     return batches[step]
 
 
-def nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
+def _nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
     """Return the newest intact checkpoint before `step`, or None if only the base model precedes
     the step. Also returns a description of the starting point."""
     paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]

@@ -72,7 +72,7 @@ class SampledPolicy:
     """Digest of the tokenizer, or empty for an endpoint."""
     count_tokens: Callable[[Prompt], int] | None = None
     """Returns the number of tokens in a prompt. None for an endpoint."""
-    thinking_length: Callable[[Trajectory], int] = lambda trajectory: len(thinking_of(trajectory))
+    thinking_length: Callable[[Trajectory], int] = lambda trajectory: len(_thinking_of(trajectory))
     """Returns the thinking length of a completion, in tokens. Counts characters for an endpoint."""
 
     @property
@@ -126,7 +126,7 @@ def choose_policy(
 
     def thinking_length(trajectory: Trajectory) -> int:
         # A policy can sample unpaired surrogates, which the tokenizer refuses.
-        text = thinking_of(trajectory).encode(errors="replace").decode()
+        text = _thinking_of(trajectory).encode(errors="replace").decode()
         return len(task.tokenizer.encode(text, add_special_tokens=False))
 
     return SampledPolicy(
@@ -199,7 +199,7 @@ def _endpoint_policy(config: Config) -> SampledPolicy:
     )
 
 
-def max_prompts_in_flight(config: Config, samples: int) -> int:
+def _max_prompts_in_flight(config: Config, samples: int) -> int:
     """Return how many prompts to sample at the same time. This is twice the capacity of all engines
     or of the endpoint, and at least 2."""
     capacity = config.rollout.engines * config.rollout.max_num_seqs
@@ -250,7 +250,7 @@ def sample_prompts(
     try:
         with waiting("sampling", total=len(prompts), unit="prompts") as progress:
             while (queue or in_flight) and not should_stop():
-                while queue and len(in_flight) < max_prompts_in_flight(config, samples):
+                while queue and len(in_flight) < _max_prompts_in_flight(config, samples):
                     prompt = queue.popleft()
                     groups = [then(runtime.submit(prompt, "eval", n), score) for n in sizes]
                     open_groups |= set(groups)
@@ -300,6 +300,6 @@ def answer_of(trajectory: Trajectory) -> str:
     return " ".join(answer.split())
 
 
-def thinking_of(trajectory: Trajectory) -> str:
+def _thinking_of(trajectory: Trajectory) -> str:
     """Return the thinking from all turns of a completion."""
     return every_turn(thinking_text, trajectory.messages)

@@ -40,7 +40,7 @@ them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class _ServedModel:
     """A model folder with default sampling parameters for requests."""
 
     path: Path
@@ -52,7 +52,7 @@ class ServedModel:
     """True if the model thinks before it answers. If None, the chat template decides."""
 
 
-def find_model(folder: Path) -> ServedModel:
+def _find_model(folder: Path) -> _ServedModel:
     """Return the model in a run folder or model folder. A model from a run uses the sampling
     parameters of its recipe. Raises ConfigError if the folder is neither, or if the run has not
     exported a model yet."""
@@ -60,14 +60,14 @@ def find_model(folder: Path) -> ServedModel:
     run, path = (folder.resolve().parent, folder) if exported else (folder, folder / "model")
     if not (run / "config.yaml").exists():
         if exported:
-            return ServedModel(path=folder, name=folder.resolve().name)
+            return _ServedModel(path=folder, name=folder.resolve().name)
         raise ConfigError(
             f"{folder}: is neither a run folder (config.yaml) nor a model folder (config.json)"
         )
     if (path / "config.json").exists():
         config = load_config(run / "config.yaml")
         modes = {source.thinking for source in config.data.sources}
-        return ServedModel(
+        return _ServedModel(
             path=path,
             name=run.resolve().name,
             sampling={name: getattr(config.rollout.sampling, name) for name in SAMPLING},
@@ -82,7 +82,7 @@ def find_model(folder: Path) -> ServedModel:
     raise ConfigError(f"{folder}: this run has neither a model nor a checkpoint yet")
 
 
-def parse_options(words: Sequence[str]) -> dict[str, Any]:
+def _parse_options(words: Sequence[str]) -> dict[str, Any]:
     """Parse `key=value` words with YAML values. Raises ConfigError for any other word."""
     options: dict[str, Any] = {}
     for word in words:
@@ -106,7 +106,7 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def server_options(model: ServedModel, chosen: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
+def _server_options(model: _ServedModel, chosen: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
     """Return all vLLM options except the address. `chosen` contains the user's options from
     `parse_options`."""
     chosen = dict(chosen)
@@ -126,8 +126,8 @@ def server_options(model: ServedModel, chosen: Mapping[str, Any], *, gpu: bool) 
 
 
 @contextmanager
-def serving(
-    model: ServedModel,
+def _serving(
+    model: _ServedModel,
     chosen: Mapping[str, Any],
     *,
     gpu: bool,
@@ -144,7 +144,7 @@ def serving(
     try:
         server = VllmServer(
             str(model.path),
-            server_options(model, chosen, gpu=gpu),
+            _server_options(model, chosen, gpu=gpu),
             environment(gpu=gpu, threads=len(os.sched_getaffinity(0))),
             host=host,
             port=port,
@@ -170,9 +170,9 @@ def serving(
 def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool) -> None:
     """Serve a model until Ctrl-C. Raises ConfigError if the settings are invalid, or RuntimeError
     if the server fails."""
-    model, chosen = find_model(folder), parse_options(words)
+    model, chosen = _find_model(folder), _parse_options(words)
     try:
-        with serving(model, chosen, gpu=gpu, host=host, port=port) as server:
+        with _serving(model, chosen, gpu=gpu, host=host, port=port) as server:
             print(
                 f"{model.path} answers at {server.url} as {model.name!r}, in the OpenAI API\n"
                 f"keel chat --url {server.url} talks to it; Ctrl-C ends it",
@@ -192,7 +192,7 @@ _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")
 _HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
 
 
-class ChatSession:
+class _ChatSession:
     """A conversation with one model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, client: OpenAI, model: str) -> None:
@@ -221,7 +221,7 @@ class ChatSession:
 
 
 @contextmanager
-def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSession]:
+def _connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSession]:
     """Yield a conversation with the model at `url`. Without a URL, the model in `folder` is served
     until the context ends."""
     if url:
@@ -232,12 +232,12 @@ def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSessi
             except (openai.OpenAIError, IndexError) as error:
                 why = "give the address of a server, which ends in /v1"
                 raise ConfigError(f"--url {url}: {error}; {why}") from error
-            yield ChatSession(client, name)
+            yield _ChatSession(client, name)
         return
     assert folder is not None
-    model, key = find_model(folder), secrets.token_hex(16)
+    model, key = _find_model(folder), secrets.token_hex(16)
     with (
-        serving(model, {}, gpu=gpu, key=key) as server,
+        _serving(model, {}, gpu=gpu, key=key) as server,
         OpenAI(
             base_url=server.url,
             api_key=key,
@@ -246,7 +246,7 @@ def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSessi
             http_client=openai.DefaultHttpxClient(trust_env=False),  # past any proxy
         ) as client,
     ):
-        yield ChatSession(client, model.name)
+        yield _ChatSession(client, model.name)
 
 
 def chat(
@@ -261,7 +261,7 @@ def chat(
     If there is no `url`, `folder` is served for the duration of the chat. `read` returns the next
     line or raises EOFError. Raises ConfigError, or RuntimeError if the server or the answer to
     `prompt` fails."""
-    with connected(folder, url, gpu=gpu) as conversation:
+    with _connected(folder, url, gpu=gpu) as conversation:
         if prompt is not None:
             try:
                 conversation.ask(prompt)

@@ -26,7 +26,7 @@ _MOST_LOST = 5
 """Stop after this many consecutive tasks for which the author model did not answer."""
 
 
-async def make_all(
+async def _make_all(
     keys: Sequence[str],
     make: Make,
     ledger: Ledger,
@@ -106,7 +106,7 @@ async def make_all(
     return why or ("stopped" if any(key not in ledger.outcomes for key in remaining) else "")
 
 
-class Pipeline(Protocol):
+class _Pipeline(Protocol):
     """Creates the tasks of one family. Use it as an async context manager."""
 
     keys: Sequence[str]
@@ -126,7 +126,7 @@ def _open_pipeline(
     author: EndpointAuthor,
     folder: Path,
     more: Callable[[AuthorConfig], Author],
-) -> Pipeline:
+) -> _Pipeline:
     if config.family == "general":
         from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
 
@@ -154,7 +154,7 @@ def synthesize(config: SynthesisConfig) -> int:
 
 async def _synthesize(config: SynthesisConfig) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
-    with Ledger(folder, depends_on(config)) as ledger:
+    with Ledger(folder, _depends_on(config)) as ledger:
         loop = asyncio.get_running_loop()
         # asyncio's handler needs the loop, which preparing may block for long.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -178,7 +178,7 @@ async def _synthesize(config: SynthesisConfig) -> int:
                 for name in (signal.SIGINT, signal.SIGTERM):
                     loop.add_signal_handler(name, stop.set)
                 try:
-                    why = await make_all(
+                    why = await _make_all(
                         pipeline.keys,
                         pipeline.make,
                         ledger,
@@ -202,7 +202,7 @@ def _leave(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def depends_on(config: SynthesisConfig) -> dict[str, Any]:
+def _depends_on(config: SynthesisConfig) -> dict[str, Any]:
     """Return the settings that affect the tasks. Authors and budget are omitted because they may
     change between starts."""
     section = asdict(getattr(config, config.family))

@@ -49,7 +49,7 @@ def train(
     how to resume if that takes a different command."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
-    run_task(
+    _run_task(
         ["train", recipe, *overrides],
         task,
         lambda folder, layouts: launch(task, print, folder.rewards, layouts=layouts),
@@ -58,7 +58,7 @@ def train(
     )
 
 
-def run_task(
+def _run_task(
     command: Sequence[str],
     task: Task | SftTask,
     start: Callable[[RunFolder, ElasticLayouts], AbstractContextManager[Any]],
@@ -165,7 +165,7 @@ def run_loop(
             heldout=heldout,
             save=save,
             should_stop=should_stop,
-            dump_bad_batch=partial(dump_bad_batch, folder.path, view.say),
+            dump_bad_batch=partial(_dump_bad_batch, folder.path, view.say),
             should_abort=runtime.with_watchdog(interrupt.should_abort),
             should_skip_evaluation=interrupt,
             decoding_steps=lambda: runtime.pool.steps,
@@ -180,7 +180,7 @@ def run_loop(
     return reached
 
 
-def dump_bad_batch(
+def _dump_bad_batch(
     folder: Path,
     say: Callable[[str], None],
     step: int,
@@ -218,7 +218,7 @@ def pretrain(recipe: str, overrides: Sequence[str]) -> None:
 
 
 def _run(command: Sequence[str], task: SftTask) -> None:
-    run_task(
+    _run_task(
         command, task, lambda _, layouts: launch_sft(task, print, layouts=layouts), _run_sft_loop
     )
 

@@ -87,14 +87,14 @@ def section_type(hint: Any) -> type | None:
     return hint if isinstance(hint, type) and is_dataclass(hint) else None
 
 
-def knobs(section: type, prefix: str = "") -> Iterator[str]:
+def _knobs(section: type, prefix: str = "") -> Iterator[str]:
     """Yield the full path of every knob. List entries appear as `[]`, such as `sources[].name`."""
     for name, hint in knob_types(section).items():
         nested = section_type(hint)
         if nested is None or get_origin(hint) in (Union, UnionType):
             yield prefix + name
         else:
-            yield from knobs(nested, f"{prefix}{name}{'[]' * (get_origin(hint) is tuple)}.")
+            yield from _knobs(nested, f"{prefix}{name}{'[]' * (get_origin(hint) is tuple)}.")
 
 
 def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
@@ -123,7 +123,7 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
     if path in RENAMED:
         return f"renamed to {prefix}{RENAMED[path]}"
-    everywhere = sorted(knobs(root), key=lambda knob: knob.count("."))
+    everywhere = sorted(_knobs(root), key=lambda knob: knob.count("."))
     sections = dict.fromkeys(knob.rpartition(".")[0] for knob in everywhere)
     if same := [knob for knob in (*everywhere, *sections) if f".{knob}".endswith(f".{key}")]:
         return f"did you mean {' or '.join(same)}?"

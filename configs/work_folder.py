@@ -74,7 +74,7 @@ class WorkFolder:
         except OSError as error:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
 
-    def lines(self, name: str) -> Lines:
+    def lines(self, name: str) -> _Lines:
         """Open a JSON lines file for appending, and remove an incomplete last line first. Raises
         ConfigError if the file cannot be opened."""
         try:
@@ -83,10 +83,10 @@ class WorkFolder:
             file.truncate(file.read().rfind(b"\n") + 1)
         except OSError as error:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
-        return Lines(file)
+        return _Lines(file)
 
 
-class Lines:
+class _Lines:
     """A JSON lines file that is flushed after every line."""
 
     def __init__(self, file: BinaryIO) -> None:

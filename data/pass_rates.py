@@ -28,7 +28,7 @@ from keel.rl.types import Prompt, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassRate:
+class _PassRate:
     """How often the policy solves one prompt."""
 
     id: str
@@ -62,12 +62,12 @@ class PassRate:
         return {**asdict(self), "pass_rate": self.rate}
 
 
-def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> PassRate:
+def _pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> _PassRate:
     """Compute a prompt's pass rate from all of its completion groups."""
     result = evaluation(groups)
     score, passes = result["score"].value, result["pass@1"]
     samples = sum(len(group.parts_G) + len(group.group.dropped) for group in groups)
-    return PassRate(
+    return _PassRate(
         id=prompt.prompt_id,
         source=source,
         domain=prompt.domain,
@@ -80,18 +80,18 @@ def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> 
     )
 
 
-def read_pass_rates(path: Path) -> dict[str, PassRate]:
+def read_pass_rates(path: Path) -> dict[str, _PassRate]:
     """Read the table of pass rates. If an ID appears more than once, its last line is used. Raises
     ConfigError with the file and line number of a malformed line."""
 
-    def parse(line: dict[str, Any]) -> PassRate:
+    def parse(line: dict[str, Any]) -> _PassRate:
         line.pop("pass_rate", None)
-        return PassRate(**line)
+        return _PassRate(**line)
 
     return {rate.id: rate for rate in read_records(path, parse, "pass rates")}
 
 
-def check_same(prompt: Prompt, rate: PassRate, path: Path) -> None:
+def check_same(prompt: Prompt, rate: _PassRate, path: Path) -> None:
     """Raise ValueError if the pass rate was measured on a different prompt with the same ID."""
     if rate.digest != digest_of(prompt):
         raise ValueError(
@@ -137,7 +137,7 @@ class FilterFolder:
         self._prompts = {
             prompt.prompt_id: (prompt, name) for name, some in prompts.items() for prompt in some
         }
-        self._rates: dict[str, PassRate] = {}
+        self._rates: dict[str, _PassRate] = {}
         self._number = 0  # running total of kept prompts: progress is logged after each prompt
 
     def __enter__(self) -> Self:
@@ -178,7 +178,7 @@ class FilterFolder:
         return [prompt for name, (prompt, _) in self._prompts.items() if name not in known]
 
     def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
-        rate = pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
+        rate = _pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
         self._lines.add(rate.line())
         self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
         self._rates[rate.id] = rate
@@ -208,11 +208,11 @@ class FilterFolder:
             ]
         )
 
-    def _kept(self) -> list[PassRate]:
+    def _kept(self) -> list[_PassRate]:
         rates = [self._rates[name] for name in self._prompts if name in self._rates]
         return [rate for rate in rates if self._keeps(rate)]
 
-    def _keeps(self, rate: PassRate | None) -> bool:
+    def _keeps(self, rate: _PassRate | None) -> bool:
         bounds = (self._filter.least_pass_rate, self._filter.most_pass_rate)
         return rate is not None and rate.within(*bounds)
 
@@ -260,7 +260,7 @@ class FilterFolder:
         ]
 
 
-def _line(prompt: Prompt, source: SourceConfig, rate: PassRate) -> str:
+def _line(prompt: Prompt, source: SourceConfig, rate: _PassRate) -> str:
     record = {
         "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
         "messages": [dict(message) for message in without_source_system(source, prompt.messages)],

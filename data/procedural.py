@@ -95,11 +95,11 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
         reward: dict[str, Any] = {
             "kind": "reasoning_gym",
             "task": source.task,
-            "params": to_jsonable(dict(source.params), "params"),
+            "params": _to_jsonable(dict(source.params), "params"),
             "entry": {
                 "question": str(entry["question"]),
                 "answer": None if entry["answer"] is None else str(entry["answer"]),
-                "metadata": to_jsonable(entry["metadata"], "metadata"),
+                "metadata": _to_jsonable(entry["metadata"], "metadata"),
             },
         }
     except _GENERATOR_ERRORS as error:
@@ -127,7 +127,7 @@ def load_episodes(source: SourceConfig) -> Loaded:
     return Loaded(items=tuple(items))
 
 
-def to_jsonable(value: Any, path: str = "value") -> Any:
+def _to_jsonable(value: Any, path: str = "value") -> Any:
     """Encode a Python value as JSON data without loss.
 
     Verifiers distinguish `(1,)` from `[1]` and `{1: …}` from `{"1": …}`. Such values are encoded
@@ -136,7 +136,7 @@ def to_jsonable(value: Any, path: str = "value") -> Any:
     """
 
     def each(items: Any) -> list[Any]:
-        return [to_jsonable(item, f"{path}[{index}]") for index, item in enumerate(items)]
+        return [_to_jsonable(item, f"{path}[{index}]") for index, item in enumerate(items)]
 
     if isinstance(value, np.generic):
         value = cast(Any, value).item()
@@ -155,8 +155,8 @@ def to_jsonable(value: Any, path: str = "value") -> Any:
     if isinstance(value, Mapping):
         pairs = list(cast(Mapping[Any, Any], value).items())
         if all(isinstance(key, str) and not key.startswith("~") for key, _ in pairs):
-            return {str(key): to_jsonable(item, f"{path}.{key}") for key, item in pairs}
+            return {str(key): _to_jsonable(item, f"{path}.{key}") for key, item in pairs}
         return {
-            "~dict": [[to_jsonable(k, path), to_jsonable(v, f"{path}[{k!r}]")] for k, v in pairs]
+            "~dict": [[_to_jsonable(k, path), _to_jsonable(v, f"{path}[{k!r}]")] for k, v in pairs]
         }
     raise TypeError(f"{path} holds a {type(value).__name__}, which cannot be encoded")

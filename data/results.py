@@ -190,7 +190,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def compared(
     first: Sequence[Asked], second: Sequence[Asked]
-) -> dict[str, dict[str, tuple[int, Difference]]]:
+) -> dict[str, dict[str, tuple[int, _Difference]]]:
     """Compare pass@1 on the prompts shared by two evaluations. Returns the number of shared prompts
     and the difference for each variant and prompt set. Raises ValueError if no prompt is shared, or
     if prompts with the same name differ."""
@@ -201,7 +201,7 @@ def compared(
     for one, other in pairs:
         if one.digest != other.digest:
             raise ValueError(f"{one.id}: the two evaluations have different prompts of this name")
-    result: dict[str, dict[str, tuple[int, Difference]]] = {}
+    result: dict[str, dict[str, tuple[int, _Difference]]] = {}
     for variant in dict.fromkeys(other.variant for _, other in pairs):
         chosen = [pair for pair in pairs if pair[1].variant == variant]
         before, after = (
@@ -210,14 +210,14 @@ def compared(
         result[variant] = {
             name: (
                 len(places),
-                paired_difference([before[n] for n in places], [after[n] for n in places]),
+                _paired_difference([before[n] for n in places], [after[n] for n in places]),
             )
             for name, places in _sets_of([other for _, other in chosen]).items()
         }
     return result
 
 
-def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -> list[str]:
+def compared_table(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) -> list[str]:
     """Format `compared` as a table for the user."""
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
     for variant, sets in result.items():
@@ -279,7 +279,7 @@ def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[fl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class _Difference:
     """Difference between two measurements on the same prompts: the second mean minus the first."""
 
     mean: float
@@ -290,7 +290,7 @@ class Difference:
     """P-value from the sign-flip permutation test over prompts."""
 
 
-def paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> Difference:
+def _paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> _Difference:
     """Compare two measurements on the same prompts. The result is deterministic. Raises ValueError
     if they are empty or differ in length."""
     if len(first_P) != len(second_P) or not len(first_P):
@@ -305,7 +305,7 @@ def paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> Di
         flipped += (signs * d_P).mean(1).tolist()
     low, high = np.quantile(means, (0.025, 0.975))
     extreme = int((np.abs(flipped) >= abs(mean) - 1e-12).sum())
-    return Difference(
+    return _Difference(
         mean=mean, low=float(low), high=float(high), p=(1 + extreme) / (1 + _RESAMPLES)
     )
 

@@ -63,7 +63,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
         for name, chunk in some.items()
         if not live
     ]
-    data = state(runs, live=live).replace("<", "\\u003c")  # cannot end its element
+    data = _state(runs, live=live).replace("<", "\\u003c")  # cannot end its element
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -81,7 +81,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
     )
 
 
-def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
+def _state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
     """Return everything on the page except the trajectories, as JSON."""
     plain = [_fewer_points(run).plain() for run, _ in runs]
     return as_json({"live": live, "written": time.time(), "runs": plain})
@@ -147,7 +147,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
     """Write the page and return a message to print. Raises ConfigError if a folder cannot be
     read."""
     runs = [read_folder(Path(folder)) for folder in folders]
-    name_apart([run for run, _ in runs])
+    _name_apart([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
     try:
         fresh = path.with_name(f".{path.name}.tmp")
@@ -163,7 +163,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
     return text.encode(errors="replace").decode()
 
 
-def name_apart(runs: Sequence[RunData]) -> None:
+def _name_apart(runs: Sequence[RunData]) -> None:
     """Rename runs to their paths if several runs have the same name."""
     names = [run.name for run in runs]
     for run in runs:
@@ -178,48 +178,40 @@ to this machine."""
 _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
-class Follower:
-    """Keeps the data of run folders up to date by reading a folder again when its contents
-    change."""
+class _Server(ThreadingHTTPServer):
+    """Serves run folders, and reads a folder again when its contents change."""
 
-    def __init__(self, folders: Sequence[str]) -> None:
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[str], port: int) -> None:
+        """Read the folders and listen on `port`, or on any free port if it is 0. Raises ConfigError
+        if a folder contains no run, or if the port is in use."""
+        self.token = secrets.token_urlsafe(24)
         self._folders = [Path(folder) for folder in folders]
         self._lock = Lock()
         self._mark = ""
         self._runs: list[tuple[RunData, Chunks]] = []
         self._known: Known = {}
         self.runs()
-
-    def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """Return the current runs and a version string. The string changes whenever the runs
-        change."""
-        with self._lock:
-            if (mark := self._stamp()) != self._mark:
-                self._runs = [read_folder(folder, self._known) for folder in self._folders]
-                name_apart([run for run, _ in self._runs])
-                self._mark = mark
-            return self._runs, self._mark
-
-    def _stamp(self) -> str:
-        stamps: list[str] = []
-        for folder in self._folders:
-            for path in (folder, *sorted(folder.glob("*")), folder / "trajectories"):
-                with suppress(OSError):  # it may go while we look; the next look sees that
-                    of = path.stat()
-                    stamps.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
-        return str(hash(tuple(stamps)))
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, follower: Follower, port: int) -> None:
-        self.follower = follower
-        self.token = secrets.token_urlsafe(24)
         try:
-            super().__init__((HOST, port), Handler)
+            super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {port}: {error}") from error
+
+    def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
+        """Return the current runs, and a version that changes whenever the runs change."""
+        with self._lock:
+            stamps: list[str] = []
+            for folder in self._folders:
+                for path in (folder, *sorted(folder.glob("*")), folder / "trajectories"):
+                    with suppress(OSError):  # it may go while we look; the next look sees that
+                        of = path.stat()
+                        stamps.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
+            if (mark := str(hash(tuple(stamps)))) != self._mark:
+                self._runs = [read_folder(folder, self._known) for folder in self._folders]
+                _name_apart([run for run, _ in self._runs])
+                self._mark = mark
+            return self._runs, self._mark
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors from connections that the browser has closed."""
@@ -231,11 +223,11 @@ class Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/?token={self.token}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     """Answers GET requests. `/` returns the page, `/data` returns everything on it except
     trajectories, and `/chunk` returns one chunk of trajectories."""
 
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 30
     protocol_version = "HTTP/1.1"
 
@@ -248,19 +240,18 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.FORBIDDEN, b"Open the address that `keel watch` has printed.")
             return
         try:
-            self._answer(split.path.strip("/"), query)
+            runs, mark = self.server.runs()
         except ConfigError as error:  # the folder has gone meanwhile
             self._send(HTTPStatus.NOT_FOUND, str(error).encode(errors="replace"))
-
-    def _answer(self, what: str, query: dict[str, str]) -> None:
-        runs, mark = self.server.follower.runs()
+            return
+        what = split.path.strip("/")
         if what == "":
             self._send(HTTPStatus.OK, page(runs, live=True).encode(errors="replace"), _TYPES[""])
         elif what == "data" and self.headers.get("If-None-Match") == mark:
             self._send(HTTPStatus.NOT_MODIFIED, b"", mark=mark)
         elif what == "data":
-            self._send(HTTPStatus.OK, state(runs, live=True).encode(), _TYPES["data"], mark=mark)
-        elif what == "chunk" and (data := chunk(runs, query)) is not None:
+            self._send(HTTPStatus.OK, _state(runs, live=True).encode(), _TYPES["data"], mark=mark)
+        elif what == "chunk" and (data := _chunk(runs, query)) is not None:
             self._send(HTTPStatus.OK, data, "application/octet-stream")
         else:
             self._send(HTTPStatus.NOT_FOUND, b"There is nothing of this name.")
@@ -286,7 +277,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def chunk(runs: Sequence[tuple[RunData, Chunks]], query: dict[str, str]) -> bytes | None:
+def _chunk(runs: Sequence[tuple[RunData, Chunks]], query: dict[str, str]) -> bytes | None:
     number = query.get("run", "")
     if not number.isdecimal() or int(number) >= len(runs):
         return None
@@ -298,7 +289,7 @@ def chunk(runs: Sequence[tuple[RunData, Chunks]], query: dict[str, str]) -> byte
 
 def watch(folders: Sequence[str], port: int) -> None:
     """Serve the page until Ctrl-C. Raises ConfigError if a folder or the port cannot be used."""
-    with Server(Follower(folders), port) as server:
+    with _Server(folders, port) as server:
         print(
             f"{server.url}\nCtrl-C ends it. Seen from this machine alone; over SSH: ssh -L "
             f"{server.server_port}:{HOST}:{server.server_port} …",

@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class _Bounds:
     """The range of a numeric knob. The names are those that pydantic and typer use."""
 
     ge: float | None = None
@@ -66,15 +66,15 @@ def knob(
 ) -> T:
     """Declare a knob with bounds. The section enforces the bounds, and the documentation page on
     knobs lists them."""
-    return field(default=default, metadata={"bounds": Bounds(ge, gt, le, lt)})
+    return field(default=default, metadata={"bounds": _Bounds(ge, gt, le, lt)})
 
 
-def bounds_of(declared: Field[Any]) -> Bounds | None:
+def bounds_of(declared: Field[Any]) -> _Bounds | None:
     return declared.metadata.get("bounds")
 
 
 @cache
-def _bounded(section: type[Any]) -> Sequence[tuple[str, Bounds]]:
+def _bounded(section: type[Any]) -> Sequence[tuple[str, _Bounds]]:
     """Return the knobs of a section that have bounds. Cached, because the layout search creates
     thousands of sections."""
     pairs = [(declared.name, bounds_of(declared)) for declared in fields(section)]

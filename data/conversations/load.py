@@ -20,7 +20,7 @@ from keel.rl.sft import SftExample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class _Report:
     """Counts of the conversations and tokens in a source."""
 
     lessons: Sequence[SftExample]
@@ -70,7 +70,7 @@ class Lessons:
     heldout: Mapping[str, tuple[SftExample, ...]]
     """Held-out conversations of each source, keyed by source name. Sources that hold none out are
     omitted."""
-    report: Mapping[str, Report]
+    report: Mapping[str, _Report]
 
 
 class _Usable(NamedTuple):
@@ -131,7 +131,7 @@ def load_lessons(
     every_held = {key for part in parts.values() for key in part.held}
     train: dict[str, list[SftExample]] = {}
     heldout: dict[str, tuple[SftExample, ...]] = {}
-    report: dict[str, Report] = {}
+    report: dict[str, _Report] = {}
     for source in config.sources:
         part = parts[source.name]
         own = tuple(one.lesson for one in part.usable if one.key in part.held)
@@ -157,7 +157,7 @@ def load_lessons(
         train[source.name] = [one.lesson for one in kept] if source.repeat > 0 else []
         if own:
             heldout[source.name] = own
-        report[source.name] = Report(
+        report[source.name] = _Report(
             lessons=train[source.name],
             heldout=len(own),
             documents=len({one.question for one in kept}) if source.is_text else 0,

@@ -97,14 +97,16 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSo
     """Generate `source.size` texts of one window each. Only the predictable digits are trained on,
     and each is tokenized separately, so it is one token with any tokenizer."""
     try:
-        texts = list(retrieval_texts(source.size, length=source.length, seed=seed, **source.params))
+        texts = list(
+            _retrieval_texts(source.size, length=source.length, seed=seed, **source.params)
+        )
     except ValueError as error:
         raise ConfigError(f"sft.sources[{source.name}].{error}") from error
     examples: list[Example] = []
     for number, text in enumerate(texts):
         ids, trained = list(by.before), [False] * len(by.before)
         begin = 0
-        for place in (*answers(text), len(text)):
+        for place in (*_answers(text), len(text)):
             for piece, predictable in ((text[begin:place], False), (text[place : place + 1], True)):
                 piece_ids = by.encode(piece) if piece else ()
                 ids += piece_ids
@@ -117,7 +119,7 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSo
     return ReadSource(examples=tuple(examples))
 
 
-def retrieval_texts(
+def _retrieval_texts(
     count: int, *, length: int, seed: int, letters: int = len(_KEYS), digits: int = 10
 ) -> Iterator[str]:
     """Generate `count` texts of `length` characters from the first `letters` letters and the first
@@ -142,7 +144,7 @@ def retrieval_texts(
         yield ("".join(pieces) + "".join(request)).ljust(length, _ASK)
 
 
-def answers(text: str) -> list[int]:
+def _answers(text: str) -> list[int]:
     """Return the positions of the predictable digits in a generated text."""
     return [at + 2 for at, mark in enumerate(text[:-2]) if mark == _ASK and text[at + 2] != _ASK]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keel.commands.distill import _checked, distill, select
+from keel.commands.distill import _checked, _select, distill
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
 from keel.configs.load import load_config, load_distillation
 from keel.configs.schema import ConfigError
@@ -51,7 +51,7 @@ def test_selection_takes_correct_distinct_completions_of_any_length(tmp_path: Pa
     ]
     sums = evaluation(tmp_path / "sums", {"1": first, "2": [sample("no", 0.0)]}, "sums")
     out = tmp_path / "out.jsonl"
-    table, _ = select({"adder": sums}, SelectConfig(), out)
+    table, _ = _select({"adder": sums}, SelectConfig(), out)
     assert learned(out) == [("adder", "long")]
     (line,) = map(json.loads, out.read_text().splitlines())
     assert line["messages"][0] == {"role": "user", "content": "?"}
@@ -60,7 +60,7 @@ def test_selection_takes_correct_distinct_completions_of_any_length(tmp_path: Pa
     name, *counts = table.splitlines()[1].rsplit(maxsplit=9)
     # sampled; wrong, unscored, truncated, by parts, duplicate, same prompt, for balance; selected
     assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "0", "1", "1", "0", "1"])
-    select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
+    _select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
     assert learned(out) == [("adder", "long"), ("adder", "short")]
 
 
@@ -72,10 +72,10 @@ def test_selection_balances_domains_and_modes(tmp_path: Path) -> None:
         "b": evaluation(tmp_path / "b", few, "few"),
     }
     out = tmp_path / "out.jsonl"
-    select(folders, SelectConfig(balance=3, most_per_prompt=2), out)
+    _select(folders, SelectConfig(balance=3, most_per_prompt=2), out)
     # The first of each prompt before the second of any.
     assert [text for _, text in learned(out)] == ["0a", "1a", "2a", "plain", "deep"]
-    select(folders, SelectConfig(balance=0, most_per_prompt=2), out)
+    _select(folders, SelectConfig(balance=0, most_per_prompt=2), out)
     assert len(learned(out)) == 20
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from keel.commands import replay as module
 from keel.commands.cli import main
-from keel.commands.sampling import max_prompts_in_flight, sample_prompts
+from keel.commands.sampling import _max_prompts_in_flight, sample_prompts
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, FilterConfig, SourceConfig
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, StepResult, Trajectory
@@ -244,7 +244,7 @@ class Engines:
 
 def test_completions_are_split_into_groups() -> None:
     engines = Engines()
-    prompts = 2 * max_prompts_in_flight(CONFIG, 10) + 1
+    prompts = 2 * _max_prompts_in_flight(CONFIG, 10) + 1
     engines.run(prompts)
     assert [(p.prompt_id, size) for p, size, _ in engines.asked] == [
         (f"p{i}", size) for i in range(prompts) for size in (4, 4, 2)
@@ -266,7 +266,7 @@ def test_stop_keeps_complete_prompts() -> None:
     engines = Stops()
     engines.run(99)
     assert list(engines.recorded) == ["p0"]
-    assert len(engines.asked) == 3 * max_prompts_in_flight(CONFIG, 10)
+    assert len(engines.asked) == 3 * _max_prompts_in_flight(CONFIG, 10)
     assert all(future.cancelled() for p, _, future in engines.asked if p.prompt_id != "p0")
 
 

@@ -30,7 +30,7 @@ from keel.configs.schema import (
     TinyModelConfig,
     TrainerConfig,
 )
-from keel.configs.sections.base import Bounds, bounds_of
+from keel.configs.sections.base import _Bounds, bounds_of
 from keel.trainer.build_agents import budget
 from keel.trainer.prepare import length_rules
 
@@ -85,7 +85,7 @@ def test_every_section_with_bounds_checks_them() -> None:
     }
     classes = {v for m in (schema, synthesis) for v in vars(m).values() if is_dataclass(v)}
     checked = 0
-    for cls in classes - {Bounds}:
+    for cls in classes - {_Bounds}:
         for field in fields(cls):
             bounds = bounds_of(field)
             if bounds is None:

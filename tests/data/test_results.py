@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from keel.configs.load import load_config
 from keel.data.eval_store import Asked, EvaluationFolder
 from keel.data.results import (
+    _paired_difference,
     attempts,
     compared,
     contest_score,
     fewest_steps_at_k,
     majority_at_k,
-    paired_difference,
     pass_interval,
     results,
     scores_by_steps,
@@ -129,13 +129,13 @@ def test_paired_difference() -> None:
     rng = np.random.default_rng(1)
     hard = rng.uniform(size=200)
     first, second = hard, np.clip(hard + 0.03 + rng.normal(0, 0.05, 200), None, None)
-    found = paired_difference(first.tolist(), second.tolist())
+    found = _paired_difference(first.tolist(), second.tolist())
     assert found.mean == pytest.approx((second - first).mean())
     assert 0.015 < found.low < found.mean < found.high < 0.045 and found.p < 0.001
-    assert found == paired_difference(first.tolist(), second.tolist())
-    back = paired_difference(second.tolist(), first.tolist())
+    assert found == _paired_difference(first.tolist(), second.tolist())
+    back = _paired_difference(second.tolist(), first.tolist())
     assert back.mean == -found.mean and back.p == found.p
-    same = paired_difference([0.5] * 8, [0.5] * 8)
+    same = _paired_difference([0.5] * 8, [0.5] * 8)
     assert (same.mean, same.low, same.high, same.p) == (0, 0, 0, 1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keel.commands.synthesize import Pipeline, make_all
+from keel.commands.synthesize import _make_all, _Pipeline
 from keel.rl.turns import Message, ToolSpec
 from keel.synthesis.author import AuthorReply
 from keel.synthesis.ledger import Ledger
@@ -49,7 +49,7 @@ def completion(message: dict[str, Any], finish: str = "stop", **usage: int) -> R
 
 
 def run_pipeline(
-    pipeline: Pipeline, folder: Path, say: Callable[[str], object] = print
+    pipeline: _Pipeline, folder: Path, say: Callable[[str], object] = print
 ) -> tuple[str, dict[str, Any]]:
     """Make all tasks, and return the reason for an early end and the report."""
 
@@ -57,7 +57,7 @@ def run_pipeline(
         with Ledger(folder, {}) as ledger:
             async with pipeline:
                 how: dict[str, Any] = {"at_once": 2, "say": say, "stop": asyncio.Event()}
-                why = await make_all(pipeline.keys, pipeline.make, ledger, **how)
+                why = await _make_all(pipeline.keys, pipeline.make, ledger, **how)
             return why, ledger.report()
 
     return asyncio.run(asyncio.wait_for(made(), 2 * PATIENCE_S))

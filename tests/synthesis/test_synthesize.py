@@ -13,7 +13,7 @@ import pytest
 
 from keel.agents.types import ToolResult
 from keel.commands.cli import main
-from keel.commands.synthesize import Make, make_all
+from keel.commands.synthesize import Make, _make_all
 from keel.configs.load import load_synthesis
 from keel.configs.schema import SourceConfig
 from keel.configs.synthesis import AuthorConfig, CostConfig
@@ -56,7 +56,7 @@ def synthesized(
 
         with Ledger(folder, {"family": "f", "seed": 1}) as ledger:
             say = lines.append
-            why = await make_all(KEYS, one, ledger, at_once=at_once, say=say, stop=stop, **more)
+            why = await _make_all(KEYS, one, ledger, at_once=at_once, say=say, stop=stop, **more)
             return why, ledger.report(), lines
 
     return asyncio.run(asyncio.wait_for(all_of_them(), PATIENCE_S))

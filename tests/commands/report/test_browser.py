@@ -16,7 +16,7 @@ import pytest
 from websockets.sync.client import connect
 
 from keel.commands.report.folders import read_folder
-from keel.commands.report.page import Follower, Server, report
+from keel.commands.report.page import _Server, report
 from tests.commands.report.runs import ATTACKS, BREAKS, group_of, write_run, write_step
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -199,7 +199,7 @@ def test_trajectory_cannot_inject_markup(opened: Browser, folder: Path) -> None:
 def test_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     browser.errors.clear()
-    with Server(Follower([str(folder)]), 0) as server:
+    with _Server([str(folder)], 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -17,7 +17,7 @@ import pytest
 from keel.commands.cli import main
 from keel.commands.report import page as page_module
 from keel.commands.report.folders import read_folder
-from keel.commands.report.page import HOST, SCRIPTS, Follower, Server, page
+from keel.commands.report.page import HOST, SCRIPTS, _Server, page
 from tests.commands.report.runs import (
     ATTACKS,
     BREAKS,
@@ -221,8 +221,8 @@ def watched(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(watched: Path) -> Iterator[Server]:
-    with Server(Follower([str(watched)]), 0) as server:
+def server(watched: Path) -> Iterator[_Server]:
+    with _Server([str(watched)], 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -230,7 +230,7 @@ def server(watched: Path) -> Iterator[Server]:
         thread.join(60)
 
 
-def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, str]:
+def get(server: _Server, path: str, **headers: str) -> tuple[int, bytes, str]:
     """Return status, body and ETag. `{token}` in the path is replaced."""
     connection = http.client.HTTPConnection(HOST, server.server_port, timeout=60)
     try:
@@ -241,7 +241,7 @@ def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, str]:
         connection.close()
 
 
-def test_only_who_has_the_address_sees_anything(server: Server) -> None:
+def test_only_who_has_the_address_sees_anything(server: _Server) -> None:
     assert server.server_address[0] == "127.0.0.1" and len(server.token) >= 32
     for path in ("/", "/data", "/chunk", "/?token=", "/?token=x", "/data?token={token}x"):
         status, body, _ = get(server, path)
@@ -253,7 +253,7 @@ def test_only_who_has_the_address_sees_anything(server: Server) -> None:
     assert status == 200 and b"connect-src 'self'" in body and b"text/plain" not in body
 
 
-def test_it_follows_the_run(server: Server, watched: Path) -> None:
+def test_it_follows_the_run(server: _Server, watched: Path) -> None:
     status, body, mark = get(server, "/data?token={token}")
     assert status == 200 and json.loads(body)["runs"][0]["steps"] == [0, 1, 2, 3]
     assert get(server, "/data?token={token}", **{"If-None-Match": mark})[:2] == (304, b"")

@@ -9,7 +9,7 @@ import pytest
 
 from keel.configs.schema import ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
-from keel.data.conversations.text import Encoded, answers, retrieval_texts
+from keel.data.conversations.text import Encoded, _answers, _retrieval_texts
 
 BEGIN, END = 1, 2
 
@@ -79,20 +79,20 @@ def test_end_of_a_long_document_is_held_out(tmp_path: Path) -> None:
 def test_retrieval_texts() -> None:
     few = {"letters": 5, "digits": 2}
     lessons = load(source="retrieval", length=40, size=3, window=41, params=few)
-    texts = list(retrieval_texts(3, length=40, seed=0, **few))
+    texts = list(_retrieval_texts(3, length=40, seed=0, **few))
     assert {c for text in texts for c in text if c.isalnum()} <= set("abcde01")
     for lesson in lessons.train.take(3):
         (segment,) = lesson.segments
         text = bytes(segment.token_ids_T[1:].tolist()).decode()
         assert text in texts
-        assert (np.flatnonzero(segment.trainable_T) - 1).tolist() == answers(text)
+        assert (np.flatnonzero(segment.trainable_T) - 1).tolist() == _answers(text)
 
 
 def test_each_asked_digit_is_given_once_before() -> None:
-    texts = list(retrieval_texts(3, length=200, seed=4))
-    assert len(set(texts) | set(retrieval_texts(3, length=200, seed=5))) == 6
+    texts = list(_retrieval_texts(3, length=200, seed=4))
+    assert len(set(texts) | set(_retrieval_texts(3, length=200, seed=5))) == 6
     for text in texts:
-        positions, given = answers(text), text[: text.index("?")]
+        positions, given = _answers(text), text[: text.index("?")]
         assert len(text) == 200 and len(positions) == 16
         for at in positions:
             assert text[at - 2] == "?" and given.count(text[at - 1]) == 1

@@ -13,7 +13,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from keel.configs.load import load_config
 from keel.configs.schema import SourceConfig
-from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym, to_jsonable
+from keel.data.procedural import REFUSED_TASKS, _to_jsonable, load_reasoning_gym
 from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.rules.reasoning_gym import _MOST_PARTIAL
 from keel.rewards.rules.verifiers import Verifier, verifier_for
@@ -144,9 +144,9 @@ def test_verifiers_use_the_tasks_options() -> None:
 def test_values_beyond_json_survive_encoding() -> None:
     value = {"t": (1, ("a",)), "s": {1, 2}, "d": {1: "x", (1, 2): [None]}, "~odd": 1.5, "n": {}}
     value |= {"e": Decimal("0.10"), "f": Fraction(1, 3)}
-    assert from_jsonable(json.loads(json.dumps(to_jsonable(value)))) == value
+    assert from_jsonable(json.loads(json.dumps(_to_jsonable(value)))) == value
     with pytest.raises(TypeError, match=r"metadata.a\[0\]"):
-        to_jsonable({"a": [object()]}, "metadata")
+        _to_jsonable({"a": [object()]}, "metadata")
 
 
 @pytest.mark.parametrize("letters", range(3, 26))

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from keel.commands.replay import find_batch, nearest_checkpoint
+from keel.commands.replay import _find_batch, _nearest_checkpoint
 from keel.commands.report.page import report
 from keel.configs.load import load_config
 from keel.data.eval_store import read_evaluation
-from keel.data.pass_rates import PassRate, read_pass_rates
+from keel.data.pass_rates import _PassRate, read_pass_rates
 from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -85,7 +85,7 @@ def write_whole_run(folder: Path) -> None:
     write_evaluation(folder / "evaluations" / "one")
     (folder / "filter").mkdir()
     shares: Any = {"samples": 2, "passes": 1, "score": 0.5, "unscored": 0, "dropped": {}}
-    rate = PassRate(id="a", source="s", domain="d", digest="", **shares)
+    rate = _PassRate(id="a", source="s", domain="d", digest="", **shares)
     (folder / "filter" / "rates.jsonl").write_text(json.dumps(rate.line()) + "\n")
     (folder / "trackers").mkdir()
     (folder / "trackers" / "wandb.json").write_text('{"id": "x"}')
@@ -116,8 +116,8 @@ def test_driver_files_run_no_code(tmp_path: Path) -> None:
         lambda: load_choice(config, {}),
         lambda: update_choice(run, {}),
         lambda: steps_of(run / "metrics.jsonl"),
-        lambda: read_batch(find_batch(run, 1)),
-        lambda: nearest_checkpoint(run / "checkpoints", 2),
+        lambda: read_batch(_find_batch(run, 1)),
+        lambda: _nearest_checkpoint(run / "checkpoints", 2),
         lambda: read_evaluation(run / "evaluations" / "one"),
         lambda: read_pass_rates(run / "filter" / "rates.jsonl"),
         lambda: _read_state(run / "trackers" / "wandb.json"),
