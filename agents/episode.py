@@ -19,7 +19,14 @@ from typing import Literal
 
 from keel.agents.budget import Budget, with_turn
 from keel.agents.conversation import Conversation
-from keel.agents.types import Environment, EnvironmentLost, ToolResult, Transcript, Unscored
+from keel.agents.types import (
+    Environment,
+    EnvironmentLost,
+    NodeLost,
+    ToolResult,
+    Transcript,
+    Unscored,
+)
 from keel.rl.turns import MALFORMED, Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
@@ -58,11 +65,15 @@ class Episode:
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
+        """Run the episode and close its environment. If the episode is dropped, returns the
+        reason. Raises NodeLost if the environment's node was lost."""
         try:
             return await self._run()
         except _EngineRefused as refused:
             assert refused.__cause__ is not None
             raise refused.__cause__ from None
+        except NodeLost:
+            raise
         except EnvironmentLost as error:
             return self._crashed(str(error)) or str(error)
         except (ValueError, OSError) as error:

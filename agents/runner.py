@@ -18,12 +18,14 @@ from keel.agents.budget import Budget
 from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.episode import ContextManager, Episode
-from keel.agents.types import Environment
+from keel.agents.types import Environment, NodeLost
 from keel.rl.seeds import seed_of
 from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+_TRIES = 3
+"""Number of times that an episode is run if its environment's node is lost each time."""
 _STARTING = 8
 """Maximum number of programs that start at the same time. More would slow each other down."""
 _CLOSE_S = 120.0
@@ -194,21 +196,27 @@ class EpisodeRunner:
                 endpoint=self._endpoint,
                 starting=self._starting,
             )
+        reason = ""
         async with self._slots[purpose]:
-            episode = make_episode(
-                environment=kind.environment(),
-                task=prompt,
-                chat=kind.chat,
-                sample=sample,
-                budget=kind.budget,
-                context=kind.context,
-                name=conversation_of(prompt.prompt_id, purpose, version, draw, sibling),
-                sibling=sibling,
-                seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
-                environment_seed=environment_seed(self._seed, prompt),
-                crash_is_failure=kind.crash_is_failure,
-            )
-            return await episode.run()
+            for _ in range(_TRIES):
+                episode = make_episode(
+                    environment=kind.environment(),
+                    task=prompt,
+                    chat=kind.chat,
+                    sample=sample,
+                    budget=kind.budget,
+                    context=kind.context,
+                    name=conversation_of(prompt.prompt_id, purpose, version, draw, sibling),
+                    sibling=sibling,
+                    seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
+                    environment_seed=environment_seed(self._seed, prompt),
+                    crash_is_failure=kind.crash_is_failure,
+                )
+                try:
+                    return await episode.run()
+                except NodeLost as lost:
+                    reason = str(lost)
+        return reason
 
 
 _FILES_PER_EPISODE = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from keel.configs.system_prompts import with_system
 from keel.rl.turns import Message, ToolCall, ToolSpec
@@ -59,6 +59,14 @@ class EnvironmentLost(RuntimeError):
         self.during = during
         self.detail = message
         self.output = output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.fault, self.during, self.detail, self.output)
+
+
+class NodeLost(EnvironmentLost):
+    """Raised if the node or actor that ran the environment was lost. The episode can be run again
+    on another node."""
 
 
 class Environment(Protocol):

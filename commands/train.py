@@ -140,6 +140,8 @@ def run_loop(
             tokens=tokens,
         )
         runtime.pool.say = partial(journal.say, "engine")
+        if runtime.nodes is not None:
+            runtime.nodes.say = partial(journal.say, "node")
         if runtime.watchdog is not None:
             runtime.watchdog.say = partial(journal.say, "frozen")
         runtime.scorer.tell(view.say)

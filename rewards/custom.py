@@ -36,7 +36,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -130,6 +130,21 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
             yield
         finally:
             del os.environ[FOLDER]
+
+
+def passed() -> dict[str, bytes]:
+    """Return the pickled functions of `passing` by file name, to send them to another node."""
+    folder = os.environ.get(FOLDER)
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()} if folder else {}
+
+
+def receive(functions: Mapping[str, bytes]) -> None:
+    """Make functions from another node (see `passed`) available to worker processes that are
+    started by this process."""
+    if functions:
+        folder = os.environ[FOLDER] = mkdtemp(prefix="keel-functions-")
+        for name, pickled in functions.items():
+            Path(folder, name).write_bytes(pickled)
 
 
 @functools.cache

@@ -77,11 +77,13 @@ class Scorer:
         environments: Collection[str] = (),
         log: Path | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        pool: WorkerPool | None = None,
     ) -> None:
         """Check the weights and start the workers. `weights` maps each domain to its reward
         components and their weights, and `lengths` to its length rule. `environments` contains the
-        domains whose environments define their own components. The caller must close `judge`. `say`
-        is called with each line of an error report. Raises ValueError if a component is unknown."""
+        domains whose environments define their own components. A `pool` replaces the workers,
+        and `close` closes it. The caller must close `judge`. `say` is called with each line of an
+        error report. Raises ValueError if a component is unknown."""
         compose.check_weights(weights, environments)
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
@@ -91,7 +93,7 @@ class Scorer:
         self._reported_counts = Counts()
         self._failures = FailureBudget(max_failure_fraction, say)
         self._log, self._log_announced = log, False
-        self._pool = WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
+        self._pool = pool or WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
 
     def tell(self, say: Callable[[str], None]) -> None:
         self._failures.report = say

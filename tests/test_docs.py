@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -203,3 +204,53 @@ def test_my_yaml_is_accepted_for_its_hardware(
     assert "1 node(s) of 8 GPU(s), 139.0 GiB each" in output
     assert "8 trainer rank(s)" in output, output
     assert "school (school.jsonl): 100 to train on, 200 held out" in output
+
+
+RAYJOB = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"},
+    "rayClusterSpec": {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"},
+    "headGroupSpec": {"rayStartParams", "template"},
+    "workerGroupSpecs": {
+        *("groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template")
+    },
+}
+"""Fields of KubeRay's `ray.io/v1` RayJob that the manifest uses, by parent."""
+
+
+@pytest.mark.e2e
+def test_cluster_files_are_valid() -> None:
+    from ray.scripts.scripts import start as ray_start  # noqa: PLC0415  (slow to load)
+
+    fences = {text.splitlines()[0]: text for _, _, text in FENCE.findall(PAGES["clusters.md"])}
+    manifest = yaml.safe_load(fences["apiVersion: ray.io/v1"])
+    spec = manifest["spec"]
+    cluster = spec["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    used = {
+        "": manifest,
+        "spec": spec,
+        "rayClusterSpec": cluster,
+        "headGroupSpec": groups[0],
+        "workerGroupSpecs": groups[1] | groups[2],
+    }
+    assert manifest["kind"] == "RayJob"
+    assert {parent: set(fields) for parent, fields in used.items()} == RAYJOB
+    assert f'"ray[default]=={cluster["rayVersion"]}"' in (ROOT / "pyproject.toml").read_text()
+    start = {option for each in ray_start.params for option in each.opts}
+    for group in groups:
+        assert {f"--{name}" for name in group["rayStartParams"]} <= start
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in group["template"]["spec"]["volumes"]
+        }
+    script = fences["#!/bin/bash"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    used_options = re.findall(r"(--[\w-]+)", " ".join(re.findall(r"ray start (.*)", script)))
+    assert used_options and set(used_options) <= start
+    for line in (spec["entrypoint"], re.search(r"^keel .*?(?= &$)", script, re.M | re.S)[0]):  # type: ignore[index]
+        words = shlex.split(line.replace("\\\n", " "))
+        parser().parse_args(words[1:])
+        knobs = [word.partition("=")[0] for word in words if "=" in word]
+        assert knobs and all(map(known, knobs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -14,7 +14,7 @@ from typing import Any
 
 from keel.agents.budget import Budget
 from keel.agents.endpoint.program import AgentProgram, command_of, try_program
-from keel.agents.env_process.client import ForkServer, Hosted, fork_server_for
+from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_process.process import KEEL, Deadlines, EnvSandbox, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES, ContextManager
@@ -47,7 +47,7 @@ _SHOWN_TOOLS = 8
 """The maximum number of tools named in the notes before a run."""
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
 """Maps each value of `on_crash` to the phases in which a crash is blamed on the policy."""
-_MAX_STARTING = 8
+MAX_STARTING = 8
 """The maximum number of environments that start at the same time."""
 
 
@@ -151,7 +151,7 @@ async def _try_source(
         assert chat is not None
         tried = await try_program(
             driver,
-            _environment_factory(config, source)(),
+            environment_factory(config, source)(),
             task=task,
             seed=seed,
             chat=chat,
@@ -218,19 +218,33 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
         raise _invalid(source, error) from error
 
 
-def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
-    """Build the runner that plays episodes in the environments. Raises ConfigError if an
-    environment is invalid."""
-    agents, starting = config.agents, asyncio.Semaphore(_MAX_STARTING)
-    fork_servers: list[ForkServer] = []
+Factory = Callable[[], Environment]
+"""Creates the environment of an episode."""
+
+
+def episode_runner(
+    config: Config,
+    chat: Chat,
+    turns: TurnSampler,
+    place: Callable[[str, Factory], Environment] | None = None,
+) -> EpisodeRunner:
+    """Build the runner that plays episodes in the environments. If `place` is given, it gets the
+    name of a source and the factory for this machine, and may create the environment elsewhere.
+    Raises ConfigError if an environment is invalid."""
+    agents, starting = config.agents, asyncio.Semaphore(MAX_STARTING)
+    closing: list[Callable[[], Awaitable[None]]] = []
 
     def kind(source: SourceConfig) -> EpisodeKind:
         own_chat = chat
         if isinstance(chat, TemplateChat) and config.calls_in_thinking(source):
             own_chat = chat.inside_thinking()
+        factory = environment_factory(config, source, starting, closing)
+        elsewhere = not (source.environment.program_only or source.environment.url)
+        if place is not None and elsewhere:
+            factory = partial(place, source.name, factory)
         return EpisodeKind(
             chat=own_chat,
-            environment=_environment_factory(config, source, starting, fork_servers),
+            environment=factory,
             budget=budget(config, source),
             context=ContextManager(
                 method=agents.context,
@@ -245,7 +259,7 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
     sources = [source for source in config.data.sources if source.environment.enabled]
     return EpisodeRunner(
         {source.name: kind(source) for source in sources},
-        closing=[server.close for server in fork_servers],
+        closing=closing,
         turns=turns,
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
@@ -265,20 +279,23 @@ def budget(config: Config, source: SourceConfig) -> Budget:
     )
 
 
-def _environment_factory(
+def environment_factory(
     config: Config,
     source: SourceConfig,
     starting: asyncio.Semaphore | None = None,
-    fork_servers: list[ForkServer] | None = None,
-) -> Callable[[], Environment]:
+    closing: list[Callable[[], Awaitable[None]]] | None = None,
+) -> Factory:
+    """Return a function that creates the environment of an episode. `starting` limits how many
+    start at the same time. Episodes are forked only if `closing` is given. It receives functions to
+    call at the end."""
     spec, prompt = environment_spec(config, source), _system_prompt_of(config, source)
     if spec is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
     if not isinstance(spec, Program):
         return lambda: WithSystemPrompt(McpEpisode(spec, starting=starting), prompt)
-    server = fork_server_for(spec) if fork_servers is not None else None
-    if fork_servers is not None and server is not None:
-        fork_servers.append(server)
+    server = fork_server_for(spec) if closing is not None else None
+    if closing is not None and server is not None:
+        closing.append(server.close)
     return lambda: WithSystemPrompt(Hosted(spec, starting=starting, fork_server=server), prompt)
 
 

@@ -16,6 +16,7 @@ from typing import get_args
 import torch
 
 from keel.agents.runner import EpisodeRunner
+from keel.agents.types import Environment
 from keel.configs.schema import Config
 from keel.configs.sections.model import TINY_MODEL
 from keel.data.dataset import Dataset
@@ -26,6 +27,7 @@ from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.demonstrations import demonstrate
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
+from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
 from keel.rollout.judge.server import JudgeServer
@@ -33,7 +35,7 @@ from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.batch_stream import wait_for
-from keel.trainer.build_agents import episode_runner
+from keel.trainer.build_agents import Factory, episode_runner
 from keel.trainer.learner import Learner
 from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery
 from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
@@ -49,6 +51,7 @@ from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.prepare import SftTask, Task, length_rules
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import WorkerLost
+from keel.trainer.work_nodes import WorkNodes
 from keel.weights.sync import WeightSync
 
 Say = Callable[[str], None]
@@ -64,6 +67,7 @@ class Runtime:
     ranks: Learner | None
     """The trainer ranks, or None if the trainer was not started."""
     scorer: Scorer
+    nodes: WorkNodes | None = None
     agents: EpisodeRunner | None = None
     watchdog: Watchdog | None = None
     oom_recovery: OomRecovery | None = None
@@ -194,7 +198,10 @@ def launch(
                 stack.callback(servers[-1].stop)
             judge = stack.enter_context(JudgeService(config.rewards.judge, servers=servers))
         model = initial_model(config, task.dataset, gpu=task.gpu)
-        scorer = stack.enter_context(build_scorer(config, judge, say, log))
+        parts = (*task.dataset.train.sources.values(), *task.dataset.heldout.values())
+        kinds = {prompt.reward.get("kind") for prompt in chain.from_iterable(parts)}
+        work_nodes = WorkNodes(config, say=say, log=log, runs_code="code" in kinds)
+        scorer = stack.enter_context(build_scorer(config, judge, say, log, work_nodes))
         shared = bool(seats and seats.placement.shared)
         gpu_gib, taken_gib = task.hardware.gpu_gib, task.hardware.taken_gib
         together = shared and can_start_together(config, task.facts, gpu_gib, taken_gib)
@@ -240,13 +247,15 @@ def launch(
             pool=pool,
             ranks=ranks,
             scorer=scorer,
-            agents=stack.enter_context(run_episodes(task, pool)),
+            nodes=work_nodes,
+            agents=stack.enter_context(run_episodes(task, pool, work_nodes.environment)),
             watchdog=watchdog,
             oom_recovery=layouts.lowering if layouts else None,
             gpus=seats.placement.gpus if seats else 0,
         )
         if time_share:
             runtime.wake()
+        work_nodes.start()
         yield runtime
 
 
@@ -322,7 +331,11 @@ def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tupl
 
 
 def build_scorer(
-    config: Config, judge: JudgeService | None, say: Say, log: Path | None = None
+    config: Config,
+    judge: JudgeService | None,
+    say: Say,
+    log: Path | None = None,
+    pool: WorkerPool | None = None,
 ) -> Scorer:
     """Create the scorer that computes the recipe's rewards."""
     return Scorer(
@@ -337,13 +350,18 @@ def build_scorer(
         environments=config.data.domains_with_environments,
         log=log,
         say=say,
+        pool=pool,
     )
 
 
 @contextmanager
-def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
+def run_episodes(
+    task: Task,
+    pool: RolloutPool,
+    place: Callable[[str, Factory], Environment] | None = None,
+) -> Iterator[EpisodeRunner | None]:
     """Return a context that yields a runner of episodes on the engines, or None if there are no
-    environments."""
+    environments. `place` is described at `episode_runner`."""
     if task.chat is None:
         yield None
         return
@@ -352,6 +370,7 @@ def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None
         task.config,
         task.chat,
         lambda request, purpose: pool.turn(request, sampling=sampling[purpose], purpose=purpose),
+        place,
     ) as runner:
         yield runner
 

@@ -183,7 +183,8 @@ class RewardsConfig(Section):
     PATH = "rewards"
 
     workers: int = knob(2, ge=0, le=4096)
-    """Number of verifier processes. 0: score in the driver, without timeouts."""
+    """Number of verifier processes where `keel train` runs. Other nodes have one for two free CPU
+    cores (`run.cpu_nodes`). 0: score in the driver, without timeouts."""
     timeout_s: float = knob(3.0, gt=0)
     """Timeout in seconds for scoring a completion. After a timeout the completion counts as wrong
     and in `reward/error`."""

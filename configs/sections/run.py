@@ -32,6 +32,9 @@ class RunConfig(Section):
     whatever the machine has."""
     nodes: int = knob(1, ge=1)
     """Number of nodes to use, with `gpus_per_node` GPUs each."""
+    cpu_nodes: int = knob(0, ge=0)
+    """Maximum number of nodes that run reward workers, sandboxes and environments. 0: all with free
+    CPU cores. 1: only the one where `keel train` runs. docs/clusters.md"""
     resume: Literal["auto", "never"] = "auto"
     """auto: resume from the last checkpoint in `dir`. never: refuse a `dir` that has one."""
     eval_every: int = knob(0, ge=-1)

@@ -26,6 +26,7 @@ from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_PAUSE_S = 30.0
+_IDLE_GRACE_S = 60.0
 _RETRIED = frozenset({408, 409, 425})  # HTTP statuses that are retried, in addition to 429 and 5xx
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
 _TOO_LONG = re.compile(
@@ -125,6 +126,13 @@ class JudgeEndpoint:
             self._backends = [_Backend(key, url=settings.base_url)]
             self._connect(self._backends[0])
         self._changed = asyncio.Condition()
+        self._changed_at = time.monotonic()
+        attempt_s = settings.timeout_s + _MAX_PAUSE_S
+        self._idle_limit_s = (
+            attempt_s * (settings.retries + 1) + settings.server.startup_timeout_s + _IDLE_GRACE_S
+        )
+        """A waiting call fails if no slot has become free, and no server available, for this many
+        seconds."""
         self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
         if settings.chats:
@@ -213,8 +221,7 @@ class JudgeEndpoint:
                     backend.url = url
                     self._connect(backend)
         backend.locating = None
-        async with self._changed:
-            self._changed.notify_all()
+        await self._notify(len(self._in_flight))
 
     def _choose(self, avoided: _Backend | None) -> _Backend | None:
         """Return the server with the fewest calls in flight, or None if all are full or down."""
@@ -232,7 +239,11 @@ class JudgeEndpoint:
         started, backend = time.monotonic(), None
         async with self._changed:
             while not self._stopped and (backend := self._choose(avoided)) is None:
-                await self._changed.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), self._idle_limit_s)
+                idle_s = time.monotonic() - self._changed_at
+                if idle_s >= self._idle_limit_s:
+                    raise self.stop(f"no judge server could take a call for {idle_s:.0f} s")
         if backend is None:
             raise JudgeStopped(self._stopped)
         self.counts.queue_s = self.counts.queue_s.merge(Mean(time.monotonic() - started, 1))
@@ -241,8 +252,13 @@ class JudgeEndpoint:
             yield backend
         finally:
             backend.calls -= 1
-            async with self._changed:
-                self._changed.notify(1 if not self._stopped else len(self._in_flight))
+            await self._notify(1 if not self._stopped else len(self._in_flight))
+
+    async def _notify(self, calls: int) -> None:
+        """Let up to `calls` waiting calls look for a server again."""
+        self._changed_at = time.monotonic()
+        async with self._changed:
+            self._changed.notify(calls)
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
         attempt, backend = 0, None

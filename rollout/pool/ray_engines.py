@@ -52,7 +52,7 @@ class _RayEngine:
     def _call(
         self, method: str, *args: Any, gone: tuple[type[RayError], ...] = GONE
     ) -> Future[Any]:
-        return _as_future(ray_timeouts.call(getattr(self.actor, method), *args), gone)
+        return as_future(ray_timeouts.call(getattr(self.actor, method), *args), gone)
 
     def ready(self) -> Future[EngineStarted]:
         return self._call("ready")
@@ -97,7 +97,7 @@ def ray_pool(
     )
 
 
-def _as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
+def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
     """Return a future for an actor call, which it can cancel. The errors in `gone` and timeouts
     inside the actor become `EngineError`."""
     future = _with_engine_errors(ref.future(), gone)

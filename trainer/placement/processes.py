@@ -257,9 +257,8 @@ class HangDetector:
             part = "" if health is actor else f" waits for its process {health.process.pid}, which"
             with suppress(*_EXITED):
                 health.poll(elapsed_s, wakes=health is actor)
-                mark = _mark(health.process) if health.stopped_s else ""
-                if mark and not process_name(mark, self._start):
-                    health.stopped_s = 0.0  # a run inside this run
+                if health.stopped_s and not process_name(_mark(health.process), self._start):
+                    health.stopped_s = 0.0  # of an environment, or of a run inside this run
                 found = health.check(subject + part, self._timeout_s, "it is killed", messages)
                 hang = hang or found
         if hang:

@@ -332,7 +332,8 @@ def test_one_running_thread_is_enough(machine: Machine, counted: bool) -> None:
 def test_other_runs_are_left_alone(machine: Machine) -> None:
     machine.add(OTHER, "engine 0", start="another")
     machine.add(10, "engine 0", start="another", parent=ENGINE)  # a run inside this run
-    for pid in (OTHER, 10):
+    machine.add(11, parent=ENGINE)  # an environment, which the policy may stop
+    for pid in (OTHER, 10, 11):
         machine.threads(pid, pid, state=STOPPED)
     detector = machine.detector()
     assert machine.run(detector, 2 * LONG_S) == [] == machine.killed

@@ -1,0 +1,268 @@
+"""Reward workers and environments on several Ray nodes, some of which are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from keel.agents.types import EnvironmentLost, NodeLost
+from keel.configs.schema import (
+    AgentsConfig,
+    Config,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RewardsConfig,
+    RunConfig,
+    SourceConfig,
+    TinyModelConfig,
+)
+from keel.model.ray_timeouts import NAME
+from keel.rewards.custom import passing
+from keel.rewards.scorer import Scorer
+from keel.rl.turns import ToolCall
+from keel.rl.types import Group, Prompt
+from keel.trainer.build_agents import episode_runner
+from keel.trainer.placement.nodes import QUOTED_PYTHON
+from keel.trainer.placement.ray_internals import without_unused_processes
+from keel.trainer.work_nodes import NodeWorker, WorkNodes
+from tests.agents.scripted import CHAT, Policy
+from tests.rewards.groups import PROMPT, with_message
+from tests.waiting import PATIENCE_S, patiently, wait_for
+
+pytestmark = pytest.mark.e2e
+ADDER = """
+import time
+class Adder:
+    def opening(self, task, seed): return f"Add {seed}."
+    def add(self, a: int, b: int) -> int:
+        time.sleep(0.5)
+        return a + b
+    def verdict(self, messages): return float("42" in messages[-1]["content"])
+"""
+
+
+def config(folder: Path, **run: Any) -> Config:
+    maths = SourceConfig(
+        name="maths",
+        source="reasoning_gym",
+        task="basic_arithmetic",
+        size=4,
+        rewards={"correct": 1.0},
+    )
+    maker = EnvironmentConfig(
+        target="adder:Adder", folder=str(folder), isolation="none-i-trust-the-environments"
+    )
+    agents = SourceConfig(
+        name="adder", source="environment", environment=maker, size=4, rewards={"correct": 1.0}
+    )
+    return Config(
+        run=RunConfig(**run),
+        model=ModelConfig(dtype="float32", tiny=TinyModelConfig(max_context=2000)),
+        data=DataConfig(sources=(maths, agents)),
+        rewards=RewardsConfig(workers=1, timeout_s=PATIENCE_S),
+        agents=AgentsConfig(window=2000, max_concurrent_episodes=64),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "adder.py").write_text(ADDER)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with without_unused_processes():
+        head = {"num_cpus": 1, "include_dashboard": False}
+        cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        patiently(lambda: cluster.add_node(num_cpus=4))
+    cluster.wait_for_nodes(PATIENCE_S)
+    ray.init(cluster.address, runtime_env=QUOTED_PYTHON, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def groups(count: int) -> list[Group]:
+    """Groups with a right and a wrong completion each."""
+    texts = [{"role": "assistant", "content": text} for text in ("3", "4")]
+    trajectories = tuple(with_message(text, sibling=i) for i, text in enumerate(texts))
+    return [Group(prompt=PROMPT, trajectories=trajectories)] * count
+
+
+def elsewhere(prompt: Any, trajectory: Any) -> float:
+    time.sleep(0.2)
+    return float("reward node" in os.environ.get(NAME, ""))
+
+
+def test_work_survives_the_loss_of_a_node(cluster: Cluster, folder: Path) -> None:
+    big = patiently(lambda: cluster.add_node(num_cpus=16))
+    said: list[str] = []
+    recipe, name = config(folder), f"python.{elsewhere.__name__}"
+    weights = {"maths": {"correct": 1.0, name: 0.5}}
+    turns = ["@add 20, 20", "@add 40, 2", "42"]
+    # By the context, because an episode that starts again has the same name.
+    policy = Policy(lambda context, _: turns[context.count("<|im_start|>assistant") - 1])
+    task = Prompt(
+        prompt_id="a0",
+        domain="adder",
+        messages=({"role": "user", "content": "?"},),
+        environment="adder",
+        reward={"kind": "environment"},
+    )
+
+    def played(place: Any, during: Any = lambda: None) -> Group:
+        with episode_runner(recipe, CHAT, policy.submit, place) as runner:
+            group = runner.submit(task, group_size=8, purpose="train")
+            during()
+            return group.result(PATIENCE_S)
+
+    alone = played(None)
+    with passing([elsewhere]):
+        nodes = WorkNodes(recipe, say=said.append, log=None, runs_code=False)
+        with Scorer(weights, pool=nodes) as scorer:
+            first = scorer.score(groups(3))
+            nodes.start()
+            wait_for(lambda: len(nodes.others) == 2, "nodes")
+            busy = [scorer.submit(group) for group in groups(80)]
+            time.sleep(1.0)
+            cluster.remove_node(big, allow_graceful=False)
+            scored = [future.result(PATIENCE_S) for future in busy]
+            assert [s.parts_G[i]["correct"] for s in scored for i in (0, 1)] == [1.0, 0.0] * 80
+            assert not any(parts["error"] for s in scored for parts in s.parts_G)
+            here = sum(not parts[name] for s in scored for parts in s.parts_G)
+            assert all(not parts[name] for s in first for parts in s.parts_G)
+            assert 0 < here < 80, "shared by the number of workers"
+            wait_for(lambda: len(nodes.others) == 1, "the loss")
+            assert any("does not run rewards" in line for line in said), said
+
+            def lose() -> None:
+                (node,) = nodes.others
+                wait_for(lambda: node.load["episodes"] >= 4)
+                time.sleep(0.7)
+                node.actor.__ray_call__.remote(lambda _: os._exit(1))
+
+            group = played(nodes.environment, lose)
+            assert not group.dropped and len(group.trajectories) == 8
+            for ours, theirs in zip(group.trajectories, alone.trajectories, strict=True):
+                assert (ours.messages, ours.verdict) == (theirs.messages, theirs.verdict)
+            loads = [nodes._here, *nodes.others]
+            assert not any(node.load["episodes"] or node.load["jobs"] for node in loads)
+            nodes._not_before.clear()
+            wait_for(lambda: len(nodes.others) == 1, "a new actor")
+    wait_for(lambda: ray.available_resources().get("CPU") == 5, "free cores")
+
+
+SIZES = tuple(map(int, os.environ.get("KEEL_TEST_NODES", "1 2").split()))
+"""Numbers of nodes to measure, as in docs/clusters.md."""
+
+
+def nap(prompt: Any, trajectory: Any) -> float:
+    time.sleep(1.0)
+    return 1.0
+
+
+def test_nodes_add_up(cluster: Cluster, folder: Path) -> None:
+    """Two workers per node take 1 s per completion, so a node scores two completions a second."""
+    rates, said = dict[int, float](), list[str]()
+    with passing([nap]):
+        nodes = WorkNodes(config(folder), say=said.append, log=None, runs_code=False)
+        with Scorer({"maths": {f"python.{nap.__name__}": 1.0}}, pool=nodes) as scorer:
+            nodes.start()
+            added: list[Any] = []
+            for size in SIZES:
+                while len(added) + 1 < size:
+                    added.append(patiently(lambda: cluster.add_node(num_cpus=4)))
+                wait_for(lambda size=size: len(nodes.others) == size, f"{size} nodes")
+                scorer.score(groups(4 * size + 2))  # starts the workers
+                work = groups(20 * size)
+                start, cpu = time.monotonic(), time.process_time()
+                scorer.score(work)
+                rates[size] = 2 * len(work) / (time.monotonic() - start)
+                share, cost = rates[size] / (2 * size + 1), time.process_time() - cpu
+                print(
+                    f"{size} nodes: {rates[size]:.1f} completions/s, {share:.0%} of linear, "
+                    f"{1e3 * cost / len(work):.1f} ms of the driver's CPU time per group"
+                )
+            for node in added:
+                before, start = len(nodes.others), time.monotonic()
+                cluster.remove_node(node, allow_graceful=False)
+                wait_for(lambda before=before: len(nodes.others) < before, "the loss")
+                print(f"a lost node is noticed after {time.monotonic() - start:.1f} s")
+    assert rates[SIZES[-1]] > 0.6 * rates[SIZES[0]] * SIZES[-1] / SIZES[0], rates
+
+
+def test_silent_node_is_given_up(
+    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.trainer.work_nodes._SILENT_S", 3.0)
+    nodes = WorkNodes(config(folder), say=lambda _: None, log=None, runs_code=False)
+    nodes.start()
+    try:
+        wait_for(lambda: len(nodes.others) == 1, "a node")
+        silent = nodes.others[0]
+        silent.actor.__ray_call__.remote(lambda _: time.sleep(1000))  # blocks its event loop
+        results = [nodes.submit(PROMPT.reward, ["3"]) for _ in range(30)]
+        assert all(result.result(PATIENCE_S)[0].score == 1.0 for result in results)
+        assert silent not in nodes.others
+    finally:
+        nodes.close()
+
+
+def test_one_node_has_no_actor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = WorkNodes(config(folder, cpu_nodes=1), say=lambda _: None, log=None, runs_code=False)
+    nodes.start()
+    try:
+        assert nodes._thread is None
+        assert nodes.environment("adder", lambda: "local") == "local"  # type: ignore[arg-type]
+        assert nodes.submit(PROMPT.reward, ["3", "4"]).result(PATIENCE_S)[0].score == 1.0
+    finally:
+        nodes.close()
+
+
+def test_unusable_node_says_why(folder: Path) -> None:
+    settings = (config(folder), 1, "/nowhere", {}, None, False)
+    reason = asyncio.run(NodeWorker().start(*settings))
+    assert "no folder /nowhere" in reason and "--working-dir" in reason
+
+
+def test_lost_environments_are_sent_as_values(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    task = Prompt(prompt_id="a0", domain="adder", messages=({"role": "user", "content": "?"},))
+
+    async def play() -> Any:
+        node = NodeWorker()
+        assert not await node.start(config(folder), 1, str(folder), {}, None, False)
+        (folder / "adder.py").write_text(
+            "import os\nclass Adder:\n    def add(self): os._exit(3)\n"
+        )
+        opening = await node.open(7, "adder", task, 1)
+        assert [tool.name for tool in opening.tools] == ["add"]
+        call = ToolCall(call_id="c", name="add", arguments={})
+        error = await node.act(7, "call", call, timeout_s=PATIENCE_S)
+        await node.close(7)
+        await node.close(7)
+        await node.end()
+        return error
+
+    error = asyncio.run(play())
+    assert isinstance(error, EnvironmentLost)
+    for sent in (error, NodeLost("closed", "call", "its node was lost")):
+        received = pickle.loads(pickle.dumps(sent))
+        assert (type(received), str(received), received.fault) == (
+            type(sent),
+            str(sent),
+            sent.fault,
+        )

@@ -1,0 +1,443 @@
+"""Runs reward workers and environments on all nodes of the cluster that have free CPU cores.
+
+Each of these nodes has an actor, `NodeWorker`, with a `WorkerPool` and the environments of its
+episodes. The driver's node does its share without an actor, and does everything if there is no
+other node. The work of a lost node is done again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import ObjectLostError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from keel.agents.runner import PURPOSES, make_room
+from keel.agents.types import (
+    Environment,
+    EnvironmentLost,
+    NodeLost,
+    Opening,
+    ToolResult,
+    Transcript,
+    Unscored,
+)
+from keel.configs.schema import Config
+from keel.model import ray_timeouts
+from keel.rewards import custom
+from keel.rewards.compose import check_weights
+from keel.rewards.sandbox.sandbox import open_sandbox
+from keel.rewards.workers.pool import VerifierScore, WorkerPool
+from keel.rl.futures import failed, on_thread, settle
+from keel.rl.turns import Message, ToolCall
+from keel.rl.types import Prompt, Verdict
+from keel.rollout.pool.ray_engines import as_future
+from keel.rollout.spec import EngineError
+from keel.trainer.build_agents import MAX_STARTING, Factory, environment_factory
+from keel.trainer.placement.nodes import cluster_nodes
+from keel.trainer.placement.ray_internals import own_processes
+from keel.trainer.run.restarts import WorkerLost
+
+_ACTOR = "reward node"
+_LOOK_S = 2.0
+"""Interval between two checks of all nodes."""
+_SILENT_S = 30.0
+"""A node that has not answered for this many seconds is not used any more. Ray takes 65 s."""
+_AGAIN_S = 60.0
+"""Time after the loss of a node until its actor is started again."""
+_MAX_LOSSES = 3
+"""Maximum number of times that completions are verified again after the loss of a node."""
+_CLOSE_S = 5.0
+_LOST = (*ray_timeouts.GONE, ObjectLostError)
+_Load = Literal["jobs", "episodes"]
+
+
+class NodeWorker:
+    """Ray actor that verifies completions and runs environments on its node."""
+
+    def __init__(self) -> None:
+        self._pool: WorkerPool | None = None
+        self._factories: dict[str, Factory] = {}
+        self._closing: list[Callable[[], Awaitable[None]]] = []
+        self._open: dict[int, Environment] = {}
+
+    async def start(self, *settings: Any) -> str:
+        """Start the workers. Returns the reason if this node cannot do the work, or ""."""
+        try:
+            await asyncio.to_thread(self._start, *settings)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
+
+    def _start(
+        self,
+        config: Config,
+        workers: int,
+        folder: str,
+        functions: Mapping[str, bytes],
+        log: Path | None,
+        runs_code: bool,
+    ) -> None:
+        if not Path(folder).is_dir():
+            raise ValueError(
+                f"it has no folder {folder}, from which the run was started. Start the run "
+                "in a shared folder, or with `ray job submit --working-dir`"
+            )
+        os.chdir(folder)
+        sys.path.append(folder)
+        custom.receive(functions)
+        data = config.data
+        check_weights(data.rewards_by_domain, data.domains_with_environments)
+        if runs_code:
+            open_sandbox(config.rewards.code.isolation)
+        sources = [source for source in data.sources if source.environment.enabled]
+        if sources:
+            make_room(len(PURPOSES) * config.agents.max_concurrent_episodes)
+        starting = asyncio.Semaphore(MAX_STARTING)
+        for source in sources:
+            self._factories[source.name] = environment_factory(
+                config, source, starting, self._closing
+            )
+        if config.rewards.workers:
+            self._pool = WorkerPool(workers, **_pool_settings(config, log))
+
+    async def answer(self) -> str:
+        return ""
+
+    async def verify(
+        self, spec: Mapping[str, Any], completions: Sequence[str]
+    ) -> list[VerifierScore]:
+        assert self._pool is not None
+        return await asyncio.wrap_future(self._pool.submit(spec, completions))
+
+    async def open(self, number: int, source: str, task: Prompt, seed: int) -> Any:
+        """Open the environment of an episode. A lost environment is returned as an error."""
+        self._open[number] = self._factories[source]()
+        return await self.act(number, "open", task, seed=seed)
+
+    async def act(self, number: int, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of an environment. A lost environment is returned as an error."""
+        try:
+            return await getattr(self._open[number], method)(*arguments, **named)
+        except EnvironmentLost as error:
+            return error
+
+    async def close(self, number: int) -> None:
+        if environment := self._open.pop(number, None):
+            await environment.close()
+
+    async def end(self) -> None:
+        await asyncio.gather(*map(self.close, list(self._open)), return_exceptions=True)
+        await asyncio.gather(*(close() for close in self._closing), return_exceptions=True)
+        if self._pool is not None:
+            self._pool.close()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Node:
+    """A node from the driver's view."""
+
+    id: str = ""
+    host: str = ""
+    workers: int
+    """Number of reward workers, by which the work is shared out."""
+    actor: Any = None
+    """None on the driver's node."""
+    ready: bool = False
+    opens: bool = False
+    """True if an environment was opened there."""
+    silent_s: float = 0.0
+    request: Future[str] = field(default_factory=Future[str])
+    """The call of `start` or `answer` that has not been answered yet."""
+    load: Counter[_Load] = field(default_factory=Counter[_Load])
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
+        """Call the actor. The future raises EngineError if the node is lost. Cancelling the future
+        cancels the call."""
+        try:
+            ref = ray_timeouts.call(getattr(self.actor, method), *arguments, **named)
+            return as_future(ref, _LOST)
+        except Exception as error:  # the callers' futures must resolve
+            return failed(error)
+
+
+def _pool_settings(config: Config, log: Path | None) -> dict[str, Any]:
+    rewards = config.rewards
+    return {"timeout_s": rewards.timeout_s, "code": asdict(rewards.code), "log": log}
+
+
+class WorkNodes(WorkerPool):
+    """Shares out completions to verify, and episodes, among the nodes."""
+
+    def __init__(
+        self, config: Config, *, say: Callable[[str], Any], log: Path | None, runs_code: bool
+    ) -> None:
+        """Start the workers of this node. Other nodes are used after `start`. Set `runs_code` if
+        nodes must be able to run programs in sandboxes. `say` is called with each message."""
+        super().__init__(config.rewards.workers, **_pool_settings(config, log))
+        self.say = say
+        self._config, self._log, self._runs_code = config, log, runs_code
+        self._here = _Node(workers=max(1, config.rewards.workers))
+        self._nodes: dict[str, _Node] = {}
+        self._not_before: dict[str, float] = {}
+        """Time until which each lost node is not used again."""
+        self._reported = 0
+        self._lock, self._stopping = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._numbers = count()
+
+    def start(self) -> None:
+        """Begin to use the other nodes of the cluster. This does not wait for them. Call it when
+        engines and ranks have their CPU cores."""
+        if self._config.run.cpu_nodes != 1 and not own_processes():
+            self._here.id = ray.get_runtime_context().get_node_id()
+            self._thread = threading.Thread(target=self._watch, name="keel-nodes", daemon=True)
+            self._thread.start()
+
+    @property
+    def others(self) -> list[_Node]:
+        """The other nodes that are in use."""
+        return [node for node in list(self._nodes.values()) if node.ready]
+
+    def submit(
+        self, spec: Mapping[str, Any], completions: Sequence[str]
+    ) -> Future[list[VerifierScore]]:
+        """Start verifying completions on the node with the fewest batches per worker (see
+        `WorkerPool.submit`)."""
+        if self._thread is None or not self._config.rewards.workers:
+            return super().submit(spec, completions)
+        result: Future[list[VerifierScore]] = Future()
+        self._share_out(result, spec, completions, 0)
+        return result
+
+    def environment(self, source: str, local: Factory) -> Environment:
+        """Return an environment of a source for one episode, on the node with the fewest episodes
+        per worker. `local` creates it on this node."""
+        if self._thread is None:
+            return local()
+        node = self._acquire("episodes")
+        inner = _RemoteEnvironment(self, node, next(self._numbers), source)
+        return _Counted(local() if node is self._here else inner, node.load, self._lock)
+
+    def close(self) -> None:
+        """End the work on all nodes."""
+        self._stopping.set()
+        super().close()
+        if self._thread is not None:
+            self._thread.join(ray_timeouts.CALL_S)
+        with self._lock:
+            nodes = list(self._nodes.values())
+            self._nodes.clear()
+        futures.wait([node.call("end") for node in nodes], _CLOSE_S)
+        for node in nodes:
+            ray_timeouts.kill(node.actor)
+
+    def lose(self, node: _Node, reason: str, pause_s: float = _AGAIN_S) -> None:
+        """Stop using a node for `pause_s` seconds. Its unfinished work is done again elsewhere."""
+        with self._lock:
+            if self._nodes.get(node.id) is not node:
+                return
+            del self._nodes[node.id]
+            self._not_before[node.id] = time.monotonic() + pause_s
+        ray_timeouts.kill(node.actor)
+        if not self._stopping.is_set():
+            self.say(f"node {node.host} does not run rewards and environments: {reason}")
+
+    def _acquire(self, kind: _Load) -> _Node:
+        with self._lock:
+            nodes = [self._here, *self.others]
+            node = min(nodes, key=lambda node: (node.load[kind] + 1) / node.workers)
+            node.load[kind] += 1
+            return node
+
+    def _share_out(
+        self,
+        result: Future[list[VerifierScore]],
+        spec: Mapping[str, Any],
+        completions: Sequence[str],
+        losses: int,
+    ) -> None:
+        node = self._acquire("jobs")
+        try:
+            if node is self._here:
+                job = super().submit(spec, completions)
+            else:
+                job = node.call("verify", spec, completions)
+        except RuntimeError as error:  # closed
+            job = failed(error)
+
+        def done(job: Future[list[VerifierScore]]) -> None:
+            with self._lock:
+                node.load["jobs"] -= 1
+            error = None if job.cancelled() or node is self._here else job.exception()
+            if not isinstance(error, RuntimeError) or self._stopping.is_set():
+                settle(result, job.result)
+            else:  # on another thread than Ray's, which must not wait
+                on_thread(lambda: again(error), "keel-verify-again")
+
+        def again(error: RuntimeError) -> None:
+            # Without an EngineError, a library that reward workers need is missing there.
+            self.lose(node, str(error), _AGAIN_S if isinstance(error, EngineError) else math.inf)
+            if losses < _MAX_LOSSES:
+                self._share_out(result, spec, completions, losses + 1)
+            else:
+                result.set_exception(WorkerLost(f"reward node {node.host} is lost: {error}"))
+
+        job.add_done_callback(done)
+
+    # The methods below run on the thread.
+
+    def _watch(self) -> None:
+        clock, complained = ray_timeouts.PollClock(_LOOK_S), False
+        while True:
+            try:
+                self._look(clock.elapsed())
+            except ray_timeouts.RayLost:  # found and reported by another thread
+                return
+            except Exception as error:  # the next look may succeed
+                if not complained:
+                    self.say(f"looking for nodes failed ({error}). It will be retried")
+                complained = True
+            if self._stopping.wait(_LOOK_S):
+                return
+
+    def _look(self, elapsed_s: float) -> None:
+        """Start actors on new nodes, and check that the others answer."""
+        alive = {node.id: node for node in cluster_nodes(gpus=False) if node.id != self._here.id}
+        for node in list(self._nodes.values()):
+            if node.id not in alive:
+                self.lose(node, "Ray has lost it")
+            else:
+                self._check(node, elapsed_s)
+        most = self._config.run.cpu_nodes or len(alive) + 1
+        for name, node in alive.items():
+            workers = int(node.free_cpus) // 2
+            new = name not in self._nodes and time.monotonic() >= self._not_before.get(name, 0.0)
+            if new and workers and len(self._nodes) + 1 < most and not self._stopping.is_set():
+                self._start(name, node.name, workers)
+        nodes = list(self._nodes.values())
+        if len(nodes) != self._reported and all(node.ready for node in nodes):
+            self._reported = len(nodes)
+            workers = sum(node.workers for node in nodes)
+            self.say(
+                f"rewards and environments run on {len(nodes)} other node(s), with {workers} "
+                "reward workers"
+            )
+
+    def _start(self, name: str, host: str, workers: int) -> None:
+        strategy = NodeAffinitySchedulingStrategy(node_id=name, soft=False)
+        variables = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
+        options = {
+            "num_cpus": workers,
+            "scheduling_strategy": strategy,
+            "max_concurrency": 10_000,
+            "runtime_env": {"env_vars": variables},
+        }
+        actor = ray_timeouts.create(NodeWorker, _ACTOR, options)
+        node = _Node(id=name, host=host, workers=workers, actor=actor)
+        log = self._log and self._log.absolute() / host
+        settings = (workers, os.getcwd(), custom.passed(), log, self._runs_code)
+        node.request = node.call("start", self._config, *settings)
+        with self._lock:
+            self._nodes[name] = node
+
+    def _check(self, node: _Node, elapsed_s: float) -> None:
+        if not node.request.done():
+            node.silent_s += elapsed_s
+            limit_s = _SILENT_S if node.ready else self._config.run.startup_timeout_s
+            if node.silent_s >= limit_s:
+                self.lose(node, f"no answer for {node.silent_s:.0f} s")
+            return
+        node.silent_s = 0.0
+        try:
+            refusal = node.request.result()
+        except (EngineError, RayError) as error:
+            self.lose(node, str(error))
+            return
+        if refusal:
+            self.lose(node, refusal, math.inf)
+            return
+        node.ready = True
+        node.request = node.call("answer")
+
+
+class _RemoteEnvironment:
+    """The environment of an episode on another node."""
+
+    def __init__(self, nodes: WorkNodes, node: _Node, number: int, source: str) -> None:
+        self._nodes, self._node, self._number, self._source = nodes, node, number, source
+
+    async def open(self, task: Prompt, *, seed: int) -> Opening:
+        try:
+            opening = await self._call("open", self._source, task, seed)
+        except NodeLost:
+            raise
+        except EnvironmentLost as error:
+            if error.fault != "start" or self._node.opens:
+                raise
+            await asyncio.to_thread(self._nodes.lose, self._node, str(error), math.inf)
+            raise NodeLost("start", "open", error.detail) from error
+        self._node.opens = True
+        return opening
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        return await self._call("act", "call", call, timeout_s=timeout_s)
+
+    async def reply(self, turn: Message) -> Message | None:
+        return await self._call("act", "reply", turn)
+
+    async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
+        return await self._call("act", "verdict", transcript)
+
+    async def close(self) -> None:
+        with suppress(NodeLost):
+            await self._call("close")
+
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        node = self._node
+        during = str(arguments[0]) if method == "act" else method
+        call = asyncio.to_thread(node.call, method, self._number, *arguments, **named)
+        try:
+            result = await asyncio.wrap_future(await call)
+        except EngineError as error:
+            await asyncio.to_thread(self._nodes.lose, node, str(error))
+            message = f"node {node.host} was lost: {error}"
+            raise NodeLost("closed", during, message) from error
+        if isinstance(result, EnvironmentLost):
+            raise result
+        return result
+
+
+class _Counted:
+    """An environment that counts as an open episode of its node until it is closed."""
+
+    def __init__(
+        self, environment: Environment, load: Counter[_Load], lock: threading.Lock
+    ) -> None:
+        self._environment, self._load, self._lock = environment, load, lock
+        self._closed = False
+        self.open, self.call, self.reply = environment.open, environment.call, environment.reply
+        self.verdict = environment.verdict
+
+    async def close(self) -> None:
+        try:
+            await self._environment.close()
+        finally:
+            with self._lock:
+                self._load["episodes"] -= not self._closed
+                self._closed = True
