@@ -26,7 +26,7 @@ _VERDICT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class _Probe:
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     opening_tokens: int | None
@@ -47,7 +47,7 @@ async def probe(
     window: int,
     thinking: bool,
     prompt: SystemPrompt = lambda _: "",
-) -> Probe:
+) -> _Probe:
     """Open an episode for `task`, request a verdict and close the episode. A failed verdict is only
     logged, because the environment may need a turn first. Raises ValueError if the environment
     cannot be opened, its tools are invalid, or its opening does not fit the window."""
@@ -117,7 +117,7 @@ async def probe(
         except ValueError as error:
             message = f"environment {name}: the opening of task {task.prompt_id} {error}"
             raise ValueError(message) from error
-    return Probe(
+    return _Probe(
         messages=opening.messages,
         tools=opening.tools,
         opening_tokens=tokens,

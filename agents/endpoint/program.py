@@ -321,7 +321,7 @@ _MAX_OUTPUT = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramTrial:
+class _ProgramTrial:
     turns: int
     opening_tokens: int
     """Number of tokens in the program's first request, including the tools."""
@@ -338,7 +338,7 @@ async def try_program(
     chat: Chat,
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
-) -> ProgramTrial:
+) -> _ProgramTrial:
     """Run a program for one episode, with a scripted model in place of the policy. Raises
     ValueError if the program fails to start or never requests a turn, or if the task has no grader.
     """
@@ -398,7 +398,7 @@ async def try_program(
         )
         if recorder is not None and recorder.refusal:
             summary += f". The endpoint refused a request: {recorder.refusal}"
-    return ProgramTrial(
+    return _ProgramTrial(
         turns=len(contexts),
         opening_tokens=contexts[0],
         seconds=time.monotonic() - began,

@@ -76,8 +76,8 @@ class TrajectoryRecorder:
         self._thinking, self._seed = thinking, seed
         self._budget, self._turn_s = budget, turn_s
         self._records: list[SegmentRecord] = []
-        self.index = TurnIndex(chat, thinking=thinking)
-        self._checked_tools = {key_of_tools(())}
+        self.index = _TurnIndex(chat, thinking=thinking)
+        self._checked_tools = {_key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
         """Sample numbers in use, keyed by context. Each sample from the same context has its own
         number and therefore its own seed."""
@@ -182,7 +182,7 @@ class TrajectoryRecorder:
 
     async def _turn(self, request: ChatRequest) -> Reply:
         self._check_open()
-        keys, tools_key = prefix_keys(request.messages), key_of_tools(request.tools)
+        keys, tools_key = _prefix_keys(request.messages), _key_of_tools(request.tools)
         request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.limit}"
         if lost := self._lost.get(request_key):
             self.counts["repeated"] += 1
@@ -226,7 +226,7 @@ class TrajectoryRecorder:
         message = replace_surrogates(message_of(parsed))
         if ended != "stop" or not request.may_call or not parsed.closed:
             message.pop("tool_calls", None)  # clients run calls whatever the finish reason
-        turn = Turn(
+        turn = _Turn(
             record=record,
             end=len(record.ids),
             tools_key=tools_key,
@@ -352,7 +352,7 @@ def _engine_failed(reason: str) -> ApiError:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class _Turn:
     record: SegmentRecord
     end: int
     """Number of token ids in `record` up to and including the last token of this turn."""
@@ -377,14 +377,14 @@ class _OpenDialogue:
     """Key of all messages up to and including the policy's last turn."""
 
 
-class TurnIndex:
+class _TurnIndex:
     """All turns and messages of a trajectory, both in the order of the turns and by
     conversation."""
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
-        self._turns: list[Turn] = []
-        self._by_messages: dict[str, list[Turn]] = {}
+        self._turns: list[_Turn] = []
+        self._by_messages: dict[str, list[_Turn]] = {}
         self.opening: tuple[Message, ...] = ()
         """The messages of the first request that led to a turn."""
         self._recorded: list[Message] = []
@@ -406,7 +406,9 @@ class TurnIndex:
             for one in self._dialogues
         )
 
-    def add(self, request: ChatRequest, keys: Sequence[str], turn: Turn, *, verbatim: bool) -> None:
+    def add(
+        self, request: ChatRequest, keys: Sequence[str], turn: _Turn, *, verbatim: bool
+    ) -> None:
         """Add the new messages of a request and the turn that answers it. `verbatim` is True if the
         turn's message contains everything that was sampled, so that the policy can be trained on
         it."""
@@ -445,7 +447,7 @@ class TurnIndex:
         keys: Sequence[str],
         tools_key: str,
         growing: Collection[SegmentRecord],
-    ) -> tuple[Turn | None, list[int]]:
+    ) -> tuple[_Turn | None, list[int]]:
         messages = request.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         new = messages[turns[-1] + 1 :] if turns else ()
@@ -492,7 +494,7 @@ class TurnIndex:
         return recorded
 
 
-def prefix_keys(messages: Sequence[Message]) -> list[str]:
+def _prefix_keys(messages: Sequence[Message]) -> list[str]:
     """Return a key for each prefix of the messages. Entry i is the key of the first i messages."""
     keys = [""]
     for message in messages:
@@ -515,7 +517,7 @@ def _extend_key(key: str, message: Message) -> str:
     return _hash(key + json.dumps(identity, sort_keys=True))
 
 
-def key_of_tools(tools: Sequence[ToolSpec]) -> str:
+def _key_of_tools(tools: Sequence[ToolSpec]) -> str:
     return _hash(json.dumps([tool.as_json() for tool in tools], sort_keys=True))
 
 

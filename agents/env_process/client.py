@@ -216,7 +216,7 @@ class Hosted:
                 reason = f"a message of more than {MAX_MESSAGE_BYTES >> 20} MiB"
                 raise await self._fail("large", during, reason) from error
         if isinstance(reply, dict) and reply.get("id") == number:
-            if (fault := reply_fault(reply, self._program.memory_mib)) is not None:
+            if (fault := _reply_fault(reply, self._program.memory_mib)) is not None:
                 raise await self._fail(fault[0], during, fault[1])
             if isinstance(reply.get("is"), dict):
                 return reply["is"]
@@ -281,7 +281,7 @@ def verdict_of(reply: Mapping[str, Any]) -> Verdict:
 _REPLY_BYTES = 1 << 16
 
 
-def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
+def _reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
     if "memory" in reply:
         return "memory", f"out of memory (memory_mib = {memory_mib})"
     if "refused" in reply:
@@ -370,7 +370,7 @@ class ForkServer:
                 await self._check_isolation(process, self._sandbox)
                 process.limit = self._sandbox.hold(process.pid, inside=False)
             reply, _ = await self._ask(process, load)
-            if (fault := reply_fault(reply, program.memory_mib)) is not None:
+            if (fault := _reply_fault(reply, program.memory_mib)) is not None:
                 raise await self._lost(None, *fault)
             if process.limit is not None:
                 process.limit()  # each forked process has its own memory limit

@@ -47,7 +47,7 @@ class TextGame:
             raise ValueError(f"play_by = {play_by!r} must be 'tool' or 'text'")
         if score not in ("sum", "last"):
             raise ValueError(f"score = {score!r} must be 'sum' or 'last'")
-        scaled_score(0.0, scale)
+        _scaled_score(0.0, scale)
         self._game, self._scale, self._rules = game, scale, rules
         self._sums = score == "sum"
         self._by_text = play_by == "text"
@@ -126,14 +126,14 @@ class TextGame:
 
     def verdict(self, messages: list[Any], finish_reason: str) -> dict[str, Any]:
         facts = {"return": self._total, "moves": self._moves}
-        return {"parts": scaled_score(self._total, self._scale), "facts": facts}
+        return {"parts": _scaled_score(self._total, self._scale), "facts": facts}
 
     def close(self) -> None:
         if hasattr(self._game, "close"):
             self._game.close()
 
 
-def scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
+def _scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
     """Map a sum of rewards from the range `scale` to a `score` from 0 to 1. `correct` is 1 if the
     score is 1, and 0 otherwise."""
     low, high = map(float, scale)
@@ -172,7 +172,7 @@ class OpenEnv:
     def __init__(
         self, backend: Any, scale: tuple[float, float] = (0.0, 1.0), rules: str = ""
     ) -> None:
-        scaled_score(0.0, scale)
+        _scaled_score(0.0, scale)
         self._backend, self._scale, self._rules = backend, scale, rules
         self._total, self._steps, self._over = 0.0, 0, False
         self._tools: list[_Data] = []
@@ -207,10 +207,14 @@ class OpenEnv:
         return {"messages": messages, "tools": self._tools}
 
     def call(self, name: str, arguments: _Data) -> _Data:
+        if self._over:
+            raise ValueError("the episode is over")
         action = arguments
         if self._backend.has_tools:
             action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-        observation = self._act(action)
+        observation, reward, self._over = self._backend.step(action)
+        self._total += float(reward or 0.0)
+        self._steps += 1
         failure = observation.get("error") if self._backend.has_tools else None
         text = str(cast(_Data, failure).get("message")) if failure else _text_of(observation)
         return {"text": text, "failed": bool(failure), "done": self._over}
@@ -218,17 +222,9 @@ class OpenEnv:
     def reply(self, turn: _Data) -> None:
         return None
 
-    def _act(self, action: _Data) -> _Data:
-        if self._over:
-            raise ValueError("the episode is over")
-        observation, reward, self._over = self._backend.step(action)
-        self._total += float(reward or 0.0)
-        self._steps += 1
-        return observation
-
     def verdict(self, messages: list[Any], finish_reason: str) -> _Data:
         facts = {"return": self._total, "steps": self._steps, "state": self._backend.state()}
-        return {"parts": scaled_score(self._total, self._scale), "facts": facts}
+        return {"parts": _scaled_score(self._total, self._scale), "facts": facts}
 
     def close(self) -> None:
         self._backend.close()

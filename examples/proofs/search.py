@@ -59,7 +59,7 @@ class SearchLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class ProofCandidate:
+class _Candidate:
     solution: str
     evaluations: tuple[Evaluation, ...]
 
@@ -72,7 +72,7 @@ async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str
     """Search for a proof of `problem`. Returns the best one with its score, whether every
     verification gave it 1, and the number of rounds and proofs. Raises AuthorLost if the model does
     not answer."""
-    pool: list[ProofCandidate] = []
+    pool: list[_Candidate] = []
     requests = [problem] * limits.pool
     rounds = 0
     while True:
@@ -90,11 +90,13 @@ async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str
         if solved or rounds == limits.rounds:
             break
         rounds += 1
-        requests = [
-            _refinement(problem, candidate, limits.reviews)
-            for candidate in pool[: limits.best]
-            for _ in range(limits.children)
-        ] or [problem] * limits.pool
+        requests = []
+        for candidate in pool[: limits.best]:
+            worst = sorted(candidate.evaluations, key=lambda one: one.score)[: limits.reviews]
+            reviews = "\n\n---\n\n".join(one.text for one in worst)
+            text = _REFINE.format(problem=problem, solution=candidate.solution, reviews=reviews)
+            requests += [text] * limits.children
+        requests = requests or [problem] * limits.pool
     return {
         "proof": pool[0].solution if pool else None,
         "score": pool[0].score if pool else None,
@@ -116,22 +118,16 @@ async def _proof(author: Author, request: str) -> str | None:
 
 async def _verified(
     author: Author, problem: str, solution: str, limits: SearchLimits
-) -> ProofCandidate:
+) -> _Candidate:
     messages = verification_messages(problem, solution)
     replies = await gather_or_cancel(
         *(author.ask(messages, purpose="verification") for _ in range(limits.verifications))
     )
     read = [read_evaluation(outside_think(r.content)) for r in replies if not r.cut]
-    return ProofCandidate(solution, tuple(one for one in read if isinstance(one, Evaluation)))
+    return _Candidate(solution, tuple(one for one in read if isinstance(one, Evaluation)))
 
 
-def _refinement(problem: str, candidate: ProofCandidate, most: int) -> str:
-    worst = sorted(candidate.evaluations, key=lambda one: one.score)[:most]
-    reviews = "\n\n---\n\n".join(one.text for one in worst)
-    return _REFINE.format(problem=problem, solution=candidate.solution, reviews=reviews)
-
-
-def read_problems(path: Path) -> dict[str, str]:
+def _read_problems(path: Path) -> dict[str, str]:
     """Read problems from a JSONL file. Each line has a `prompt` or `messages`, and
     optionally an `id`. Raises
     ValueError with the number of an invalid line."""
@@ -207,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         limits = SearchLimits(**{name: getattr(given, name) for name in helps})
-        problems = read_problems(given.problems)
+        problems = _read_problems(given.problems)
         done = _finished(given.out) if (given.out.exists()) else set[str]()
         config = AuthorConfig(
             base_url=given.base_url,

@@ -132,7 +132,7 @@ class CodePipeline:
         with (self._folder / _TASKS).open("a", encoding="utf-8") as file:
             file.write(f"{self._lines[key]}\n")
 
-    async def _measured(self, hosted: Hosted) -> TestOutcomes:
+    async def _measured(self, hosted: Hosted) -> _Outcomes:
         within_s = self._config.tests_s + AROUND_S
         if where := (await call_workshop(hosted, "copies", AROUND_S))["where"]:
             raise Rejected("future", str(where))
@@ -141,7 +141,7 @@ class CodePipeline:
         while True:
             before.append(await call_workshop(hosted, "tests", within_s, gold=False))
             after.append(await call_workshop(hosted, "tests", within_s, gold=True))
-            outcomes = outcomes_of(before, after)
+            outcomes = _outcomes_of(before, after)
             if not outcomes.f2p:
                 raise Rejected("F2P", f"no test that fails before passes after {outcomes.about}")
             if len(before) >= self._config.runs:
@@ -195,7 +195,7 @@ _Results = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestOutcomes:
+class _Outcomes:
     """Test names grouped by outcome before and after the change, such as fail-to-pass (`f2p`). A
     test that is missing from a run counts as failed in that run."""
 
@@ -211,7 +211,7 @@ class TestOutcomes:
     about: str
 
 
-def outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> TestOutcomes:
+def _outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> _Outcomes:
     runs = (*before, *after)
     names = sorted({name for run in runs for name in run["tests"]})
     found: dict[str, list[str]] = {"f2p": [], "p2p": [], "p2f": [], "flaky": []}
@@ -224,7 +224,7 @@ def outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> TestOu
             found["p2p" if then == {True} else "p2f"].append(name)
         elif then == {True}:
             found["f2p"].append(name)
-    return TestOutcomes(
+    return _Outcomes(
         **found,
         canary=all(run["canary"] == "as wanted" for run in runs),
         inside=all(run["inside"] for run in runs),

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 import random
-import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,15 @@ from keel.synthesis.ledger import Rejected
 Specs = Mapping[str, Mapping[str, Any]]
 """Maps each tool's name to its description, its parameters, and whether it returns `text` or
 `json`."""
-Reference = Callable[[GeneralSandboxes, Path, int], Awaitable[int]]
+_Reference = Callable[[GeneralSandboxes, Path, int], Awaitable[int]]
 """Attempts a task in a folder `config.attempts` times and returns how many attempts pass."""
 _Results = Sequence[tuple[ToolCall, Mapping[str, str]]]
 """A solution's tool calls with their results, {"text" or "failed": …}."""
 _CallAnswerer = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
 _Leaf = Callable[[Any], Any]
 """Maps a string, number or boolean to another value of the same type."""
-EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
-MAX_MUTATIONS = 60
+_EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
+_MAX_MUTATIONS = 60
 _PLAUSIBLE = 24
 """Number of random answers with the same structure as the right one."""
 _PROBES = 5
@@ -69,7 +68,7 @@ class TaskDraft:
     seed: int = 0
 
     async def check(
-        self, earlier: Sequence[Any], before: int | None, reference: Reference
+        self, earlier: Sequence[Any], before: int | None, reference: _Reference
     ) -> tuple[Any, int, int]:
         """Check the task with every gate. Returns the solution's answer, the number of its calls,
         and how many attempts passed. `earlier` contains the answers to earlier tasks. `before` says
@@ -85,10 +84,10 @@ class TaskDraft:
                 raise Rejected(gate, f"verify accepts {accepted[0][:_MAX_MESSAGE]}")
 
         hollow = [_map_leaves(change, answer) for change in _HOLLOW]
-        empty = [*EMPTY, *(one for one in hollow if one != answer)]
+        empty = [*_EMPTY, *(one for one in hollow if one != answer)]
         await refuses("empty", [(repr(one), one) for one in empty])
-        await refuses("mutated", mutations(answer))
-        others = plausible(answer, await self._texts(), self.seed)
+        await refuses("mutated", _mutations(answer))
+        others = _plausible(answer, await self._texts(), self.seed)
         accepted = await self._accepted("mutated", [(_short(one), one) for one in others])
         if len(accepted) > len(others) // 2:
             raise Rejected(
@@ -354,15 +353,10 @@ def _next_number(value: Any) -> Any:
     return value + 1 if isinstance(value, int | float) else value
 
 
-def _other_digits(value: Any) -> Any:
-    if isinstance(value, str):
-        return re.sub(r"[0-9]", lambda digit: str(9 - int(digit[0])), value)
-    return value
-
-
+_OTHER_DIGITS = str.maketrans("0123456789", "9876543210")
 _CHANGES: Mapping[str, _Leaf] = {
     "other names": lambda value: f"{value} II" if isinstance(value, str) else value,
-    "other digits in texts": _other_digits,
+    "other digits in texts": lambda v: v.translate(_OTHER_DIGITS) if isinstance(v, str) else v,
     "other numbers": _next_number,
     "numbers in another order": lambda v: 1000 - v if type(v) in (int, float) else v,
 }
@@ -373,12 +367,12 @@ _HOLLOW: Sequence[_Leaf] = (
 )
 
 
-def mutations(answer: Any) -> list[tuple[str, Any]]:
+def _mutations(answer: Any) -> list[tuple[str, Any]]:
     """Return (description, answer) pairs that each change one value, key or entry of the answer. If
     there are more than `MAX_MUTATIONS`, an evenly spaced selection is returned."""
     every = list(_changed(answer))
-    step = max(1.0, len(every) / MAX_MUTATIONS)
-    return [every[int(n * step)] for n in range(min(len(every), MAX_MUTATIONS))]
+    step = max(1.0, len(every) / _MAX_MUTATIONS)
+    return [every[int(n * step)] for n in range(min(len(every), _MAX_MUTATIONS))]
 
 
 def _changed(answer: Any) -> Iterator[tuple[str, Any]]:
@@ -420,7 +414,7 @@ def _other_leaves(value: Any) -> list[Any]:
             return []
 
 
-def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
+def _plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
     """Return answers with the same structure as the true answer. Their strings are drawn from
     `texts`, and their numbers are near the true ones."""
     draw = random.Random(seed)

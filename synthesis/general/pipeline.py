@@ -150,8 +150,7 @@ class _EnvironmentWriter:
             passed = self._passed[-1] if self._passed else None
             if config.attempts and passed == 0:
                 break  # a harder task could not be measured
-            task = _harder_task(passed, config.attempts) if step else _first_task()
-            self._messages.append(task)
+            self._messages.append(_task_message(step, passed, config.attempts))
             try:
                 await self._revised("task", self._step)
             except Rejected as refused:
@@ -251,7 +250,8 @@ class _EnvironmentWriter:
             if not remaining:
                 raise refused
             self.drafts.append(refused)
-            self._messages.append(_refused(refused.gate, refused.reason))
+            answer = f"Rejected ({refused.gate}): {refused.reason}"
+            self._messages.append(_user(f"{answer}\n\nFix it, and write all sections again."))
 
     async def _first_tools(self, reply: AuthorReply) -> None:
         files = {**self._files, "tools.py": sections(reply, ("tools",))["tools"]}
@@ -501,11 +501,9 @@ def _tools_messages(category: str, data: str, kind: str) -> list[Message]:
     ]
 
 
-def _first_task() -> Message:
-    return _user(f"Now write a simple task that needs a few calls.\n\n{_TASK}")
-
-
-def _harder_task(passed: int | None, attempts: int) -> Message:
+def _task_message(step: int, passed: int | None, attempts: int) -> Message:
+    if not step:
+        return _user(f"Now write a simple task that needs a few calls.\n\n{_TASK}")
     measured = (
         f"{passed} of {attempts} attempts at the last task passed; fewer must pass at this one. "
         if attempts
@@ -517,7 +515,3 @@ def _harder_task(passed: int | None, attempts: int) -> Message:
         "wrong for it. If the tools do not suffice, add new functions under a heading `## tools` "
         f"before the other sections; the existing tools stay.\n\n{_TASK}"
     )
-
-
-def _refused(gate: str, reason: str) -> Message:
-    return _user(f"Rejected ({gate}): {reason}\n\nFix it, and write all sections again.")

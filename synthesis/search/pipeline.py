@@ -46,7 +46,7 @@ from keel.synthesis.search.requests import OpenRequest, check_gain, write_reques
 from keel.synthesis.search.workspace import Workspace
 
 
-class Start(NamedTuple):
+class _Start(NamedTuple):
     entity: str
     language: str
     open: bool
@@ -86,7 +86,7 @@ class SearchPipeline:
         ]
         self._verifier = another(config.verifier) if config.verifier else author
         self._kept, self._written = AcceptedQuestions(), set[str]()
-        self._starts: dict[str, Start] = {}
+        self._starts: dict[str, _Start] = {}
         self._prompts: dict[str, dict[str, Any]] = {}
         self.keys: Sequence[str] = ()
 
@@ -145,7 +145,7 @@ class SearchPipeline:
             file.write(json.dumps({"id": key, **line}, ensure_ascii=False) + "\n")
         self._written.add(key)
 
-    async def _question(self, start: Start, key: str) -> dict[str, Any]:
+    async def _question(self, start: _Start, key: str) -> dict[str, Any]:
         config, library = self._config, self._desk.library
 
         def gate(draft: Draft, search: Search) -> None:
@@ -183,7 +183,7 @@ class SearchPipeline:
             },
         }
 
-    async def _helpful(self, start: Start) -> dict[str, Any]:
+    async def _helpful(self, start: _Start) -> dict[str, Any]:
         config = self._config
 
         def gate(request: OpenRequest, search: Search) -> None:
@@ -235,7 +235,7 @@ class SearchPipeline:
     def _file(self) -> Path:
         return self._folder / "tasks.jsonl"
 
-    def _drawn(self, library: Library) -> dict[str, Start]:
+    def _drawn(self, library: Library) -> dict[str, _Start]:
         config = self._config
         entities: list[str] = []
         if config.entities:
@@ -246,7 +246,7 @@ class SearchPipeline:
             entities = [*dict.fromkeys(filter(None, map(str.strip, text.splitlines())))]
             entities = entities[: config.count]
         elif isinstance(library, SearchIndex):
-            entities = rare_entities(
+            entities = _rare_entities(
                 library, count=config.count, most_documents=config.most_documents, seed=self._seed
             )
         if len(entities) < config.count:
@@ -254,7 +254,7 @@ class SearchPipeline:
                 f"search.count = {config.count}: there are {len(entities)} entities; lower count, "
                 "add some to search.entities, or raise search.most_documents"
             )
-        starts: dict[str, Start] = {}
+        starts: dict[str, _Start] = {}
         drawn = {True: 0, False: 0}
         for number, entity in enumerate(entities):
             # Evenly spaced, independent of `count`.
@@ -262,7 +262,7 @@ class SearchPipeline:
             # Each kind cycles through the languages.
             language = config.languages[drawn[is_open] % len(config.languages)]
             drawn[is_open] += 1
-            starts[f"{entity}/{language}"] = Start(entity, language, is_open)
+            starts[f"{entity}/{language}"] = _Start(entity, language, is_open)
         return starts
 
     def _read_kept(self) -> None:
@@ -316,7 +316,7 @@ _OPENERS = frozenset(
 _ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
 
 
-def rare_entities(index: SearchIndex, *, count: int, most_documents: int, seed: int) -> list[str]:
+def _rare_entities(index: SearchIndex, *, count: int, most_documents: int, seed: int) -> list[str]:
     names = sorted(_candidates(index))
     random.Random(seed).shuffle(names)
     rare = (name for name in names if 1 <= index.frequency(name) <= most_documents)

@@ -7,7 +7,7 @@ import pytest
 
 from keel.agents.env_process.process import Program
 from keel.agents.mcp_client import McpServer
-from keel.agents.probe import Probe, probe
+from keel.agents.probe import probe
 from keel.rl.turns import Chat
 from tests.agents.episodes import PATIENT, TASK, program, run
 from tests.rollout.chat.families import chat_of
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 def probed(
     spec: Program | McpServer, chat: Chat | None = None, window: int = 4096, task: Any = TASK
-) -> Probe:
+) -> Any:
     return run(probe(spec, task=task, seed=3, chat=chat, window=window, thinking=True))
 
 

@@ -21,13 +21,13 @@ from keel.agents.environments.trip.environment import (
     solve,
 )
 from keel.agents.environments.trip.tasks import (
-    KEYS,
+    _KEYS,
     LEVELS,
     REPORT,
     Band,
     TripTask,
     World,
-    make_world,
+    _make_world,
 )
 
 DATES = ("2025-10-01", "2025-10-02", "2025-10-03")
@@ -61,7 +61,7 @@ def test_every_task_is_solvable_with_its_tools(level: int) -> None:
 def choices(world: World, dates: Sequence[str]) -> dict[str, Sequence[str]]:
     names = {kind: tuple(places) for kind, places in world.places.items()}
     given = {"time": dates, "city": world.cities}
-    return {key: given.get(key) or names[key.rpartition("_")[2]] for key in KEYS}
+    return {key: given.get(key) or names[key.rpartition("_")[2]] for key in _KEYS}
 
 
 def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> bool:
@@ -70,7 +70,7 @@ def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> boo
     for number, day in enumerate(plan):
         city = day["city"]
         hotel, lunch, sight, dinner = (
-            world.places[key.rpartition("_")[2]][day[key]] for key in KEYS[2:]
+            world.places[key.rpartition("_")[2]][day[key]] for key in _KEYS[2:]
         )
         for place in (hotel, sight, lunch, dinner):
             if place["city"] != city or place["name"] in seen:
@@ -108,12 +108,12 @@ def test_verifier_and_solver_match_brute_force(rule: str) -> None:
     possible = 0
     for seed in range(2):
         level = replace(SMALL, **({rule: True} if rule else {}))
-        world = make_world(seed, level, DATES)
+        world = _make_world(seed, level, DATES)
         task = replace(make_task(0, LEVELS[4])[1], level=level, dates=DATES[:1], rule_day=0)
         task = replace(task, start=world.cities[0] if rule else "")
         good = 0
         for values in itertools.product(*choices(world, task.dates).values()):
-            plan = [dict(zip(KEYS, values, strict=True))]
+            plan = [dict(zip(_KEYS, values, strict=True))]
             expected = by_hand(world, task, plan)
             assert all(judge(world, task, plan).values()) == expected, plan
             good += expected
@@ -129,7 +129,7 @@ def test_changed_answers_are_verified_again() -> None:
     draw = random.Random(3)
     for level, seed in itertools.product((4, 5), range(3)):
         world, task, answer = solution(seed, level)
-        for key in KEYS * 4:
+        for key in _KEYS * 4:
             plan: list[dict[str, str]] = json.loads(answer)
             day = draw.choice(plan)
             before, day[key] = day[key], draw.choice(choices(world, DATES)[key])

@@ -203,10 +203,10 @@ class ChildEnded(Exception):
     """Raised if a child process has exited, timed out or sent an invalid message."""
 
 
-class AuthorCodeFailed(Exception): ...
+class _AuthorCodeFailed(Exception): ...
 
 
-class AuthorChannel:
+class _Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end, self._received = end, b""
 
@@ -237,11 +237,11 @@ class AuthorChannel:
         return cast(_Message, message)
 
 
-class Child(AuthorChannel):
+class Child(_Channel):
     """A forked process that calls `run` with its channel. `run` must call `_shut` before it runs
     untrusted code."""
 
-    def __init__(self, run: Callable[[AuthorChannel], None]) -> None:
+    def __init__(self, run: Callable[[_Channel], None]) -> None:
         ours, theirs = socket.socketpair()
         self.pid = os.fork()
         if not self.pid:
@@ -255,7 +255,7 @@ class Child(AuthorChannel):
         if "refused" in reply:
             raise InvalidEnvironment(str(reply["refused"]))
         if "raised" in reply:
-            raise AuthorCodeFailed(str(reply["raised"]))
+            raise _AuthorCodeFailed(str(reply["raised"]))
         return reply.get("is")
 
     def end(self) -> None:
@@ -267,8 +267,8 @@ class Child(AuthorChannel):
             self.pid = 0
 
 
-def _run_child(end: socket.socket, run: Callable[[AuthorChannel], None]) -> NoReturn:
-    channel = AuthorChannel(end)
+def _run_child(end: socket.socket, run: Callable[[_Channel], None]) -> NoReturn:
+    channel = _Channel(end)
     try:
         protect_process()
         # These include the parent's channels, which the child must not write to.
@@ -292,7 +292,7 @@ def _failure(error: BaseException) -> _Message:
     return {"raised": error_text(error)}
 
 
-def _serve(channel: AuthorChannel, answer: Callable[[_Message], Any]) -> None:
+def _serve(channel: _Channel, answer: Callable[[_Message], Any]) -> None:
     with suppress(ChildEnded):
         while True:
             request = channel.receive()
@@ -320,7 +320,7 @@ def tools_child(folder: Folder, seed: int) -> Child:
     """Start a process for the tools. It answers {"do": "describe"} with the descriptions of the
     tools, and {"do": "call", "name", "arguments"} with the result as text."""
 
-    def run(channel: AuthorChannel) -> None:
+    def run(channel: _Channel) -> None:
         source, database = folder.text("tools.py"), folder.database()
         _shut()
         tools: dict[str, Tool] = {}
@@ -392,7 +392,7 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
     """Run the verifier on an answer and the original database. Returns whether each requirement is
     met, or an error message if the verifier fails."""
 
-    def run(channel: AuthorChannel) -> None:
+    def run(channel: _Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
         _shut()
         verify = _function(source, "verify", f"verify_{number}", 2)
@@ -402,7 +402,7 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
     child = Child(run)
     try:
         result = child.ask({"answer": answer}, within_s)
-    except (ChildEnded, AuthorCodeFailed) as error:
+    except (ChildEnded, _AuthorCodeFailed) as error:
         return str(error)
     finally:
         child.end()
@@ -416,7 +416,7 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
     """Start a process that runs a solution. For each tool call, it sends {"call": name,
     "arguments"} and expects {"text"} or {"failed"}. At the end, it sends {"is": the answer}."""
 
-    def run(channel: AuthorChannel) -> None:
+    def run(channel: _Channel) -> None:
         def named(name: str) -> Callable[..., Any]:
             def call(**arguments: Any) -> Any:
                 channel.send({"call": name, "arguments": arguments})

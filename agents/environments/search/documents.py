@@ -124,7 +124,12 @@ def _of_file(path: Path, name: str) -> Iterator[tuple[str, Document]]:
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"{path}: a file has at most {_MAX_BYTES >> 20} MiB; split it")
     text = path.read_bytes().decode(errors="replace")
-    title, text = _text_of_html(text) if kind in _HTML else (_heading(text), text)
+    title = _heading(text)
+    if kind in _HTML:
+        parser = _VisibleText()
+        parser.feed(text)
+        parser.close()
+        title, text = " ".join("".join(parser.title).split()), "".join(parser.text)
     yield str(path), made(name, title, text)
 
 
@@ -205,13 +210,6 @@ class _VisibleText(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._hidden:
             (self.title if self._in_title else self.text).append(data)
-
-
-def _text_of_html(source: str) -> tuple[str, str]:
-    parser = _VisibleText()
-    parser.feed(source)
-    parser.close()
-    return " ".join("".join(parser.title).split()), "".join(parser.text)
 
 
 _UNSPACED = (
@@ -336,9 +334,14 @@ class SearchIndex:
         self._searching = threading.Lock()  # a connection has one progress handler
 
     def search(self, query: str, most: int) -> list[Hit]:
-        if not (expression := _expression(query)):
-            return []
         wanted, hits = terms(query), dict[int, Hit]()
+        # Matches any term of the query. Terms contain no FTS5 syntax.
+        expression = " OR ".join(
+            f'{"signs" if _alone(one) else "{title terms}"}: "{one}"'
+            for one in list(dict.fromkeys(wanted))[:_MAX_TERMS]
+        )
+        if not expression:
+            return []
         with self._searching:
             until = time.monotonic() + _SEARCH_S
             self._base.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
@@ -409,15 +412,15 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
         if index.of == of:
             return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, made = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    handle, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     os.close(handle)
     try:
-        _make(Path(made), folder, files, of)
+        _make(Path(new), folder, files, of)
         if os.geteuid() == 0:
-            os.chmod(made, 0o644)  # a sandbox started by root reads it as another user
-        os.replace(made, path)
+            os.chmod(new, 0o644)  # a sandbox started by root reads it as another user
+        os.replace(new, path)
     except BaseException:
-        os.unlink(made)
+        os.unlink(new)
         raise
     return path
 
@@ -452,11 +455,6 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
         base.executemany("insert into about values (?, ?)", about.items())
         base.execute("insert into found (found) values ('optimize')")
         base.execute("commit")
-
-
-def _expression(query: str) -> str:
-    words = list(dict.fromkeys(terms(query)))[:_MAX_TERMS]
-    return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 
 
 def _alone(term: str) -> bool:

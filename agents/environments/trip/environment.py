@@ -153,7 +153,7 @@ class Trip:
     def _progress(self, share: float) -> float:
         """Return the share of the required steps that were done. The steps are requesting each
         necessary list and submitting a plan, which counts in proportion to `share`."""
-        task, kinds = self._task, self._task.kinds
+        task, kinds = self._task, self._task.level.kinds
         if task.cities is None:
             looked, needed = {kind for kind, _ in self._seen} & set(kinds), len(kinds)
         else:
@@ -389,7 +389,7 @@ def _day(
     task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
     lists: dict[str, list[dict[str, Any]]] = {}
-    for kind in task.kinds:
+    for kind in task.level.kinds:
         if (kind, city) not in known:
             known[kind, city] = yield from _all(kind, city, task.level.plain)
         lists[kind] = known[kind, city]

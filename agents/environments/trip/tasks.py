@@ -18,7 +18,7 @@ _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _FIRST_DAY = datetime.date(2025, 10, 1)
 KINDS = ("hotel", "restaurant", "attraction")
 MEALS = ("afternoon_restaurant", "evening_restaurant")
-KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
+_KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Level:
     """Difference between possible hotel prices, which start at 200 CNY."""
     routes: float = 1.0
     days: int = 1
-    keys: tuple[str, ...] = KEYS
+    keys: tuple[str, ...] = _KEYS
     plain: bool = False
     """If True, a list has one line per place, with its name and price, and an answer has one line
     per day, with names only."""
@@ -65,7 +65,19 @@ class Level:
     dry: bool = False
     listing: bool = True
     """True if lists contain prices and ratings in addition to names."""
-    tools: tuple[str, ...] | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of places that a plan names."""
+        return [kind for kind in KINDS if any(kind in key for key in self.keys)]
+
+    @property
+    def tools(self) -> tuple[str, ...] | None:
+        """The names of the available tools, or None for all tools."""
+        if not self.fixed:
+            return None
+        lists = [f"get_all_{kind}s_by_city" for kind in self.kinds]
+        return (lists[0], "submit_result", *lists[1:])
 
 
 REPORT = (
@@ -74,8 +86,6 @@ REPORT = (
     Band(low=200, high=500, one_rated=3.2),
 )
 """The price bands of the example in DeepSeek-V3.2 (2025), section 3.2.3."""
-_HOTELS = ("get_all_hotels_by_city", "submit_result")
-_LISTS = ("get_all_restaurants_by_city", "get_all_attractions_by_city")
 _FIRST = Level(
     cities=2,
     hotels=3,
@@ -86,7 +96,6 @@ _FIRST = Level(
     keys=("hotel",),
     plain=True,
     fixed=True,
-    tools=_HOTELS,
 )
 LEVELS = (
     _FIRST,
@@ -95,7 +104,6 @@ LEVELS = (
         attractions=3,
         keys=("hotel", "afternoon_attraction"),
         bands=(Band(low=200, ticket_below=130),),
-        tools=(*_HOTELS, _LISTS[1]),
     ),
     Level(
         cities=2,
@@ -108,7 +116,6 @@ LEVELS = (
             Band(low=500, both_rated=3.0, ticket_below=130),
             Band(low=200, high=500, one_rated=3.5),
         ),
-        tools=(*_HOTELS, *_LISTS),
     ),
     Level(
         cities=4,
@@ -147,7 +154,7 @@ class World:
     weather: dict[tuple[str, str], str]
 
 
-def make_world(seed: int, level: Level, dates: tuple[str, ...]) -> World:
+def _make_world(seed: int, level: Level, dates: tuple[str, ...]) -> World:
     """Draw a world from a seed. The same seed gives the same world on every machine."""
     draw = random.Random(f"world {seed}")
     long = level.long_names
@@ -237,10 +244,6 @@ class TripTask:
     def place_keys(self) -> list[str]:
         return [key for key in self.level.keys if key not in ("time", "city")]
 
-    @property
-    def kinds(self) -> list[str]:
-        return [kind for kind in KINDS if any(kind in key for key in self.level.keys)]
-
     def text(self) -> str:
         level, days, one_day = self.level, len(self.dates), len(self.dates) == 1
         span = self.dates[0] if one_day else f"{self.dates[0]} to {self.dates[-1]}"
@@ -296,21 +299,23 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
     draw = random.Random(f"task {seed}")
     first = _FIRST_DAY + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
-    world = make_world(seed, level, dates)
+    world = _make_world(seed, level, dates)
     cities = draw.sample(world.cities, level.days if level.fixed else 1)
     at_most = None
     if not level.bands:  # at least one and at most half of the city's hotels are cheap enough
         hotels = world.places["hotel"].values()
         prices = sorted(one["price"] for one in hotels if one["city"] == cities[0])
         at_most = prices[draw.randrange(max(1, len(prices) // 2))]
-    exact = level.bands == REPORT
+    bands = level.bands
+    if bands != REPORT:
+        bands = tuple(_varied(band, draw) for band in bands)
     return world, TripTask(
         level=level,
         dates=dates,
         start="" if level.fixed else cities[0],
         cities=tuple(cities) if level.fixed else None,
         rule_day=min(1, level.days - 1),
-        bands=level.bands if exact else tuple(_varied(band, draw) for band in level.bands),
+        bands=bands,
         hotel_at_most=at_most,
     )
 

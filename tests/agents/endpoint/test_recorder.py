@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keel.agents.endpoint import recorder as recorder_module
 from keel.agents.endpoint import requests
-from keel.agents.endpoint.recorder import TrajectoryRecorder, prefix_keys
+from keel.agents.endpoint.recorder import TrajectoryRecorder, _prefix_keys
 from keel.agents.endpoint.requests import ApiError, read_request
 from keel.data.conversations.files import read_trajectories
 from keel.rl.records import trajectory_record
@@ -222,7 +222,7 @@ def test_keys_ignore_only_what_clients_change() -> None:
         call = {"id": "c", "type": "function", "function": function}
         turn = {"role": "assistant", "tool_calls": [call], **fields}
         request = read_request({"messages": [user("a"), turn, result("c", "b")]})
-        return prefix_keys(request.messages)[-1]
+        return _prefix_keys(request.messages)[-1]
 
     same = [
         *({"content": None, "refusal": None}, {"content": [], "reasoning_content": "more"}),

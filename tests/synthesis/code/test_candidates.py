@@ -15,7 +15,7 @@ from keel.agents.environments.code.grading import Results, _read_results, grade,
 from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource
-from keel.synthesis.code.pipeline import check_change, check_leaks, judge, outcomes_of
+from keel.synthesis.code.pipeline import _outcomes_of, check_change, check_leaks, judge
 from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor
@@ -174,7 +174,7 @@ def test_flaky_test_is_excluded() -> None:
         fixed = {"canary": "as wanted", "inside": True, "said": "", "seconds": len(tests)}
         return {"tests": tests, **fixed}
 
-    split = outcomes_of([run("-+++-"), run(" ++--")], [run("++s++"), run("++ +-")])
+    split = _outcomes_of([run("-+++-"), run(" ++--")], [run("++s++"), run("++ +-")])
     assert (split.f2p, split.p2p, split.p2f, split.flaky) == (["a"], ["b"], ["c"], ["d", "e"])
     assert split.canary and split.seconds == 5
 

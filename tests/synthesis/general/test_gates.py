@@ -71,7 +71,7 @@ def config(**changes: Any) -> GeneralConfig:
     return GeneralConfig(**{**CONFIG, **changes})
 
 
-def counted(*passed: int) -> gates.Reference:
+def counted(*passed: int) -> gates._Reference:
 
     async def attempts(rooms: GeneralSandboxes, environment: Path, number: int) -> int:
         return passed[number]
@@ -97,7 +97,7 @@ def environment(folder: Path, **parts: str) -> Path:
 
 
 async def held(
-    rooms: GeneralSandboxes, path: Path, reference: gates.Reference, seed: int = 3
+    rooms: GeneralSandboxes, path: Path, reference: gates._Reference, seed: int = 3
 ) -> list[int]:
     """Run all tasks of a folder through every gate, and return the calls of each solution."""
     specs = await gates.typed(rooms, path)

@@ -22,7 +22,7 @@ from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, answer, verify
-from keel.synthesis.search.pipeline import SearchPipeline, rare_entities
+from keel.synthesis.search.pipeline import SearchPipeline, _rare_entities
 from keel.synthesis.search.question import accepts, normalize_answer, rule_of
 from keel.synthesis.search.workspace import Workspace
 from tests.agents.environments.search.corpus import write_corpus
@@ -310,7 +310,7 @@ def index(tmp_path: Path) -> Iterator[SearchIndex]:
 
 def names(index: SearchIndex, **knobs: int) -> set[str]:
     settings = {"count": 999, "most_documents": 3, "seed": 1, **knobs}
-    return set(rare_entities(index, **settings))
+    return set(_rare_entities(index, **settings))
 
 
 def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
@@ -321,7 +321,7 @@ def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
     assert "Mirela Dancu" not in names(index, most_documents=1)
 
     def drawn(seed: int, count: int = 4) -> list[str]:
-        return rare_entities(index, count=count, most_documents=2, seed=seed)
+        return _rare_entities(index, count=count, most_documents=2, seed=seed)
 
     assert drawn(1) == drawn(1) != drawn(2) and drawn(1, 6)[:4] == drawn(1)
 
