@@ -1,7 +1,9 @@
-"""Agents that try to answer a question, and a verifier that judges all of their answers."""
+"""Agents that try to answer a question, the verifier that judges all of their answers, and the gain
+of answers to open requests that are written with search."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +11,8 @@ from string import ascii_uppercase
 from typing import Any, Literal
 
 from keel.agents.environments.search.environment import Search
+from keel.rewards.judge.prompts import BadReply, Question, new_fence
+from keel.rewards.judge.specs import Rubric
 from keel.rewards.text import answer_in, outside_think
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author, gather_or_cancel, object_schema
@@ -18,6 +22,8 @@ from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
 
 _MAX_ANSWER = 300
 _UNKNOWN = "unknown"
+_READS = 3
+"""Maximum number of the judge's replies to try to parse."""
 _SYSTEM = """\
 Answer the question between the fences{how}. End with the answer alone, a name or a number as the \
 source spells it, between <answer> and </answer>; if you cannot find it, write \
@@ -159,3 +165,50 @@ async def _pass(
         hand_in=(_DECIDE, hand_in),
     )
     return result
+
+
+async def check_gain(
+    desk: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return the mean scores of answers to the request `text`, written with and without tools.
+    Raises Rejected if the difference is below `search.least_gain`."""
+    answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
+    with_tools, without = await gather_or_cancel(
+        *(answer(desk, one, text, at_length=True) for one in answerers)
+    )
+    if not with_tools:
+        raise Rejected("gain", "the agent with tools has no answer")
+    rubric = Rubric.parse(spec)
+    better, worse = await gather_or_cancel(
+        *(_score(judge, rubric, text, reply, desk.config.passes) for reply in (with_tools, without))
+    )
+    if better - worse < desk.config.least_gain:
+        raise Rejected(
+            "gain", f"search does not help: {better:.2f} with tools and {worse:.2f} without"
+        )
+    return {"with_tools": round(better, 4), "without": round(worse, 4)}
+
+
+async def _score(judge: Author, rubric: Rubric, request: str, text: str, passes: int) -> float:
+    if not text:
+        return 0.0
+    task = [{"role": "user", "content": request}]
+    material = rubric.read(text)
+
+    async def ask(question: Question[Any]) -> Any:
+        why = ""
+        for _ in range(_READS):
+            system, user = question.messages(new_fence())
+            schema = f"The schema: {json.dumps(question.schema)}"
+            system = {**system, "content": f"{system['content']}\n{schema}"}
+            reply = await judge.ask([system, user], purpose="judge")
+            try:
+                return question.read(reply.content.strip())
+            except BadReply as error:
+                why = str(error)
+        raise Rejected("judge", f"no valid judgement: {why}")
+
+    samples = await gather_or_cancel(
+        *(rubric.sample(ask, task, material, "", number) for number in range(passes))
+    )
+    return rubric.judged(material, samples).value

@@ -29,10 +29,11 @@ from keel.rewards.judge.specs import Rubric
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.search.answers import Answerer, candidates, verify
+from keel.synthesis.search.answers import Answerer, candidates, check_gain, verify
 from keel.synthesis.search.question import (
     AcceptedQuestions,
     Draft,
+    OpenRequest,
     accepts,
     check_answer,
     check_chain,
@@ -41,8 +42,8 @@ from keel.synthesis.search.question import (
     documents_of,
     rule_of,
     write_question,
+    write_request,
 )
-from keel.synthesis.search.requests import OpenRequest, check_gain, write_request
 from keel.synthesis.search.workspace import Workspace
 
 

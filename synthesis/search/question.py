@@ -1,5 +1,5 @@
-"""Lets an author write a question with its evidence, checks both, and creates the rule that rewards
-an answer."""
+"""Lets an author write questions and open requests with their evidence, checks them, and creates
+the rule that rewards an answer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from keel.agents.environments.search.documents import Library, SearchIndex, squeeze, terms
 from keel.agents.environments.search.environment import Search, quote_fault
+from keel.rewards.judge.specs import Rubric
 from keel.rewards.language import detected
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rl.turns import ToolSpec
@@ -18,9 +19,9 @@ from keel.synthesis.author import Author, object_schema
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
 
-MOST = 12
+_MOST = 12
 """Maximum number of facts in a question, and maximum number of spellings of an answer."""
-_SYSTEM = """\
+_QUESTION_SYSTEM = """\
 You write questions for skilled researchers. A question has one short answer, a name or a number, \
 that a document contains word for word. The question can only be answered by looking up several \
 documents one after the other: it describes things by facts about them instead of naming them, and \
@@ -61,15 +62,17 @@ class Draft:
         return list(result.values())
 
 
-EVIDENCE = object_schema(claim=text_schema(500), document=text_schema(400), quote=text_schema(1000))
-_SUBMIT = ToolSpec(
+_EVIDENCE = object_schema(
+    claim=text_schema(500), document=text_schema(400), quote=text_schema(1000)
+)
+_SUBMIT_QUESTION = ToolSpec(
     name="submit",
     description="Submit the question.",
     parameters=object_schema(
         question=text_schema(),
         answer=text_schema(200),
-        other_spellings=list_schema(text_schema(200), 0, MOST),
-        evidence=list_schema(EVIDENCE, 1, MOST),
+        other_spellings=list_schema(text_schema(200), 0, _MOST),
+        evidence=list_schema(_EVIDENCE, 1, _MOST),
     ),
 )
 
@@ -91,28 +94,111 @@ async def write_question(
             question=" ".join(value["question"].split()),
             answer=" ".join(value["answer"].split()),
             also=tuple(" ".join(one.split()) for one in value["other_spellings"]),
-            evidence=evidence_of(value),
+            evidence=_evidence_of(value),
         )
         gate(draft, search)
         drafts.append(draft)
 
     await desk.work(
         author,
-        _SYSTEM.format(depth=desk.config.depth, breadth=desk.config.breadth),
+        _QUESTION_SYSTEM.format(depth=desk.config.depth, breadth=desk.config.breadth),
         f"Write a question in the language with the ISO 639-1 code {language}, beginning from the "
         "entity between the fences. Keep the spelling of the answer from the document.",
         material={"entity": entity},
         purpose="question",
-        hand_in=(_SUBMIT, hand_in),
+        hand_in=(_SUBMIT_QUESTION, hand_in),
     )
     return drafts[-1]
+
+
+_MIN_CRITERIA, _MAX_CRITERIA = 3, 8
+_REQUEST_SYSTEM = """\
+You write requests to an assistant that can search: to explain, compare, summarize or advise. A \
+good request needs at least {breadth} facts from at least {depth} documents, which people do not \
+know by heart.
+
+Search for the given entity, open the documents that you find, and follow it from document to \
+document. Then submit with the tool `submit`: the request; the facts of a good answer, each with \
+the document that you opened and the words in it that state it; and {least} to {most} criteria of \
+different kinds (required facts, errors, completeness, clarity, relevance), each with a short \
+name, a text that tells when it is met, clear enough that two people would agree, and a weight \
+above 0."""
+_SUBMIT_REQUEST = ToolSpec(
+    name="submit",
+    description="Submit the request.",
+    parameters=object_schema(
+        request=text_schema(),
+        evidence=list_schema(_EVIDENCE, 1, _MOST),
+        criteria=list_schema(
+            object_schema(
+                name=text_schema(60),
+                text=text_schema(500),
+                weight={"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+            ),
+            _MIN_CRITERIA,
+            _MAX_CRITERIA,
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest:
+    """A request without a single correct answer, and the rubric for judging answers to it."""
+
+    text: str
+    spec: Mapping[str, Any]
+    evidence: tuple[Evidence, ...]
+
+
+async def write_request(
+    desk: Workspace,
+    author: Author,
+    entity: str,
+    language: str,
+    gate: Callable[[OpenRequest, Search], None],
+) -> OpenRequest:
+    """Ask the author for an open request that passes `gate`, and return it. Raises Rejected if a
+    gate rejects the request, or AuthorLost or BudgetSpent if a call to the author fails."""
+    written: list[OpenRequest] = []
+
+    def hand_in(value: Mapping[str, Any], search: Search) -> None:
+        total = sum(one["weight"] for one in value["criteria"])
+        criteria = [{**one, "weight": one["weight"] / total} for one in value["criteria"]]
+        evidence = _evidence_of(value)
+        reference = "\n".join(one.claim for one in evidence)
+        spec = {"kind": "rubric", "criteria": criteria, "reference": reference}
+        try:
+            Rubric.parse(spec)
+        except ValueError as error:
+            raise Rejected("criteria", str(error)) from error
+        text = " ".join(value["request"].split())
+        request = OpenRequest(text=text, spec=spec, evidence=evidence)
+        gate(request, search)
+        written.append(request)
+
+    await desk.work(
+        author,
+        _REQUEST_SYSTEM.format(
+            depth=desk.config.depth,
+            breadth=desk.config.breadth,
+            least=_MIN_CRITERIA,
+            most=_MAX_CRITERIA,
+        ),
+        f"Write a request in the language with the ISO 639-1 code {language}, beginning from the "
+        "entity between the fences.",
+        material={"entity": entity},
+        purpose="question",
+        hand_in=(_SUBMIT_REQUEST, hand_in),
+    )
+    return written[-1]
 
 
 def documents_of(evidence: Sequence[Evidence]) -> list[str]:
     return list(dict.fromkeys(one.document for one in evidence))
 
 
-def evidence_of(value: Mapping[str, Any]) -> tuple[Evidence, ...]:
+def _evidence_of(value: Mapping[str, Any]) -> tuple[Evidence, ...]:
     return tuple(
         Evidence(claim=one["claim"], document=one["document"].strip(), quote=one["quote"])
         for one in value["evidence"]
