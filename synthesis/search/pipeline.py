@@ -33,16 +33,13 @@ from keel.synthesis.search.answers import Answerer, candidates, check_gain, veri
 from keel.synthesis.search.question import (
     AcceptedQuestions,
     Draft,
-    OpenRequest,
     accepts,
     check_answer,
     check_chain,
     check_evidence,
     check_language,
-    documents_of,
     rule_of,
-    write_question,
-    write_request,
+    write_draft,
 )
 from keel.synthesis.search.workspace import Workspace
 
@@ -146,73 +143,72 @@ class SearchPipeline:
             file.write(json.dumps({"id": key, **line}, ensure_ascii=False) + "\n")
         self._written.add(key)
 
-    async def _question(self, start: _Start, key: str) -> dict[str, Any]:
+    async def _draft(self, start: _Start) -> Draft:
         config, library = self._config, self._desk.library
 
         def gate(draft: Draft, search: Search) -> None:
             check_evidence(draft.evidence, search, depth=config.depth, breadth=config.breadth)
-            if isinstance(library, SearchIndex):  # others do not know which terms are rare
-                check_chain(draft.evidence, search, library)
-            check_answer(draft, library, depth=config.depth)
-            check_language(draft.question, start.language)
-            self._kept.check(draft.question, draft.answer, documents_of(draft.evidence))
+            if not start.open:
+                if isinstance(library, SearchIndex):  # others do not know which terms are rare
+                    check_chain(draft.evidence, search, library)
+                check_answer(draft, library, depth=config.depth)
+            check_language(draft.text, start.language)
+            self._kept.check(draft.text, draft.answer, draft.documents)
 
-        draft = await write_question(self._desk, self._author, start.entity, start.language, gate)
+        entity, language = start.entity, start.language
+        return await write_draft(
+            self._desk, self._author, entity, language, gate, is_open=start.open
+        )
+
+    async def _question(self, start: _Start, key: str) -> dict[str, Any]:
+        draft = await self._draft(start)
         rule = rule_of(draft.spellings)
         taken = accepts(rule)
         if lost := [one for one in draft.spellings if not taken(one)]:
             raise Rejected("rule", f"the rule rejects the answer {lost[0]!r}")
-        wrong = await candidates(self._desk, self._answerers, draft.question, taken)
+        wrong = await candidates(self._desk, self._answerers, draft.text, taken)
         await verify(
             self._desk,
             self._verifier,
-            draft.question,
+            draft.text,
             draft.spellings,
             wrong,
-            passes=config.passes,
+            passes=self._config.passes,
             seed=str(seed_of(self._seed, "verify", key)),
         )
         return {
-            "prompt": draft.question,
+            "prompt": draft.text,
             **rule,
-            "environment": {"evidence": documents_of(draft.evidence)},
+            "environment": {"evidence": draft.documents},
             "provenance": {
                 "answer": draft.answer,
                 "evidence": [asdict(one) for one in draft.evidence],
                 "wrong_answers": wrong,
-                "passes": config.passes,
+                "passes": self._config.passes,
             },
         }
 
     async def _helpful(self, start: _Start) -> dict[str, Any]:
-        config = self._config
-
-        def gate(request: OpenRequest, search: Search) -> None:
-            check_evidence(request.evidence, search, depth=config.depth, breadth=config.breadth)
-            check_language(request.text, start.language)
-            self._kept.check(request.text, "", documents_of(request.evidence))
-
-        request = await write_request(self._desk, self._author, start.entity, start.language, gate)
-        scores = await check_gain(
-            self._desk, self._author, self._verifier, request.text, request.spec
-        )
+        draft = await self._draft(start)
+        scores = await self._gain(draft.text, draft.rubric)
         return {
-            "prompt": request.text,
-            "criteria": request.spec["criteria"],
-            "reference": request.spec["reference"],
-            "environment": {"evidence": documents_of(request.evidence)},
+            "prompt": draft.text,
+            "criteria": draft.rubric["criteria"],
+            "reference": draft.rubric["reference"],
+            "environment": {"evidence": draft.documents},
             "provenance": {
-                "evidence": [asdict(one) for one in request.evidence],
+                "evidence": [asdict(one) for one in draft.evidence],
                 "scores": scores,
             },
         }
 
     async def _filtered(self, task: Mapping[str, Any]) -> dict[str, Any]:
         self._kept.check(task["prompt"], "", ())
-        scores = await check_gain(
-            self._desk, self._author, self._verifier, task["prompt"], _rubric_of(task)
-        )
+        scores = await self._gain(task["prompt"], _rubric_of(task))
         return {**task, "environment": {"evidence": []}, "provenance": {"scores": scores}}
+
+    async def _gain(self, text: str, rubric: Mapping[str, Any]) -> dict[str, float]:
+        return await check_gain(self._desk, self._author, self._verifier, text, rubric)
 
     def _given_prompts(self) -> dict[str, dict[str, Any]]:
         prompts: dict[str, dict[str, Any]] = {}

@@ -47,15 +47,21 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    question: str
-    answer: str
-    also: tuple[str, ...]
+    """A question, or an open request with the rubric for judging answers to it."""
+
+    text: str
     evidence: tuple[Evidence, ...]
+    answer: str = ""
+    also: tuple[str, ...] = ()
+    rubric: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def documents(self) -> list[str]:
+        return list(dict.fromkeys(one.document for one in self.evidence))
 
     @property
     def spellings(self) -> list[str]:
-        """Return all correct spellings that the rule distinguishes, starting with the answer
-        itself."""
+        """All correct spellings that the rule distinguishes, starting with the answer itself."""
         result: dict[str, str] = {}
         for one in (self.answer, *self.also):
             result.setdefault(normalize_answer(one), one)
@@ -75,40 +81,6 @@ _SUBMIT_QUESTION = ToolSpec(
         evidence=list_schema(_EVIDENCE, 1, _MOST),
     ),
 )
-
-
-async def write_question(
-    desk: Workspace,
-    author: Author,
-    entity: str,
-    language: str,
-    gate: Callable[[Draft, Search], None],
-) -> Draft:
-    """Ask the author for a question that passes `gate`, and return it. `gate` also receives the
-    author's `Search`. Raises Rejected if a gate rejects the question, or AuthorLost or BudgetSpent
-    if a call to the author fails."""
-    drafts: list[Draft] = []
-
-    def hand_in(value: Mapping[str, Any], search: Search) -> None:
-        draft = Draft(
-            question=" ".join(value["question"].split()),
-            answer=" ".join(value["answer"].split()),
-            also=tuple(" ".join(one.split()) for one in value["other_spellings"]),
-            evidence=_evidence_of(value),
-        )
-        gate(draft, search)
-        drafts.append(draft)
-
-    await desk.work(
-        author,
-        _QUESTION_SYSTEM.format(depth=desk.config.depth, breadth=desk.config.breadth),
-        f"Write a question in the language with the ISO 639-1 code {language}, beginning from the "
-        "entity between the fences. Keep the spelling of the answer from the document.",
-        material={"entity": entity},
-        purpose="question",
-        hand_in=(_SUBMIT_QUESTION, hand_in),
-    )
-    return drafts[-1]
 
 
 _MIN_CRITERIA, _MAX_CRITERIA = 3, 8
@@ -142,60 +114,66 @@ _SUBMIT_REQUEST = ToolSpec(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRequest:
-    """A request without a single correct answer, and the rubric for judging answers to it."""
-
-    text: str
-    spec: Mapping[str, Any]
-    evidence: tuple[Evidence, ...]
-
-
-async def write_request(
+async def write_draft(
     desk: Workspace,
     author: Author,
     entity: str,
     language: str,
-    gate: Callable[[OpenRequest, Search], None],
-) -> OpenRequest:
-    """Ask the author for an open request that passes `gate`, and return it. Raises Rejected if a
-    gate rejects the request, or AuthorLost or BudgetSpent if a call to the author fails."""
-    written: list[OpenRequest] = []
+    gate: Callable[[Draft, Search], None],
+    *,
+    is_open: bool,
+) -> Draft:
+    """Ask the author for a question, or an open request, that passes `gate`, which also receives
+    the author's `Search`. Raises Rejected if a gate rejects the draft, or AuthorLost or BudgetSpent
+    if a call to the author fails."""
+    drafts: list[Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
-        total = sum(one["weight"] for one in value["criteria"])
-        criteria = [{**one, "weight": one["weight"] / total} for one in value["criteria"]]
-        evidence = _evidence_of(value)
-        reference = "\n".join(one.claim for one in evidence)
-        spec = {"kind": "rubric", "criteria": criteria, "reference": reference}
-        try:
-            Rubric.parse(spec)
-        except ValueError as error:
-            raise Rejected("criteria", str(error)) from error
-        text = " ".join(value["request"].split())
-        request = OpenRequest(text=text, spec=spec, evidence=evidence)
-        gate(request, search)
-        written.append(request)
+        draft = _request_of(value) if is_open else _question_of(value)
+        gate(draft, search)
+        drafts.append(draft)
 
+    kind, system, tool = "question", _QUESTION_SYSTEM, _SUBMIT_QUESTION
+    ending = " Keep the spelling of the answer from the document."
+    if is_open:
+        kind, system, tool, ending = "request", _REQUEST_SYSTEM, _SUBMIT_REQUEST, ""
     await desk.work(
         author,
-        _REQUEST_SYSTEM.format(
+        system.format(
             depth=desk.config.depth,
             breadth=desk.config.breadth,
             least=_MIN_CRITERIA,
             most=_MAX_CRITERIA,
         ),
-        f"Write a request in the language with the ISO 639-1 code {language}, beginning from the "
-        "entity between the fences.",
+        f"Write a {kind} in the language with the ISO 639-1 code {language}, beginning from the "
+        f"entity between the fences.{ending}",
         material={"entity": entity},
         purpose="question",
-        hand_in=(_SUBMIT_REQUEST, hand_in),
+        hand_in=(tool, hand_in),
     )
-    return written[-1]
+    return drafts[-1]
 
 
-def documents_of(evidence: Sequence[Evidence]) -> list[str]:
-    return list(dict.fromkeys(one.document for one in evidence))
+def _question_of(value: Mapping[str, Any]) -> Draft:
+    return Draft(
+        text=" ".join(value["question"].split()),
+        evidence=_evidence_of(value),
+        answer=" ".join(value["answer"].split()),
+        also=tuple(" ".join(one.split()) for one in value["other_spellings"]),
+    )
+
+
+def _request_of(value: Mapping[str, Any]) -> Draft:
+    total = sum(one["weight"] for one in value["criteria"])
+    criteria = [{**one, "weight": one["weight"] / total} for one in value["criteria"]]
+    evidence = _evidence_of(value)
+    reference = "\n".join(one.claim for one in evidence)
+    rubric = {"kind": "rubric", "criteria": criteria, "reference": reference}
+    try:
+        Rubric.parse(rubric)
+    except ValueError as error:
+        raise Rejected("criteria", str(error)) from error
+    return Draft(text=" ".join(value["request"].split()), evidence=evidence, rubric=rubric)
 
 
 def _evidence_of(value: Mapping[str, Any]) -> tuple[Evidence, ...]:
@@ -334,11 +312,11 @@ def check_answer(draft: Draft, library: Library, *, depth: int) -> None:
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")
     if not any(spellings[0] in squeeze(one.quote) for one in draft.evidence):
         raise Rejected("evidence", f"no quote contains the answer {draft.answer!r}")
-    if any(one in squeeze(draft.question) for one in spellings):
+    if any(one in squeeze(draft.text) for one in spellings):
         raise Rejected("own words", "the question contains its answer")
     if depth > 1:
         try:
-            hits = library.search(draft.question, 1)
+            hits = library.search(draft.text, 1)
         except Exception as error:  # a search API raises anything
             raise Rejected("own words", f"the search for the question failed: {error}") from error
         for hit in hits:
