@@ -70,8 +70,7 @@ class TrajectoryRecorder:
     ) -> None:
         self.name = name
         self.counts = Counter[str]()
-        """Number of `requests`, and how many of them were `extended`, `branched`, `rendered`,
-        `repeated`, `refused`, `failed` or `cancelled`."""
+        """Number of requests that were `extended`, `branched`, `rendered` or `refused`."""
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
         self._thinking, self._seed = thinking, seed
         self._budget, self._turn_s = budget, turn_s
@@ -103,15 +102,11 @@ class TrajectoryRecorder:
         self.begun = asyncio.Event()
 
     async def turn(self, request: ChatRequest) -> Reply:
-        self.counts["requests"] += 1
         try:
             reply = await self._turn(request)
         except ApiError as error:
             self._ended = error.limit or self._ended
             self.record_error(error)
-            raise
-        except asyncio.CancelledError:
-            self.counts["cancelled"] += 1
             raise
         self._ended = reply.ended
         return reply
@@ -119,7 +114,6 @@ class TrajectoryRecorder:
     def record_error(self, error: ApiError) -> None:
         if error.status >= 500:
             self.failure = error.message
-            self.counts["failed"] += 1
         else:
             self.refusal = error.message
             self.counts["refused"] += 1
@@ -185,7 +179,6 @@ class TrajectoryRecorder:
         keys, tools_key = _prefix_keys(request.messages), _key_of_tools(request.tools)
         request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.limit}"
         if lost := self._lost.get(request_key):
-            self.counts["repeated"] += 1
             return lost.pop(0)
         if (characters := request.characters) > self._budget.characters:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)

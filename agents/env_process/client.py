@@ -106,11 +106,7 @@ class Hosted:
             "paths": [str(program.where.absolute())],
             "seed": seed,
             "memory_mib": program.memory_mib,
-            "task": {
-                **task_fields(task),
-                "thinking": task.thinking,
-                "reward": dict(task.reward),
-            },
+            "task": {**task_fields(task), "thinking": task.thinking, "reward": dict(task.reward)},
         }
         reply = await self._ask("open", request, program.deadlines.open_s)
         try:

@@ -150,7 +150,8 @@ class Repository:
         self._begin(self._base)
 
     def _begin(self, tree: Tree) -> None:
-        self._refuse_copies()
+        if where := self._copy_of_project():
+            raise RuntimeError(where)
         write_tree(REPO, tree)
         self._env = grading.environment(self._prefix, self._instance["env"])
         language = LANGUAGES[self._instance["language"]]
@@ -162,13 +163,14 @@ class Repository:
             )
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
-    def _refuse_copies(self) -> None:
+    def _copy_of_project(self) -> str:
         listed = sorted(Path(self._folder, "packages").iterdir())
         sources: list[_Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
         for packages in (*sources, _system_packages()):
             for name in map(normalize_name, self._instance["project"]):
                 if places := packages.get(name):
-                    raise RuntimeError(f"the episode can read a copy of the project: {places[0]}")
+                    return f"the episode can read a copy of the project: {places[0]}"
+        return ""
 
     def bash(self, command: str, timeout_s: int = 120) -> str:
         """Run a command in bash, in the root of the repository, and return what it prints. There
@@ -267,11 +269,11 @@ class RepositoryWorkshop(Repository):
     def tests(self, gold: bool) -> str:
         """Run all tests and return the results as JSON. If `gold` is set, the gold patch is applied
         first."""
-        tree = self._base
+        tree = dict(self._base)
         if gold:
             for path in self._instance["gold_gone"]:
-                tree = {one: entry for one, entry in tree.items() if one != path}
-            tree = {**tree, **self._gold}
+                del tree[path]
+            tree |= self._gold
         tree = grading.graded_tree(self._instance, self._base, self._harness, tree)
         results = grading.run_tests(self._instance, tree, self._prefix)
         return json.dumps(results._asdict())
@@ -292,19 +294,13 @@ class RepositoryWorkshop(Repository):
         if sum(len(entry[1]) for entry in new.values()) > _MAX_GENERATED_MIB << 20:
             status, new = 1, {}
             output = f"it leaves more than {_MAX_GENERATED_MIB} MiB in the repository"
-        return json.dumps(
-            {"status": status, "said": output[-2000:], "generated": tree_as_json(new)}
-        )
+        outcome = {"status": status, "said": output[-2000:], "generated": tree_as_json(new)}
+        return json.dumps(outcome)
 
     def copies(self) -> str:
         """Return JSON with the path of a copy of the project that the policy could read, or ""
         if no copy was found."""
-        where = ""
-        try:
-            self._refuse_copies()
-        except RuntimeError as error:
-            where = str(error)
-        return json.dumps({"where": where})
+        return json.dumps({"where": self._copy_of_project()})
 
 
 def _is_leftover(path: str) -> bool:

@@ -183,7 +183,7 @@ def test_every_sampled_token_is_trained_exactly_once(
 
     policy = Policy(script if family == "tiny" else hermes, family)
     finished = record(policy, work, thinking=thinking, chat=chat_of(family))
-    assert finished.usage.turns == len(steps) == finished.counts["requests"]
+    assert finished.usage.turns == len(steps)
 
 
 def test_failed_and_cancelled_turns_are_resampled_alike() -> None:
@@ -209,8 +209,7 @@ def test_failed_and_cancelled_turns_are_resampled_alike() -> None:
     finished = record(policy, work)
     assert len(finished.segments) == 1
     assert len({request.seed for request in policy.requests[1:]}) == 1
-    counts = finished.counts
-    assert (counts["failed"], counts["cancelled"], finished.usage.turns) == (1, 1, 2)
+    assert finished.failure and finished.usage.turns == 2
     assert "engine 3 died" in finished.failure
 
 

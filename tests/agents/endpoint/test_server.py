@@ -199,7 +199,7 @@ async def test_disconnect_before_the_answer_resends_it() -> None:
         assert await content_of(client, "a") == "one"
         finished = await endpoint.finish("p/0")
     check_law(policy, finished.segments)
-    assert (finished.counts["repeated"], finished.usage.turns) == (1, 1)
+    assert finished.usage.turns == 1
 
 
 @asynchronous
