@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keel.agents.env_runtime import games
-from keel.agents.env_runtime import tool_objects as kinds
+from keel.agents.env_runtime.games import TextGame
+from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.textarena_game import Game
 from keel.agents.environments.trip.environment import Calls, Trip, checks, make_task, solve, written
 from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
@@ -38,18 +38,15 @@ def trip_demonstrations(
     first = (_FAR + seed) * 1_000_000
     for number in range(first, first + count):
         world, task = make_task(number, LEVELS[level])
+        wrong = _wrong_plan(world, task, random.Random(f"hasty {number}"))
         prompt_task = {"reward": {"trip": {"level": level, "seed": number}}}
-
-        def converse(
-            calls: Calls, prompt_task: Mapping[str, Any] = prompt_task
-        ) -> ScriptedConversation:
-            trip = Trip()
-            return play(kinds.Object(trip, kinds.methods_of(trip)), prompt_task, 0, calls)
-
-        worked = converse(solve(task))
-        hasty = converse(_submit(_wrong_plan(world, task, random.Random(f"hasty {number}"))))
-        made.append(Demonstration(tools=worked.tools, worked=worked.said, hasty=hasty.said))
+        made.append(demonstrate(_trip, prompt_task, 0, solve(task), _submit(wrong)))
     return made
+
+
+def _trip() -> Object:
+    trip = Trip()
+    return Object(trip, methods_of(trip))
 
 
 def guess_demonstrations(
@@ -61,34 +58,34 @@ def guess_demonstrations(
     low, high = options["min_number"], options["max_number"]
     made: list[Demonstration] = []
     before = random.getstate()  # the games draw from it
+
+    def game() -> TextGame:
+        return TextGame(Game("GuessTheNumber-v0", dict(options), brief=True))
+
     try:
         for number in range(count):
             draw = random.Random(f"guess {seed} {number}")
             game_seed = draw.randrange(1 << 31)
-
-            def converse(calls: Calls, game_seed: int = game_seed) -> ScriptedConversation:
-                game = games.TextGame(Game("GuessTheNumber-v0", dict(options), brief=True))
-                return play(game, {}, game_seed, calls)
-
-            worked = converse(_bisect(low, high))
-            hasty = converse(_draw_numbers(low, high, draw))
-            made.append(Demonstration(tools=worked.tools, worked=worked.said, hasty=hasty.said))
+            worked, hasty = _bisect(low, high), _draw_numbers(low, high, draw)
+            made.append(demonstrate(game, {}, game_seed, worked, hasty))
     finally:
         random.setstate(before)
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptedConversation:
-    tools: tuple[ToolSpec, ...]
-    said: tuple[Message, ...]
+def demonstrate(
+    environment: Callable[[], Any], task: Mapping[str, Any], seed: int, worked: Calls, hasty: Calls
+) -> Demonstration:
+    """Run both scripts, each in a new environment."""
+    (tools, one), (_, two) = (play(environment(), task, seed, calls) for calls in (worked, hasty))
+    return Demonstration(tools=tools, worked=one, hasty=two)
 
 
 def play(
     environment: Any, task: Mapping[str, Any], seed: int, calls: Calls
-) -> ScriptedConversation:
+) -> tuple[tuple[ToolSpec, ...], tuple[Message, ...]]:
     """Run scripted calls in a local environment until the environment ends or `calls` returns a
-    final answer."""
+    final answer. Returns the tools and the messages."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
     said: list[Message] = list(opening["messages"])
@@ -103,7 +100,7 @@ def play(
                     f"return the policy's last words, a text: it returns {end.value!r:.50}"
                 ) from None
             said.append({"role": "assistant", "content": end.value})
-            return ScriptedConversation(tools, tuple(said))
+            return tools, tuple(said)
         if name not in (names := [tool.name for tool in tools]):
             raise ValueError(f"the script calls {name!r}, and the tools are {', '.join(names)}")
         call_id = f"call_{turn}_0"
@@ -112,7 +109,7 @@ def play(
         said.append({"role": "assistant", "content": "", "tool_calls": [call]})
         result = environment.call(name, arguments)
         if result["done"]:
-            return ScriptedConversation(tools, tuple(said))
+            return tools, tuple(said)
         said.append(
             {"role": "tool", "content": result["text"], "tool_call_id": call_id, "name": name}
         )

@@ -90,7 +90,7 @@ async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str
         if solved or rounds == limits.rounds:
             break
         rounds += 1
-        requests = []
+        requests = list[str]()
         for candidate in pool[: limits.best]:
             worst = sorted(candidate.evaluations, key=lambda one: one.score)[: limits.reviews]
             reviews = "\n\n---\n\n".join(one.text for one in worst)

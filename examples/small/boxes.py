@@ -8,7 +8,7 @@ from typing import Any
 
 from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.boxes import Boxes
-from keel.agents.environments.demonstrations import Demonstration, ScriptedConversation, play
+from keel.agents.environments.demonstrations import Demonstration, play
 from keel.agents.environments.trip.environment import Calls
 from keel.agents.episode import ASK_FOR_SUMMARY, SUMMARY
 from keel.rl.turns import Message
@@ -26,15 +26,9 @@ def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> li
         environment = Object(boxes, methods_of(boxes))
         place = int(arguments.get("boxes", 12))
         order = draw.sample(range(1, place + 1), place)
-
-        def converse(calls: Calls, environment: Object = environment) -> ScriptedConversation:
-            return play(environment, {}, number, calls)  # noqa: B023
-
-        worked = converse(_look(order))
-        hasty = converse(_guess(draw.randint(1, place)))
-        made.append(
-            Demonstration(tools=worked.tools, worked=_shown(worked, draw), hasty=hasty.said)
-        )
+        tools, worked = play(environment, {}, number, _look(order))
+        _, hasty = play(environment, {}, number, _guess(draw.randint(1, place)))
+        made.append(Demonstration(tools=tools, worked=_shown(worked, draw), hasty=hasty))
     return made
 
 
@@ -50,8 +44,8 @@ def _guess(box: int) -> Calls:
     yield "look", {}
 
 
-def _shown(whole: ScriptedConversation, draw: random.Random) -> tuple[Message, ...]:
-    opening, *said = whole.said
+def _shown(whole: Sequence[Message], draw: random.Random) -> tuple[Message, ...]:
+    opening, *said = whole
     steps = [said[i : i + 2] for i in range(0, len(said) - 1, 2)]
     start = draw.randrange(max(1, len(steps)))
     part = [message for step in steps[start : start + _SEEN] for message in step]

@@ -17,7 +17,7 @@ from keel.agents.env_runtime.tool_objects import Tool, methods_of
 from keel.agents.environments.code.environment import Repository
 from keel.agents.environments.code.files import apply_edit, number_lines
 from keel.agents.environments.code.languages import REPO
-from keel.agents.environments.demonstrations import Demonstration, play
+from keel.agents.environments.demonstrations import Demonstration, demonstrate
 from keel.agents.environments.general.author_code import SUBMIT, tools_of
 from keel.agents.environments.interpreter import Interpreter
 from keel.agents.environments.search.documents import Document, Hit
@@ -55,8 +55,7 @@ class _Stand:
         return {"text": str(self._tools[name](**arguments)), "done": name == "submit_result"}
 
     def both(self, worked: Calls, hasty: Calls) -> Demonstration:
-        one, two = (play(self, {}, 0, calls) for calls in (worked, hasty))
-        return Demonstration(tools=one.tools, worked=one.said, hasty=two.said)
+        return demonstrate(lambda: self, {}, 0, worked, hasty)
 
 
 def _demonstrations(family: str) -> Callable[[_Draw], Callable[..., list[Demonstration]]]:

@@ -36,7 +36,6 @@ from keel.synthesis.code.sandboxes import (
     PrefixBuilder,
     call_workshop,
     instance_of,
-    with_gold,
     write,
 )
 from keel.synthesis.ledger import Rejected
@@ -93,7 +92,7 @@ class CodePipeline:
         prefix = self._rooms.folder / "prefixes" / built.name
         await asyncio.to_thread(check_leaks, candidate, built, prefix, config.most_revealed)
         instance = instance_of(candidate, built, config.tests_s)
-        async with self._rooms.workshop(with_gold(instance, candidate)) as hosted:
+        async with self._rooms.workshop(instance, candidate) as hosted:
             outcomes = await self._measured(hosted)
         marks = await judge(candidate, self._author, config.least_judged) if config.judge else {}
         instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}

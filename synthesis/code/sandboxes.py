@@ -83,11 +83,6 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
     }
 
 
-def with_gold(instance: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
-    gold, gone = _split(candidate.gold)
-    return {**instance, "gold": gold, "gold_gone": gone}
-
-
 def _split(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[str]], list[str]]:
     """Return the new entries as JSON, and the removed paths."""
     tree = {path: entry for path, entry in changed.items() if entry is not None}
@@ -123,18 +118,20 @@ class CodeSandboxes:
 
     @asynccontextmanager
     async def workshop(
-        self, draft: Mapping[str, Any], *, sets_up: bool = False
+        self, instance: Mapping[str, Any], candidate: Candidate, *, sets_up: bool = False
     ) -> AsyncGenerator[Hosted]:
-        """Open a workshop, the environment in which set-ups and tests run. If `sets_up` is set, it
-        has network access and may write to the prefix."""
+        """Open a workshop, the environment in which set-ups and tests run with the candidate's gold
+        patch. If `sets_up` is set, it has network access and may write to the prefix."""
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:
-            prefix = Path(self.folder, "prefixes", draft["prefix"])
+            prefix = Path(self.folder, "prefixes", instance["prefix"])
             prefix.mkdir(exist_ok=True)
             prefix.chmod(0o777)
             wrap = self._wrap("host", writable=(prefix,), files_mib=_SETUP_FILES_MIB, processes=512)
             readable = tuple(map(Path, self._config.setup_readable))
+        gold, gone = _split(candidate.gold)
+        draft = {**instance, "gold": gold, "gold_gone": gone}
         reward = self.sealed(f"draft-{secrets.token_hex(8)}", draft)
         path = self.folder / "sealed" / reward["instance"]
         try:
@@ -304,10 +301,10 @@ class PrefixBuilder:
         first = Prefix(
             name=name, setup=source.setup or language.setup, test=source.test or language.test
         )
-        draft = with_gold(instance_of(candidate, first, self._config.tests_s), candidate)
+        draft = instance_of(candidate, first, self._config.tests_s)
         env = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
         draft["env"] = {**env, "VERSION": candidate.version, **draft["env"]}
-        async with self._rooms.workshop(draft, sets_up=True) as hosted:
+        async with self._rooms.workshop(draft, candidate, sets_up=True) as hosted:
             built, why = await self._try_setup(hosted, candidate, first)
             if built is not None:
                 return built
@@ -332,8 +329,8 @@ class PrefixBuilder:
             how = "timed out" if result["status"] is None else "failed"
             return None, f"the set-up {how}: {result['said'][-_MAX_OUTPUT:].strip()}"
         built = replace(expected, generated=tree_from_json(result["generated"]))
-        draft = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
-        async with self._rooms.workshop(draft) as room:
+        draft = instance_of(candidate, built, self._config.tests_s)
+        async with self._rooms.workshop(draft, candidate) as room:
             ran = await call_workshop(room, "tests", self._config.tests_s + AROUND_S, gold=False)
         if "passed" in ran["tests"].values():
             return built, ""

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import yaml
 
 from keel.agents.environments.search.documents import Library, SearchIndex, ensure_index, squeeze
-from keel.agents.environments.search.environment import Search, named_library
+from keel.agents.environments.search.environment import named_library
 from keel.configs.sections.base import ConfigError
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.specs import Rubric
@@ -32,23 +32,12 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, candidates, check_gain, verify
 from keel.synthesis.search.question import (
     AcceptedQuestions,
-    Draft,
+    Start,
     accepts,
-    check_answer,
-    check_chain,
-    check_evidence,
-    check_language,
     rule_of,
     write_draft,
 )
 from keel.synthesis.search.workspace import Workspace
-
-
-class _Start(NamedTuple):
-    entity: str
-    language: str
-    open: bool
-    """True for an open request with a rubric, False for a question."""
 
 
 def _rubric_of(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +73,7 @@ class SearchPipeline:
         ]
         self._verifier = another(config.verifier) if config.verifier else author
         self._kept, self._written = AcceptedQuestions(), set[str]()
-        self._starts: dict[str, _Start] = {}
+        self._starts: dict[str, Start] = {}
         self._prompts: dict[str, dict[str, Any]] = {}
         self.keys: Sequence[str] = ()
 
@@ -143,25 +132,8 @@ class SearchPipeline:
             file.write(json.dumps({"id": key, **line}, ensure_ascii=False) + "\n")
         self._written.add(key)
 
-    async def _draft(self, start: _Start) -> Draft:
-        config, library = self._config, self._desk.library
-
-        def gate(draft: Draft, search: Search) -> None:
-            check_evidence(draft.evidence, search, depth=config.depth, breadth=config.breadth)
-            if not start.open:
-                if isinstance(library, SearchIndex):  # others do not know which terms are rare
-                    check_chain(draft.evidence, search, library)
-                check_answer(draft, library, depth=config.depth)
-            check_language(draft.text, start.language)
-            self._kept.check(draft.text, draft.answer, draft.documents)
-
-        entity, language = start.entity, start.language
-        return await write_draft(
-            self._desk, self._author, entity, language, gate, is_open=start.open
-        )
-
-    async def _question(self, start: _Start, key: str) -> dict[str, Any]:
-        draft = await self._draft(start)
+    async def _question(self, start: Start, key: str) -> dict[str, Any]:
+        draft = await write_draft(self._desk, self._author, start, self._kept)
         rule = rule_of(draft.spellings)
         taken = accepts(rule)
         if lost := [one for one in draft.spellings if not taken(one)]:
@@ -188,8 +160,8 @@ class SearchPipeline:
             },
         }
 
-    async def _helpful(self, start: _Start) -> dict[str, Any]:
-        draft = await self._draft(start)
+    async def _helpful(self, start: Start) -> dict[str, Any]:
+        draft = await write_draft(self._desk, self._author, start, self._kept)
         scores = await self._gain(draft.text, draft.rubric)
         return {
             "prompt": draft.text,
@@ -232,7 +204,7 @@ class SearchPipeline:
     def _file(self) -> Path:
         return self._folder / "tasks.jsonl"
 
-    def _drawn(self, library: Library) -> dict[str, _Start]:
+    def _drawn(self, library: Library) -> dict[str, Start]:
         config = self._config
         entities: list[str] = []
         if config.entities:
@@ -251,7 +223,7 @@ class SearchPipeline:
                 f"search.count = {config.count}: there are {len(entities)} entities; lower count, "
                 "add some to search.entities, or raise search.most_documents"
             )
-        starts: dict[str, _Start] = {}
+        starts: dict[str, Start] = {}
         drawn = {True: 0, False: 0}
         for number, entity in enumerate(entities):
             # Evenly spaced, independent of `count`.
@@ -259,7 +231,7 @@ class SearchPipeline:
             # Each kind cycles through the languages.
             language = config.languages[drawn[is_open] % len(config.languages)]
             drawn[is_open] += 1
-            starts[f"{entity}/{language}"] = _Start(entity, language, is_open)
+            starts[f"{entity}/{language}"] = Start(entity, language, is_open)
         return starts
 
     def _read_kept(self) -> None:

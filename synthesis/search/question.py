@@ -7,10 +7,11 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from keel.agents.environments.search.documents import Library, SearchIndex, squeeze, terms
 from keel.agents.environments.search.environment import Search, quote_fault
+from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.specs import Rubric
 from keel.rewards.language import detected
 from keel.rewards.rules.verifiers import verifier_for
@@ -36,6 +37,15 @@ knowledge, would answer.
 Submit with the tool `submit`: the question; the answer as a document spells it; other correct \
 spellings of it; and as evidence each fact with the document that you opened and the words in it \
 that state it. One of the quotes has to contain the answer."""
+
+
+class Start(NamedTuple):
+    """What a draft starts from."""
+
+    entity: str
+    language: str
+    open: bool
+    """True for an open request with a rubric, False for a question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,27 +125,29 @@ _SUBMIT_REQUEST = ToolSpec(
 
 
 async def write_draft(
-    desk: Workspace,
-    author: Author,
-    entity: str,
-    language: str,
-    gate: Callable[[Draft, Search], None],
-    *,
-    is_open: bool,
+    desk: Workspace, author: Author, start: Start, accepted: AcceptedQuestions
 ) -> Draft:
-    """Ask the author for a question, or an open request, that passes `gate`, which also receives
-    the author's `Search`. Raises Rejected if a gate rejects the draft, or AuthorLost or BudgetSpent
-    if a call to the author fails."""
+    """Ask the author for a question, or an open request, that passes all gates and is not among the
+    accepted ones. Raises Rejected if a gate rejects the draft, or AuthorLost or BudgetSpent if a
+    call to the author fails."""
     drafts: list[Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
-        draft = _request_of(value) if is_open else _question_of(value)
-        gate(draft, search)
+        draft = _request_of(value) if start.open else _question_of(value)
+        _check_evidence(draft.evidence, search, desk.config)
+        if not start.open:
+            if isinstance(desk.library, SearchIndex):  # others do not know which terms are rare
+                _check_chain(draft.evidence, search, desk.library)
+            _check_answer(draft, desk.library, depth=desk.config.depth)
+        best, likely = detected(draft.text)
+        if best != start.language and likely.get(start.language, 0.0) < _UNLIKELY:
+            raise Rejected("language", f"the question is in {best!r} instead of {start.language!r}")
+        accepted.check(draft.text, draft.answer, draft.documents)
         drafts.append(draft)
 
     kind, system, tool = "question", _QUESTION_SYSTEM, _SUBMIT_QUESTION
     ending = " Keep the spelling of the answer from the document."
-    if is_open:
+    if start.open:
         kind, system, tool, ending = "request", _REQUEST_SYSTEM, _SUBMIT_REQUEST, ""
     await desk.work(
         author,
@@ -145,9 +157,9 @@ async def write_draft(
             least=_MIN_CRITERIA,
             most=_MAX_CRITERIA,
         ),
-        f"Write a {kind} in the language with the ISO 639-1 code {language}, beginning from the "
-        f"entity between the fences.{ending}",
-        material={"entity": entity},
+        f"Write a {kind} in the language with the ISO 639-1 code {start.language}, beginning from "
+        f"the entity between the fences.{ending}",
+        material={"entity": start.entity},
         purpose="question",
         hand_in=(tool, hand_in),
     )
@@ -239,20 +251,23 @@ _UNLIKELY = 0.02
 """Reject a question if the probability that it is in the requested language is below this."""
 
 
-def check_evidence(
-    evidence: Sequence[Evidence], search: Search, *, depth: int, breadth: int
+def _check_evidence(
+    evidence: Sequence[Evidence], search: Search, config: SearchTasksConfig
 ) -> None:
     """Check that every fact is quoted from a document that the author opened. Raises Rejected if
     one is not."""
     for one in evidence:
         check_quote("evidence", one.document, one.quote, search)
     facts = _separate_quotes(evidence, search)
-    if facts < breadth:
-        raise Rejected("breadth", f"only {facts} facts are joined, at least {breadth} are required")
-    documents = {one.document for one in evidence}
-    if len(documents) < depth:
+    if facts < config.breadth:
         raise Rejected(
-            "depth", f"only {len(documents)} documents are used, at least {depth} are required"
+            "breadth", f"only {facts} facts are joined, at least {config.breadth} are required"
+        )
+    documents = {one.document for one in evidence}
+    if len(documents) < config.depth:
+        raise Rejected(
+            "depth",
+            f"only {len(documents)} documents are used, at least {config.depth} are required",
         )
 
 
@@ -279,7 +294,7 @@ def _separate_quotes(evidence: Sequence[Evidence], search: Search) -> int:
     return count
 
 
-def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
+def _check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
     """Check that the documents are linked: a rare term quoted from one must appear in another.
     Raises Rejected if they are not."""
     documents = {one.document: search.opened[one.document] for one in evidence}
@@ -303,7 +318,7 @@ def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex
         )
 
 
-def check_answer(draft: Draft, library: Library, *, depth: int) -> None:
+def _check_answer(draft: Draft, library: Library, *, depth: int) -> None:
     """Check that the answer appears in the evidence but is not given away. It must appear neither
     in the question nor in the first result of a search for the question. Raises Rejected
     otherwise."""
@@ -322,12 +337,6 @@ def check_answer(draft: Draft, library: Library, *, depth: int) -> None:
         for hit in hits:
             if spellings[0] in squeeze(hit.snippet):
                 raise Rejected("own words", "a search for the question itself shows the answer")
-
-
-def check_language(text: str, language: str) -> None:
-    best, likely = detected(text)
-    if best != language and likely.get(language, 0.0) < _UNLIKELY:
-        raise Rejected("language", f"the question is in {best!r} instead of {language!r}")
 
 
 @dataclass(slots=True)

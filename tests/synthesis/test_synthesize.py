@@ -30,7 +30,7 @@ from keel.synthesis.author import (
     ToolLoopResult,
     work,
 )
-from keel.synthesis.general.gates import MAX_MUTATIONS, mutations, plausible
+from keel.synthesis.general.gates import _MAX_MUTATIONS, _mutations, _plausible
 from keel.synthesis.general.pipeline import renamed, sections
 from keel.synthesis.ledger import Ledger, Rejected
 from keel.synthesis.redteam import main as redteam
@@ -369,7 +369,7 @@ def test_sections_of_a_reply() -> None:
 
 def test_mutations_reach_every_part() -> None:
     answer = {"days": [{"hotel": "Inn", "price": 3}, {"hotel": "House", "price": 2.5}], "ok": True}
-    items = mutations(answer)
+    items = _mutations(answer)
     labels = [name for name, _ in items]
     assert len(labels) == len(set(labels)) and all(other != answer for _, other in items)
     for part in (
@@ -383,7 +383,7 @@ def test_mutations_reach_every_part() -> None:
     ):
         assert part in labels
     assert answer["days"][0] == {"hotel": "Inn", "price": 3}  # none of it was changed
-    assert len(mutations({"long": list(range(500))})) == MAX_MUTATIONS
-    others = plausible(answer, ["Inn", "Park"], 1)
-    assert others == plausible(answer, ["Inn", "Park"], 1) and answer not in others
+    assert len(_mutations({"long": list(range(500))})) == _MAX_MUTATIONS
+    others = _plausible(answer, ["Inn", "Park"], 1)
+    assert others == _plausible(answer, ["Inn", "Park"], 1) and answer not in others
     assert {one["days"][0]["hotel"] for one in others} == {"Inn", "Park"}

@@ -68,7 +68,7 @@ def made(name: str, title: str, text: str) -> Document:
     return Document(name=name, title=title or name, text=cleaned(text or ""))
 
 
-def files_of(folder: Path) -> list[Path]:
+def _files_of(folder: Path) -> list[Path]:
     """Return a sorted list of the files in a folder that can be read as documents."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
@@ -83,7 +83,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(paths)
 
 
-def fingerprint(folder: Path, files: Sequence[Path]) -> str:
+def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
     """Return a hash of the files' names, sizes and times. It changes whenever one of the files
     changes."""
     listed = [
@@ -94,7 +94,7 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
-def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
+def _documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
     """Yield the documents in all files, except blank ones. Error messages contain the file and the
     line."""
     seen: set[str] = set()
@@ -394,7 +394,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
     """Build the index for `folder` if it is missing or a file has changed, and return its path.
     Raises ValueError if the corpus is unreadable or contains a file from `without`."""
     folder = folder.expanduser()
-    files = files_of(folder)
+    files = _files_of(folder)
     if path is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
@@ -405,7 +405,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
             f"corpus {folder}: holds {bad[0]}, which has the answers; move it out of the corpus"
         )
     files = [file for file in files if file.resolve() != path.resolve()]
-    of = fingerprint(folder, files)
+    of = _fingerprint(folder, files)
     with suppress(ValueError):  # missing or invalid
         index = SearchIndex(path)
         index.close()
@@ -432,7 +432,7 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
         base.executescript(_TABLES)
         base.execute("begin")
         row = 0
-        for number, document in enumerate(documents_of(folder, files), start=1):
+        for number, document in enumerate(_documents_of(folder, files), start=1):
             base.execute(
                 "insert into documents values (?, ?, ?, ?)",
                 (number, document.name, document.title, document.text),
