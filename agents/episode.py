@@ -273,7 +273,7 @@ SUMMARY = "What was done so far, in your own words:\n\n"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
     messages: tuple[Message, ...]
-    """The new context. It is used only if the summary is empty when one is asked for."""
+    """The new context. With `ask`, it is used only if the summary is empty."""
     ask: bool = False
     """True to ask the policy for a summary, which replaces everything after the opening."""
     shorten_first: bool = False

@@ -35,7 +35,7 @@ def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
     """Return how well the policy's verdicts agree with the labels.
 
     This is the mean of 1 − |v − label| over the criteria, where met is 1, partly 0.5 and missed 0.
-    For an evaluation of a proof, it is 1 − |score − label|. An invalid reply gets 0.
+    An evaluation of a proof gets 1 − |score − label|, and an invalid reply gets 0.
     """
     labels: Mapping[str, Any] = prompt.reward["columns"]["labels"]
     answer = trajectory.answer.strip()

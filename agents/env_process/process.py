@@ -58,10 +58,10 @@ class EnvSandbox(Protocol):
     """Runs processes in sandboxes that can read only the system, the program and `readable`.
 
     `parent` prepares a sandbox for a process that forks children and isolates them from each other.
-    `inner` has the settings that the fork server needs for this, or is None if
-    this machine does not allow it. `probe` is Python code that tries to escape, and prints
-    `isolated` if it fails. `hold` monitors the memory of a sandbox, given its outer process, or of
-    a forked child, given the first process inside (`inside`).
+    `inner` has the settings that the fork server needs for this, or None if this machine does not
+    allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails. `hold`
+    monitors the memory of a sandbox, given its outer process, or of a forked child, given the first
+    process inside (`inside`).
     """
 
     @property

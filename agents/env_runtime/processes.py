@@ -108,8 +108,8 @@ def _reap_zombies() -> None:
 def run(
     command: list[str], *, env: Mapping[str, str], folder: str, within_s: float, stdin: bytes = b""
 ) -> tuple[int | None, str]:
-    """Run a command and return its exit status and its output. The status of a command that
-    exceeded its time limit is None."""
+    """Run a command. Returns its exit status, or None if it exceeded its time limit, and its
+    output."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
         source.write(stdin)
         source.seek(0)

@@ -5,8 +5,8 @@
 
 This is the search of DeepSeekMath-V2 (2025), section 2.3, with which DeepSeek-V3.2 was evaluated on
 proofs. The model writes a pool of proofs, and each proof is verified by several separate requests.
-In each round, the best proofs are rewritten, each with the evaluations that found most flaws, and
-the new proofs join the pool. The search for a problem ends when all verifications of a proof give
+Each round rewrites the best proofs, each with the evaluations that found most flaws, and adds the
+new proofs to the pool. The search for a problem ends when all verifications of a proof give
 it a score of 1, or after the last round. Lines of the output are never written twice, so the same
 command resumes an interrupted search.
 """

@@ -1,8 +1,8 @@
 """Scripted conversations about the small tasks, for cold starts and for `keel sft`.
 
 Each task is solved twice: once properly with tools, and once by guessing. Recipes select these
-functions with `data.sources[].environment.demonstrations`. The names and numbers are drawn
-separately from those of the tasks, so no conversation is about a training or held-out task.
+functions with `data.sources[].environment.demonstrations`. Names and numbers are drawn
+separately for the tasks, so no conversation is about a training or held-out task.
 """
 
 from __future__ import annotations

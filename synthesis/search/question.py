@@ -40,7 +40,7 @@ that state it. One of the quotes has to contain the answer."""
 
 
 class Start(NamedTuple):
-    """What a draft starts from."""
+    """The starting point of one draft."""
 
     entity: str
     language: str

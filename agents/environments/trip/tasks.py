@@ -57,7 +57,7 @@ class Level:
     """If True, a list has one line per place, with its name and price, and an answer has one line
     per day, with names only."""
     bands: tuple[Band, ...] = ()
-    """Price bands, whose limits are varied at random for each task. If there are none, only the
+    """Price bands, whose limits are varied at random for each task. Without bands, only the
     hotel's price is limited."""
     fixed: bool = False
     """True if the task names the city for each day."""
