@@ -338,7 +338,7 @@ class ForkServer:
             try:
                 process = await self._fork(self._process, env)
             except _CannotFork as error:  # the machine lacked a resource; the next fork may succeed
-                raise _fork_failed(error) from error
+                raise EnvironmentLost("start", "open", f"cannot be forked: {error}") from error
             except (OSError, EOFError, ValueError) as error:
                 raise await self._lost(error) from error
         return await process.connect()
@@ -440,7 +440,7 @@ class ForkServer:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            raise _fork_failed(error) from error
+            raise EnvironmentLost("start", "open", f"cannot be forked: {error}") from error
         sandbox = "" if limit is None else "inside"
         return ChildProcess(
             pid, ours, stderr, pidfd=fds[0], status=reap, sandbox=sandbox, limit=limit
@@ -491,7 +491,3 @@ class ForkServer:
 
 class _CannotFork(Exception):
     """Raised if forking is impossible, with the reason as the message."""
-
-
-def _fork_failed(error: Exception) -> EnvironmentLost:
-    return EnvironmentLost("start", "open", f"cannot be forked: {error}")

@@ -185,9 +185,9 @@ class Search:
         return made(document.name, document.title, document.text) if document is not None else None
 
     def verdict(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any]:
-        """Return two shares. `citations` is the share of citations that are valid, or 0
-        without any. `evidence` is the share of the task's source documents that were opened, or 1 if
-        the task names none."""
+        """Return two shares. `citations` is the share of citations that are valid, or 0 without
+        any. `evidence` is the share of the task's source documents that were opened, or 1 if the
+        task names none."""
         turns = [message for message in messages if message.get("role") == "assistant"]
         text = str(turns[-1].get("content") or "") if turns else ""
         faults = [
