@@ -53,7 +53,7 @@ def price(item: str) -> int:
 
 
 @dataclass(frozen=True)
-class PriceQuestion:
+class _PriceQuestion:
     """A question about the price of an item, or about which of two items is cheaper."""
 
     items: tuple[str, ...]
@@ -79,15 +79,15 @@ def draw_prices(draw: random.Random) -> dict[str, int]:
     return dict(zip(_names(draw, _ITEMS), draw.sample(range(10, 100), _ITEMS), strict=True))
 
 
-def draw_question(draw: random.Random, prices: Mapping[str, int]) -> PriceQuestion:
-    return PriceQuestion(tuple(draw.sample(list(prices), draw.choice((1, 2)))))
+def draw_question(draw: random.Random, prices: Mapping[str, int]) -> _PriceQuestion:
+    return _PriceQuestion(tuple(draw.sample(list(prices), draw.choice((1, 2)))))
 
 
 def write_prices(folder: Path, count: int, seed: int) -> None:
     """Write an environment with `count` different tasks into a new folder."""
     draw = random.Random(f"prices {seed}")
     prices = draw_prices(draw)
-    questions: dict[PriceQuestion, None] = {}
+    questions: dict[_PriceQuestion, None] = {}
     while len(questions) < count:
         questions[draw_question(draw, prices)] = None
     solutions = [
@@ -225,7 +225,7 @@ _INPUTS = (0, 5, -8, 31)
 
 
 @dataclass(frozen=True)
-class NumberProgram:
+class _NumberProgram:
     sign: str
     number: int
 
@@ -241,9 +241,9 @@ class NumberProgram:
         return {"+": n + self.number, "-": n - self.number, "*": n * self.number}[self.sign]
 
 
-def draw_programs(draw: random.Random) -> list[NumberProgram]:
+def draw_programs(draw: random.Random) -> list[_NumberProgram]:
     """Return all programs with a two-digit operand, in random order."""
-    programs = [NumberProgram(sign, number) for sign in _SIGNS for number in range(10, 100)]
+    programs = [_NumberProgram(sign, number) for sign in _SIGNS for number in range(10, 100)]
     draw.shuffle(programs)
     return programs
 

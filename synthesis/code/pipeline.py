@@ -87,10 +87,10 @@ class CodePipeline:
     async def make(self, key: str) -> None:
         config = self._config
         candidate = await asyncio.to_thread(self._of[key].load, key)
-        await asyncio.to_thread(check_change, candidate, config)
+        await asyncio.to_thread(_check_change, candidate, config)
         built = await self._prefixes.of(candidate)
         prefix = self._rooms.folder / "prefixes" / built.name
-        await asyncio.to_thread(check_leaks, candidate, built, prefix, config.most_revealed)
+        await asyncio.to_thread(_check_leaks, candidate, built, prefix, config.most_revealed)
         instance = instance_of(candidate, built, config.tests_s)
         async with self._rooms.workshop(instance, candidate) as hosted:
             outcomes = await self._measured(hosted)
@@ -268,7 +268,7 @@ Give your reasons in a few words, then end with a line of JSON: {{"clear": 3, "s
 """
 
 
-def check_change(candidate: Candidate, limits: CodeTasksConfig) -> None:
+def _check_change(candidate: Candidate, limits: CodeTasksConfig) -> None:
     language, gold, issue = candidate.language, candidate.gold, candidate.issue
     trees = (candidate.base, candidate.after)
     sources = [path for path in gold if path.endswith(language.suffixes)]
@@ -308,7 +308,7 @@ def _added_and_removed(patch: str) -> tuple[list[str], list[str]]:
     )
 
 
-def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
+def _check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
     """Check that installed packages and files left by the set-up do not contain the changed lines.
     A prefix is built from one commit and reused for earlier commits with the same manifests, so it
     may contain the solution. `most` is the largest fraction of the lines that one file may contain.

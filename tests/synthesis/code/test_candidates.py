@@ -15,7 +15,7 @@ from keel.agents.environments.code.grading import Results, _read_results, grade,
 from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource
-from keel.synthesis.code.pipeline import _outcomes_of, check_change, check_leaks, judge
+from keel.synthesis.code.pipeline import _check_change, _check_leaks, _outcomes_of, judge
 from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor
@@ -52,7 +52,7 @@ def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
     assert loaded.issue.startswith("Totals of an empty list raise an error.\n")
     assert "#7" not in loaded.issue and "Signed-off" not in loaded.issue
     assert "adding" in loaded.project and "tests" not in loaded.project
-    check_change(loaded, config())
+    _check_change(loaded, config())
     issues = tmp_path / "issues.jsonl"
     issue = {"number": 7, "title": "It raises", "body": "With\u2028[].\n"}
     issues.write_text(json.dumps(issue, ensure_ascii=False) + "\n")
@@ -143,9 +143,9 @@ CHEATS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("gate", "given"), CHEATS)
 def test_filters_refuse_candidates(gate: str, given: dict[str, Any]) -> None:
-    check_change(candidate(), config())
+    _check_change(candidate(), config())
     with pytest.raises(Rejected) as refused:
-        check_change(candidate(**given), config())
+        _check_change(candidate(**given), config())
     assert refused.value.gate == gate
 
 
@@ -188,14 +188,14 @@ def test_change_installed_by_setup_is_detected(tmp_path: Path) -> None:
     (place / "before.txt").write_text(BROKEN)
     (place / "link").symlink_to(tmp_path / "nothing")
     built = Prefix(name="p", setup="", test="")
-    check_leaks(one, built, tmp_path, 0.5)
+    _check_leaks(one, built, tmp_path, 0.5)
     with pytest.raises(Rejected, match="future"):
         leftover = replace(built, generated={"lib/a.js": ("f", fixed.encode())})
-        check_leaks(one, leftover, tmp_path, 0.5)
+        _check_leaks(one, leftover, tmp_path, 0.5)
     (place / "notes.txt").write_text(f"All of it:\n{fixed}")
     with pytest.raises(Rejected, match="future"):
-        check_leaks(one, built, tmp_path, 0.5)
-    check_leaks(candidate(), built, tmp_path, 0.5)  # one line is not enough evidence
+        _check_leaks(one, built, tmp_path, 0.5)
+    _check_leaks(candidate(), built, tmp_path, 0.5)  # one line is not enough evidence
 
 
 TREE: Tree = {
