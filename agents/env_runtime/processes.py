@@ -6,8 +6,6 @@ import ctypes
 import os
 import resource
 import signal
-import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -75,7 +73,7 @@ def socket_folder(prefix: str, socket: str) -> str:
 def in_sandbox() -> bool:
     """Return whether this process runs in Keel's sandbox. Only there is it safe to empty /tmp."""
     read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
-    return socket.gethostname() == "sandbox" and read_only and os.path.exists("/proc/self/task")
+    return os.uname().nodename == "sandbox" and read_only and os.path.exists("/proc/self/task")
 
 
 def adopt_orphans() -> None:
@@ -110,6 +108,8 @@ def run(
 ) -> tuple[int | None, str]:
     """Run a command. Returns its exit status, or None if it exceeded its time limit, and its
     output."""
+    import subprocess  # noqa: PLC0415  (slow, and most environments start no process)
+
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
         source.write(stdin)
         source.seek(0)
