@@ -49,11 +49,11 @@ _MAX_VALUES: Mapping[str, float] = {
 that matches a number's name determines its limit."""
 _MODEL_TYPE = re.compile(r"[\w.+-]{1,80}")
 _QUANTISED = (
-    "Keel trains bfloat16, float16 or float32. Use the model without quantisation, or load it with "
-    "transformers, call dequantize() and save it with save_pretrained"
+    "Keel reads bfloat16, float16, float32 and fp8 with a weight_block_size. Use the model without "
+    "quantisation, or load it with transformers, call dequantize() and save it with save_pretrained"
 )
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.json", "*.tiktoken")
-_DTYPES = {"F64", "F32", "F16", "BF16", "BOOL", "U8", "I8", "I16", "I32", "I64"}
+_DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "BOOL", "U8", "I8", "I16", "I32", "I64"}
 _OTHER_WEIGHTS = {
     "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload) and save that",
     "consolidated*": "weights in the publisher's format. Download the ones for transformers",
@@ -214,15 +214,23 @@ def check_config(path: str, content: Mapping[str, Any]) -> None:
             )
 
 
-def check_quantised(path: str, content: Mapping[str, Any]) -> None:
-    """Raise ConfigError if config.json describes quantised weights."""
+def fp8_block(path: str, content: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the block size of FP8 weights as DeepSeek-V3 has them, or None if config.json does not
+    describe quantised weights. Raises ConfigError if they are quantised in another way."""
     for part in (content, content.get("text_config") or {}):
         for name in ("quantization_config", "compression_config"):
             if how := part.get(name):
+                match how:
+                    case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]}:
+                        if rows > 0 and columns > 0:
+                            return rows, columns
+                    case _:
+                        pass
                 raise ConfigError(
                     f"{path!r}: the weights are quantised ({name}: {how!a:.80} in config.json) and "
                     f"cannot be trained. {_QUANTISED}"
                 )
+    return None
 
 
 def ignored_code(folder: Path | None, known: Any) -> list[str]:
@@ -345,14 +353,15 @@ def _fault(file: Path) -> str:
     return unsupported and f"has tensors of type {unsupported}. {_QUANTISED}"
 
 
-def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a folder by name. The weights must be complete."""
+def stored_tensors(path: str, framework: str) -> dict[str, Any]:
+    """Return a slice of each tensor in a folder by name, without reading values. The weights must
+    be complete. With `np`, files may be larger than the memory."""
     folder = Path(path)
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, Any] = {}
     for name in [WHOLE] if (folder / WHOLE).is_file() else _weight_files(folder):
-        with safe_open(folder / name, framework="np") as file:
-            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    return shapes
+        with safe_open(folder / name, framework=framework) as file:
+            tensors |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:

@@ -36,6 +36,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from keel.configs.schema import ConfigError
 from keel.model.attention import LINEAR_FAMILIES
+from keel.model.fp8 import load_fp8
 from keel.model.hub import (
     KNOWN,
     MAX_BYTES,
@@ -43,6 +44,7 @@ from keel.model.hub import (
     check_folder,
     check_path,
     check_tokenizer_files,
+    fp8_block,
     hub_options,
     one_line,
     written_by_code,
@@ -179,13 +181,16 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load a causal language model from a local folder or the hub onto the CPU. Raises ConfigError
-    if it cannot be loaded or has NaN or infinite weights."""
+    """Load a causal language model from a local folder or the hub onto the CPU, and dequantise
+    weights in FP8. Raises ConfigError if it cannot be loaded or has NaN or infinite weights."""
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
+        if fp8_block(path, config.to_dict()):
+            model = load_fp8(path, config, kind)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot load weights from {path!r}: {one_line(error)}") from error
     for name, parameter in model.named_parameters():

@@ -21,14 +21,14 @@ from transformers import (
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
+from keel.model.fp8 import readable_tensors
 from keel.model.head.support import install_support_head
 from keel.model.hub import (
     KNOWN,
-    check_quantised,
+    fp8_block,
     hub_options,
     missing_weights,
     one_line,
-    shapes_of,
     tensors_called,
 )
 from keel.model.load import ModelFacts, facts_of
@@ -50,7 +50,7 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
     transformers cannot build it, or if the weights at `path` are quantised or do not match."""
     try:
         _check_trainable(path, config)
-        check_quantised(path, config.to_dict())
+        fp8_block(path, config.to_dict())
         facts = facts_of(config)
     except ConfigError:
         raise
@@ -95,7 +95,8 @@ def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shapes = shapes_of(path)
+    tensors = readable_tensors(path, "np")
+    shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
     loaded = loaded_as(model, shapes)
     if loaded and (mismatch := _find_mismatch(model, path, shapes, loaded)):
         raise ConfigError(

@@ -127,8 +127,11 @@ class Checksum:
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tensors in old checkpoints that the engine and the trainer compute themselves."""
+_COMPUTED = re.compile(
+    r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$|\.weight_scale_inv$"
+)
+"""Tensors in old checkpoints that the engine and the trainer compute themselves, and the scales of
+weights that they dequantise."""
 
 
 class Manifest:

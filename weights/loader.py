@@ -7,6 +7,8 @@ vLLM's loader (see `keel.weights.copy_plan`)."""
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
+from keel.model.fp8 import LOAD_FORMAT, readable_tensors
 from keel.weights.buckets import Bucket, ChannelData, Checksum, SharedData, host_bytes, unpack_flat
 from keel.weights.channel import Channel, Rendezvous, SharedView, attempt, gpu_id
 from keel.weights.copy_plan import CopyPlan, LoadRecorder
@@ -35,6 +39,18 @@ _LOG = logging.getLogger(__name__)
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
     lambda record: record.levelno >= logging.ERROR
 )
+
+
+@register_model_loader(LOAD_FORMAT)
+class _DequantisingLoader(DefaultModelLoader):
+    """Loads FP8 weights as the trainer does, so that an engine starts with the trainer's model."""
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        self.counter_before_loading_weights = time.perf_counter()
+        for name, tensor in readable_tensors(model_config.model).items():
+            yield name, tensor[...]
 
 
 def moe_runners(model: nn.Module) -> list[Any]:

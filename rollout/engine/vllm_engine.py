@@ -27,6 +27,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from keel.configs.schema import SamplingConfig
 from keel.model.batch_invariant import BLOCK
+from keel.model.fp8 import LOAD_FORMAT
+from keel.model.hub import fp8_block
 from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing import is_moe
 from keel.rl.seeds import seed_of
@@ -374,6 +376,9 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         "use_tqdm_on_load": False,
         "seed": spec.seed,
     }
+    if fp8_block(spec.model_path, text.to_dict()):  # updates are not quantised, either
+        args["load_format"] = LOAD_FORMAT
+        args["hf_overrides"]["quantization_config"] = None
     if current_platform.is_cpu():
         if config.tensor_parallel > 1:
             raise ValueError("rollout.tensor_parallel must be 1 on a CPU")

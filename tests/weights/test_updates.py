@@ -4,7 +4,10 @@ tests/gpu/test_recorders_native.py covers updates by copies."""
 from pathlib import Path
 
 import pytest
+import torch
 
+from keel.model.load import load_policy
+from tests.model.quantised import quantise
 from tests.rollout.remote_engine import OPEN, engine_spec, prompts, running_engine
 from tests.weights.updates import Model, change, check_probabilities, make
 
@@ -21,5 +24,18 @@ def test_updates_by_the_loader(tmp_path: Path, of: Model, amx: bool | None) -> N
         for version in (1, 2):
             engine.update(version, change(model, version))
             assert engine.updates() != ["copies"]
+            groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
+            check_probabilities(model, groups, version)
+
+
+def test_an_engine_starts_from_dequantised_weights(tmp_path: Path) -> None:
+    make(tmp_path, "latent")
+    quantise(tmp_path, (128, 128))
+    model = load_policy(str(tmp_path), torch.float32).eval()
+    spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=0.25)
+    with running_engine(spec, gpu=False, amx=True) as engine:
+        for version in (0, 1):
+            if version:
+                engine.update(version, change(model, version))
             groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
             check_probabilities(model, groups, version)

@@ -1,0 +1,70 @@
+"""Checkpoints in DeepSeek's FP8 format are trained as if they had never been quantised."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from keel.configs.schema import ConfigError
+from keel.model.load import checkpoint_tensors, load_model_config, load_policy
+from keel.model.trainable import trainable_facts
+from keel.trainer.engine.weights import write_model
+from keel.weights.buckets import Manifest
+from tests.model.families import VOCAB, build
+from tests.model.quantised import HALVES, quantise, set_block
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("block", [(128, 128), (12, 20)], ids=["published", "small"])
+def test_weights_are_dequantised(family: str, block: tuple[int, int], tmp_path: Path) -> None:
+    model = build(family).eval()
+    model.save_pretrained(tmp_path)
+    expected = quantise(tmp_path, block)
+    path = str(tmp_path)
+    trainable_facts(path, load_model_config(path))
+    loaded = load_policy(path, torch.float32).eval()
+    saved = dict(checkpoint_tensors(loaded))
+    assert saved.keys() == expected.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, expected[name]), name
+    half = dict(checkpoint_tensors(load_policy(path, torch.bfloat16)))
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert torch.equal(half[name], expected[name].bfloat16())
+
+    ids = torch.arange(24)[None] % VOCAB
+    with torch.no_grad():
+        before, after = (m(input_ids=ids).logits.log_softmax(-1) for m in (model, loaded))
+    gap = (before - after).abs()
+    assert 0 < gap.mean() < 0.1 * before.std(), "the error of three bits of mantissa"
+
+    # Every tensor of an update is known to an engine that started from the folder, and the export
+    # is a plain model.
+    manifest = Manifest.of(path, load_model_config(path))
+    assert {*manifest._names} == {name.removeprefix("model.") for name in expected}
+    write_model(tmp_path / "export", loaded, checkpoint_tensors(loaded), dtype="bfloat16")
+    assert not hasattr(load_model_config(str(tmp_path / "export")), "quantization_config")
+
+
+def test_faulty_checkpoints_are_refused(tmp_path: Path) -> None:
+    build("deepseek_v3").save_pretrained(tmp_path)
+    quantise(tmp_path, (16, 16))
+    path = str(tmp_path)
+
+    def refused(match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            trainable_facts(path, load_model_config(path))
+        with pytest.raises(ConfigError, match=match):
+            load_policy(path, torch.float32)
+
+    set_block(tmp_path, [16, 8])
+    refused(r"_scale_inv has shape .* in blocks of \[16, 8\]")
+    for wrong in (None, [128], [0, 128], "128"):
+        set_block(tmp_path, wrong)
+        refused("weights are quantised")
+    set_block(tmp_path, [16, 16])
+    with safe_open(tmp_path / HALVES[1], framework="pt") as file:
+        scales = {key: file.get_tensor(key) for key in sorted(file.keys())[1:]}
+    save_file(scales, tmp_path / HALVES[1], metadata={"format": "pt"})
+    refused("is in FP8, but has no")
