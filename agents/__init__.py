@@ -1,1 +1,1 @@
-"""Runs multi-turn conversations with tools and environments, and manages their context."""
+"""Multi-turn episodes with tools and environments."""

@@ -11,28 +11,28 @@ from keel.rl.types import FinishReason, Usage
 CHARACTERS_PER_TOKEN = 16
 """Upper bound on the average number of characters per token in a long text. Prose has about 4."""
 _SHORT_TEXT = 1 << 16
-"""Texts up to this many characters are always tokenized. This takes at most a tenth of a second."""
+"""Texts up to this many characters are always tokenized, which takes at most 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     turns: int
     turn_tokens: int
-    """Maximum number of tokens sampled in one turn. A truncated turn is continued only if an agent
+    """Maximum number of tokens sampled per turn. A truncated turn is continued only if an agent
     program requests it."""
     tokens: int
     window: int
     timeout_s: float = inf
-    """Time limit in seconds for the trajectory. It covers turns (also cancelled ones), tool calls,
-    and the time that a program spends between turns."""
+    """Time limit for the trajectory in seconds, including cancelled turns, tool calls, and the time
+    that a program spends between turns."""
     call_s: float = 60.0
     calls: float = inf
     """Maximum number of tool calls. Further calls return an error."""
 
     @property
     def characters(self) -> int:
-        """Maximum length of a text that is tokenized. A longer text is assumed not to fit the
-        window, because tokenizing it would block all other episodes."""
+        """Maximum number of characters to tokenize. Longer texts are assumed to exceed the context
+        window, because tokenizing them would block all other episodes."""
         return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
     def truncate(self, text: str) -> str:
@@ -48,8 +48,8 @@ class Budget:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
-        """Return the limit that the next turn will reach first, and how many tokens the turn may
-        sample. If that number is below 1, the limit has already been reached."""
+        """Return the limit that the next turn will hit first, and the number of tokens left until
+        it. A number below 1 means that the limit has already been hit."""
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:
@@ -63,8 +63,8 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Return the usage with one more turn. `repeated` is the number of context tokens that an
-    earlier turn had already processed."""
+    """Return a copy of `usage` that includes one more turn. `repeated` is the number of context
+    tokens that an earlier turn already processed."""
     return replace(
         usage,
         turns=usage.turns + 1,

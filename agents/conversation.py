@@ -1,7 +1,7 @@
-"""Stores a conversation as segments for training. A segment is one context that the engine extended
-turn by turn. A new segment begins whenever the context is changed instead of extended. Each sampled
-token is therefore trained exactly once, after the same token ids that preceded it when it was
-sampled."""
+"""Records a conversation as training segments. A segment is a context that only ever grows, one
+turn at a time. If the context is changed instead of extended, a new segment begins. This way, each
+sampled token is trained exactly once and after exactly the token ids that preceded it during
+sampling."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """A context and the turns that were sampled in it. Each turn returns the expert routes of the
-    tokens that it was the first to process. The last token of a turn is processed by the next turn.
-    """
+    """A growing context and the turns sampled in it. Each turn returns expert routes for the tokens
+    that it processed first. The last token of a turn is processed by the next turn."""
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id
         self.ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
-        """The position of each turn's first sampled token, together with the turn's result."""
+        """Each turn's result, with the position of its first sampled token."""
         self._rows = 0
 
     @property
@@ -64,8 +63,8 @@ class SegmentRecord:
         )
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
-        """Record the result of a turn. Raises ValueError if the result is incomplete or belongs to
-        another request."""
+        """Append a turn to the segment. Raises ValueError if the result is incomplete or was
+        sampled from a different context."""
         context, sampled = len(self.ids), len(result.token_ids_N)
         name, routes = f"conversation {request.conversation}", result.routes_RLK
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
@@ -91,7 +90,7 @@ class SegmentRecord:
         del self.ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Extend the context to `ids`. Raises ValueError if `ids` does not start with the
+        """Extend the context to `ids`. Raises ValueError if `ids` does not start with the current
         context."""
         if list(ids[: len(self.ids)]) != self.ids:
             raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
@@ -155,7 +154,7 @@ def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
 
 
 class Conversation:
-    """The messages of a conversation, and the segments with their tokens."""
+    """The messages of a conversation and the token segments to train on."""
 
     def __init__(
         self,
@@ -171,16 +170,16 @@ class Conversation:
         self.tools = tuple(tools)
         self.thinking = thinking
         self.opening = tuple(messages)
-        """The first messages, which are part of every context."""
+        """The first messages, which every context contains."""
         self.view: list[Message] = list(messages)
         self.transcript: list[Message] = list(messages)
-        """All messages of the conversation, including those removed from the context."""
+        """All messages so far, including those removed from the context."""
         self._chat = chat
         self._prompt_id = prompt_id
         self._records: list[SegmentRecord] = []
         self._pending: TurnRequest | None = None
         self._in_thinking = False
-        """True if the last turn ended while thinking. The next turn then continues the thinking."""
+        """True if the last turn ended inside the thinking, which the next turn continues."""
         self._begin_segment()
 
     @property
@@ -200,8 +199,8 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Build the request for the next turn. After an engine failure, this returns the same
-        request again."""
+        """Build the request for the next turn. Repeated calls return the same request until a turn
+        is appended, so a turn can be retried after an engine failure."""
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]
@@ -231,8 +230,8 @@ class Conversation:
         return parsed
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Append the messages that follow a turn, and add all messages since that turn to the token
-        ids."""
+        """Append the messages that follow a turn, and tokenize all messages added since that
+        turn."""
         record, extended = self._records[-1], None
         unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
@@ -246,11 +245,8 @@ class Conversation:
             record.extend(extended)
 
     def ask(self, question: str) -> None:
-        """Ask the policy a question.
-
-        After a tool result, the question is appended to the result, so that the policy continues to
-        think. After a user message, which ends the thinking, it becomes another user message.
-        """
+        """Ask the policy a question. After a tool result, the question is appended to that result,
+        because a new user message would end the thinking."""
         last = self.view[-1]
         if last["role"] != "tool":
             self.answer([{"role": "user", "content": question}])
@@ -265,8 +261,8 @@ class Conversation:
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Start a new segment whose context is `messages`. `added` are the messages that are new to
-        the transcript."""
+        """Start a new segment with `messages` as its context. `added` lists those messages that are
+        not yet in the transcript."""
         self.transcript += added
         self.view = list(messages)
         self._begin_segment()

@@ -1,11 +1,8 @@
-"""Runs one episode, in which a policy acts in an environment until one of them ends it or a limit
-is reached. If the environment is lost or cannot grade the episode, the episode is dropped with a
-reason.
-
-When a conversation fills its window, `ContextManager` shortens the context as in DeepSeek-V3.2
-(2025), section 4.4. The opening messages are always kept. A tool call is kept or removed together
-with its results.
-"""
+"""Runs one episode: a policy acts in an environment until one of them ends it or a limit is
+reached. An episode is dropped, with a reason, if the environment is lost or cannot grade it. When a
+conversation fills its window, `ContextManager` shortens the context as in DeepSeek-V3.2 (2025),
+section 4.4. The opening messages always stay, and a tool call stays or goes together with its
+results."""
 
 from __future__ import annotations
 
@@ -39,12 +36,12 @@ POLICY_PHASES = ("call", "reply")
 
 
 class _EngineRefused(RuntimeError):
-    """Raised if an engine rejects a request. Its cause, a ValueError, ends the run."""
+    """Raised when an engine rejects a request. The run then fails with its cause, a ValueError."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """One episode, which can be run only once."""
+    """One episode. It can only be run once."""
 
     environment: Environment
     task: Prompt
@@ -56,7 +53,8 @@ class Episode:
     sibling: int
     seed: int
     environment_seed: int
-    """Seed for the environment. All episodes in a group share it, so they get the same task."""
+    """Seed of the environment, shared by the episodes of a group, so that they get the same
+    task."""
     crash_is_failure: Collection[str] = ()
     """Phases (call, reply, verdict) in which losing the environment counts as a failure of the
     policy."""
@@ -65,8 +63,8 @@ class Episode:
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """Run the episode and close its environment. If the episode is dropped, returns the
-        reason. Raises NodeLost if the environment's node was lost."""
+        """Run the episode and close its environment. Returns the trajectory, or the reason if the
+        episode is dropped. Raises NodeLost if the node of the environment was lost."""
         try:
             return await self._run()
         except _EngineRefused as refused:
@@ -282,7 +280,7 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextManager:
-    """Decides when and how to rewrite a context. It is stateless."""
+    """Decides when and how to shorten a context. It is stateless."""
 
     method: Method
     window: int
@@ -294,8 +292,8 @@ class ContextManager:
     def rewrite(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
     ) -> Rewrite | None:
-        """Decide how to rewrite the current context `view`, which has `tokens` tokens, before the
-        next turn. Returns None if no rewrite is needed or nothing can be removed."""
+        """Decide how to shorten the context `view`, which has `tokens` tokens, before the next
+        turn. Returns None if it still fits or nothing can be removed."""
         spent = 0 < self.most <= rewrites
         if self.method == "none" or spent or tokens < _FULL * self.window:
             return None

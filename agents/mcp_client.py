@@ -1,5 +1,4 @@
-"""Uses Model Context Protocol servers as environments, with one process or HTTP session per
-episode."""
+"""Runs Model Context Protocol servers as environments, one process or HTTP session per episode."""
 
 from __future__ import annotations
 
@@ -54,7 +53,8 @@ class McpServer:
 
 
 class McpEpisode:
-    """One episode with a server. The protocol provides neither user messages nor grading."""
+    """An episode on an MCP server. There are no user messages and no grading, because MCP has
+    neither."""
 
     def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
         self._server = server

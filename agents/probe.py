@@ -1,4 +1,4 @@
-"""Opens one episode before a run, so that problems are reported before the engines start."""
+"""Tries an environment before a run, so that problems surface before the engines start."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ async def probe(
     thinking: bool,
     prompt: SystemPrompt = lambda _: "",
 ) -> _Probe:
-    """Open an episode for `task`, request a verdict and close the episode. A failed verdict is only
-    logged, because the environment may need a turn first. Raises ValueError if the environment
-    cannot be opened, its tools are invalid, or its opening does not fit the window."""
+    """Open an episode for `task`, request a verdict and close it again. A failed verdict is only
+    logged, because the environment may need a turn first. Raises ValueError if the environment does
+    not open, its tools are invalid, or its opening exceeds the context window."""
     fork_server, disabled_reason = None, ""
     if isinstance(program, Program):
         name, where = program.target, f"interpreter {program.python}, "

@@ -1,5 +1,5 @@
-"""Validates the JSON schemas of tools before a run, and checks tool calls against them.
-(`keel.rewards.rules.verifiers` checks answers; no package may be imported by both.)"""
+"""Validates tool schemas before a run and tool calls against them. Answers are checked separately
+by `keel.rewards.rules.verifiers`, because no package may be imported by both."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Arguments:
-    """Checks the arguments of tool calls. The schemas of the tools must not refer to other
-    documents."""
+    """Validates the arguments of tool calls. A schema must not refer to other documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
         self._validators: dict[str, Any] = {}
@@ -41,7 +40,7 @@ class Arguments:
                 raise ValueError(f"tool {tool.name}: its schema {error}") from error
 
     def complaint(self, call: ToolCall) -> str:
-        """Return an error message for the policy, or "" if the call is valid."""
+        """Explain to the policy what is wrong with a call, or return "" if it is valid."""
         validator = self._validators.get(call.name)
         if validator is None:
             near = difflib.get_close_matches(call.name, self._validators, n=1)
@@ -68,8 +67,7 @@ class Arguments:
 
 
 def arguments_of(tools: Sequence[ToolSpec]) -> Arguments:
-    """Return `Arguments(tools)`. The object is cached, so that episodes with the same tools share
-    it."""
+    """Return the `Arguments` for `tools`, from a cache shared by episodes with the same tools."""
     return _arguments_of(json.dumps([[t.name, t.description, dict(t.parameters)] for t in tools]))
 
 
@@ -132,7 +130,7 @@ def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable key for a JSON value. Equal values such as 1 and 1.0 have the same key."""
+    """Convert a JSON value to a hashable key. Equal values such as 1 and 1.0 get the same key."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return frozenset((key, _hashable(item)) for key, item in pairs)

@@ -1,4 +1,4 @@
-"""The interface of an environment. An environment may be slow, crash or hang, so each call has a
+"""The environment interface. Environments can be slow, crash or hang, so every call has a
 deadline."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ a reply that was too large, ran out of memory, or was used after its end."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Returned if there is no verdict. The trajectory is then dropped, whereas one with a score of
-    0 is kept."""
+    """Returned instead of a verdict when the environment cannot grade. The trajectory is then
+    dropped, unlike one with a score of 0."""
 
     reason: str
     fault: Fault | None = None
@@ -43,14 +43,15 @@ class Unscored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """The messages of a trajectory and its finish reason, for the environment to grade."""
+    """The messages and finish reason of a trajectory, for the environment to grade."""
 
     messages: Sequence[Message]
     finish_reason: str
 
 
 class EnvironmentLost(RuntimeError):
-    """Raised if the episode cannot continue. All processes of the environment are dead by then."""
+    """Raised when the episode cannot continue. By then, all processes of the environment are
+    dead."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
         tail = f"; its last words: {output}" if output else ""
@@ -65,34 +66,34 @@ class EnvironmentLost(RuntimeError):
 
 
 class NodeLost(EnvironmentLost):
-    """Raised if the node or actor that ran the environment was lost. The episode can be run again
-    on another node."""
+    """Raised when the node or actor that ran the environment is lost. The episode can be retried on
+    another node."""
 
 
 class Environment(Protocol):
-    """An environment for one episode. The first three methods raise `EnvironmentLost` if the
-    environment cannot continue. `verdict` returns `Unscored` instead, and `close` never raises."""
+    """The environment of one episode. `open`, `call` and `reply` raise `EnvironmentLost` if it
+    cannot continue. `verdict` returns `Unscored` instead, and `close` never raises."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Run a tool call. A call that violates the tool's schema is not run and counts as
-        failed."""
+        """Run a tool call. A call that violates its schema is not run and counts as failed."""
         ...
 
     async def reply(self, turn: Message) -> Message | None:
-        """Return the user's reply to a turn without tool calls, or None to end the episode."""
+        """Return the user's next message after a turn without tool calls, or None to end the
+        episode."""
         ...
 
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored: ...
 
     async def close(self) -> None:
-        """Release all resources. This can safely be called more than once and after any failure."""
+        """Release all resources. Can be called repeatedly, and after any failure."""
         ...
 
 
 class NoEnvironment:
-    """Opens a task with its own messages and has no tools. It is for agent programs that bring
+    """Opens a task with the prompt's own messages and without tools, for agent programs that bring
     their own environment."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
@@ -116,7 +117,7 @@ SystemPrompt = Callable[[Sequence[str]], str]
 
 
 class WithSystemPrompt:
-    """Wraps an environment and adds a system prompt to its first messages."""
+    """Wraps an environment and prepends a system prompt to its first messages."""
 
     def __init__(self, environment: Environment, prompt: SystemPrompt) -> None:
         self._prompt = prompt

@@ -1,2 +1,2 @@
-"""An OpenAI-compatible endpoint for agent programs. Programs run episodes through it, and Keel
-records the sampled tokens."""
+"""OpenAI-compatible endpoint through which agent programs run episodes, with all sampled tokens
+recorded for training."""

@@ -1,4 +1,5 @@
-"""Converts between Anthropic's Messages API and chat completions: text, tools and streams."""
+"""Converts requests, responses and streams between Anthropic's Messages API and chat
+completions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs an agent program as a process that samples turns from its trajectory's endpoint, in an
-episode or as a test before a run."""
+"""Runs an agent program as a separate process that samples its turns from the trajectory's
+endpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProgram:
-    """Settings for running an agent program. All trajectories share them."""
+    """Settings for running an agent program, shared by all trajectories."""
 
     command: Sequence[str]
     """The command line. `{prompt}` is replaced by the last user message, and `{prompt_file}` by the
@@ -58,7 +58,7 @@ class AgentProgram:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_mib: int | None = None
     wrap: EnvSandbox | None = None
-    """Runs the program in a sandbox in which it can still open sockets."""
+    """Wraps the command in a sandbox that still allows sockets."""
     readable: Sequence[Path] = ()
     """Paths that the program needs to read in a sandbox, such as its interpreter and packages."""
     tells_reward: bool = False
@@ -86,9 +86,8 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """Return the command line for a recipe's `program`, which is either a command line or the name
-    of a function (`module:function`). The executable is looked up in `folder`, next to `python` and
-    on the PATH."""
+    """Resolve the `program` of a recipe to a command line. It is either a command, looked up in
+    `folder`, next to `python` and on the PATH, or a function given as `module:function`."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
@@ -108,7 +107,7 @@ class ProgramResult:
     failed: str = ""
     output: str = ""
     verdict: Verdict | Unscored | None = None
-    """The program's verdict. None if it returned none or if its verdict is ignored."""
+    """The verdict written by the program. None if there is none or `judges` is off."""
     answer: str | None = None
 
     def describe(self, program: AgentProgram) -> str:
@@ -124,9 +123,8 @@ async def run_program(
     seed: int,
     until: Coroutine[Any, Any, str],
 ) -> ProgramResult:
-    """Run a program until it exits or `until` returns a reason to stop it, then kill all its
-    processes. The result is the JSON that the program wrote to the file KEEL_VERDICT or as the last
-    line of its output."""
+    """Run a program until it exits or `until` returns a reason to stop it, then kill all of its
+    processes. The result is the JSON in the file KEEL_VERDICT or in the last line of its output."""
     folder = program.folder or Path.cwd()
     scratch = "" if program.wrap else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own
     reward = {"reward": dict(task.reward)} if program.tells_reward else {}
@@ -223,13 +221,14 @@ def _parse_result(
 
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
-    """An episode that is driven by an agent program. If the program fails after a turn, the episode
-    ends with `crash`. If the endpoint failed first, the trajectory is dropped instead."""
+    """An episode whose turns are requested by an agent program. If the program fails after its
+    first turn, the episode ends with `crash`. If the endpoint failed before that, the trajectory is
+    dropped."""
 
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """Limits the number of programs that have started but not yet requested a turn."""
+    """Limits how many programs are starting up, that is, have not yet requested a turn."""
     ended: ProgramResult | None = None
     recorder: TrajectoryRecorder | None = None
 

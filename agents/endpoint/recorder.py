@@ -1,11 +1,9 @@
-"""Records the requests of an agent program as segments for training.
-
-If a request continues a recorded turn, `Chat.extend` extends the token ids of that turn, so sampled
-text is never tokenized again. If another request has already extended the turn, a new segment
-begins with the same ids. If no recorded turn matches, a new segment begins with the rendered
-messages. Clients may drop the thinking, reorder keys, reformat arguments, add names or strip white
-space, so messages are compared by keys that do not depend on such changes.
-"""
+"""Records the requests of an agent program as training segments. A request that continues a
+recorded turn reuses the token ids of that turn (`Chat.extend`), so sampled text is never tokenized
+again. If another request has already extended the turn, a new segment begins with the same ids. If
+no recorded turn matches, a new segment begins with the rendered messages. Clients may drop
+thinking, reorder keys, reformat arguments, add names or strip whitespace. Messages are therefore
+compared by keys that ignore such differences."""
 
 from __future__ import annotations
 
@@ -52,9 +50,8 @@ _CANCEL_S = 10.0
 
 
 class TrajectoryRecorder:
-    """Records one trajectory. Many requests may be in flight at once, all on one event loop. If a
-    turn takes longer than `turn_s`, including its time in the engine's queue, the request gets a
-    503 error."""
+    """Records one trajectory. It accepts concurrent requests on a single event loop. A turn that
+    takes longer than `turn_s`, including its time in the queue, fails with status 503."""
 
     def __init__(
         self,
@@ -78,12 +75,12 @@ class TrajectoryRecorder:
         self.index = _TurnIndex(chat, thinking=thinking)
         self._checked_tools = {_key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
-        """Sample numbers in use, keyed by context. Each sample from the same context has its own
-        number and therefore its own seed."""
+        """Sample numbers in use for each context. Samples from the same context get different
+        numbers and therefore different seeds."""
         self._lost: dict[str, list[Reply]] = {}
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
-        """The turns that are being sampled, with the number of tokens reserved for each."""
+        """Turns being sampled, with the number of tokens reserved for each."""
         self._changed = asyncio.Event()
         self._usage = Usage(turns=0)
         self._ended: FinishReason = "stop"
@@ -92,9 +89,9 @@ class TrajectoryRecorder:
         self.over = False
         """True once the environment has ended the task. No more turns are sampled after that."""
         self.failure = ""
-        """The reason the endpoint or an engine last failed to answer a request."""
+        """Why the endpoint or an engine last failed to serve a request."""
         self.error: BaseException | None = None
-        """The first error of an engine that remained after the engine's own retries."""
+        """The first engine error that persisted after the engine's own retries."""
         self._closed = False
         self._idle_since: float | None = None
         """When the last turn ended. None before the first turn and while a turn is being
@@ -119,12 +116,13 @@ class TrajectoryRecorder:
             self.counts["refused"] += 1
 
     def mark_lost(self, reply: Reply) -> None:
-        """Keep a reply whose client has disconnected, in case the client repeats the request."""
+        """Keep the response for a client that has disconnected, in case it sends the same request
+        again."""
         self._lost.setdefault(reply.request_key, []).append(reply)
 
     async def overdue(self, open_s: float) -> str:
-        """Wait until the program misses a deadline, and describe what took too long. The deadlines
-        are `open_s` until the first request and `Budget.timeout_s` after it."""
+        """Wait until the program misses a deadline, and return a description of what took too long.
+        The deadline is `open_s` for the first request and `Budget.timeout_s` afterwards."""
         if self._budget.timeout_s == inf:
             raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
@@ -171,7 +169,7 @@ class TrajectoryRecorder:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """`stop`, or the limit that truncated or refused the last turn to end."""
+        """`stop`, or the limit that truncated or rejected the most recent turn."""
         return "deadline" if self._timed_out else self._ended
 
     async def _turn(self, request: ChatRequest) -> Reply:
@@ -348,11 +346,11 @@ def _engine_failed(reason: str) -> ApiError:
 class _Turn:
     record: SegmentRecord
     end: int
-    """Number of token ids in `record` up to and including the last token of this turn."""
+    """Length of `record` after this turn, in tokens."""
     tools_key: str
     message: Message
     in_thinking: bool = False
-    """True if the turn ended while thinking. The next turn then continues the thinking."""
+    """True if the turn ended inside the thinking, which the next turn continues."""
     extended: bool = False
 
     @property
@@ -371,8 +369,7 @@ class _OpenDialogue:
 
 
 class _TurnIndex:
-    """All turns and messages of a trajectory, both in the order of the turns and by
-    conversation."""
+    """All turns and messages of a trajectory, in order and grouped by conversation."""
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
@@ -402,9 +399,8 @@ class _TurnIndex:
     def add(
         self, request: ChatRequest, keys: Sequence[str], turn: _Turn, *, verbatim: bool
     ) -> None:
-        """Add the new messages of a request and the turn that answers it. `verbatim` is True if the
-        turn's message contains everything that was sampled, so that the policy can be trained on
-        it."""
+        """Add a turn and the new messages of its request. Set `verbatim` if the turn's message
+        contains everything that was sampled, which makes it trainable."""
         messages = self._as_recorded(request.messages, keys)
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
@@ -478,8 +474,8 @@ class _TurnIndex:
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
     def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """Return the messages with the policy's messages replaced by the recorded ones, because the
-        client may have dropped the thinking."""
+        """Replace the policy's messages by the recorded ones, because clients may drop the
+        thinking."""
         recorded: list[Message] = []
         for message, key in zip(messages, keys[1:], strict=True):
             turns = self._by_messages.get(key) if message["role"] == "assistant" else None
@@ -488,7 +484,7 @@ class _TurnIndex:
 
 
 def _prefix_keys(messages: Sequence[Message]) -> list[str]:
-    """Return a key for each prefix of the messages. Entry i is the key of the first i messages."""
+    """Return a key for each prefix of the messages. Entry i covers the first i messages."""
     keys = [""]
     for message in messages:
         keys.append(_extend_key(keys[-1], message))
@@ -515,7 +511,7 @@ def _key_of_tools(tools: Sequence[ToolSpec]) -> str:
 
 
 def _whole_floats(value: Any) -> Any:
-    """Convert whole floats such as 1.0 to integers, because many clients do the same."""
+    """Convert whole floats such as 1.0 to integers, as many clients do."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):

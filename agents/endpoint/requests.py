@@ -1,4 +1,4 @@
-"""The chat completions API: parses and validates requests, and formats replies and errors."""
+"""Parses and validates chat completion requests, and formats responses and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 
 
 class ApiError(Exception):
-    """An error that is returned to the client instead of a turn."""
+    """An error response to a request for a turn."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def budget_spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """Return the error for a spent budget. Its status tells clients not to retry."""
+    """Create the error for an exhausted budget. Its status code tells clients not to retry."""
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
             400,
@@ -106,7 +106,7 @@ def _as_arguments(arguments: Any) -> Any:
 
 
 class _Model(BaseModel):
-    """Base class for all parts of a request. Lists are `FailFast`, because collecting a million
+    """Base class for all parts of a request. Lists use `FailFast`, because collecting a million
     errors would take seconds."""
 
     model_config = ConfigDict(strict=True)
@@ -158,7 +158,8 @@ class _StreamOptions(_Model):
 
 
 class ChatRequest(_Model):
-    """A request for one turn. Null values count as missing. Unknown fields are in `model_extra`."""
+    """A chat completion request. Null values count as missing, and unknown fields are kept in
+    `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -173,8 +174,8 @@ class ChatRequest(_Model):
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """The messages. Their contents are plain text, the arguments of calls are objects, and tool
-        results are in the same order as the calls."""
+        """The normalized messages: contents are plain text, call arguments are objects, and tool
+        results are in the order of their calls."""
         return tuple(_convert_messages(self.sent))
 
     @cached_property
@@ -200,8 +201,8 @@ class ChatRequest(_Model):
 
     @property
     def characters(self) -> int:
-        """Length of the rendered request in characters. The markup of each message is counted as
-        one token."""
+        """Estimated length of the rendered request in characters, with one token of markup per
+        message."""
         users = [i for i, message in enumerate(self.messages) if message["role"] in USER_ROLES]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
@@ -214,8 +215,8 @@ class ChatRequest(_Model):
         )
 
     async def check_tools(self) -> None:
-        """Raise ApiError if a tool is invalid. This runs in a thread, because checking large
-        schemas takes seconds."""
+        """Validate the tool schemas in a thread, because large schemas take seconds. Raises
+        ApiError if one is invalid."""
         if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > _MAX_TOOL_CHARACTERS:
             limit = f"must have at most {_MAX_TOOL_CHARACTERS:,} characters as JSON"
             raise invalid_field("tools", limit)
@@ -226,8 +227,7 @@ class ChatRequest(_Model):
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Parse a chat completion request. Raises ApiError, with the name of the field, if a field is
-    invalid."""
+    """Parse a chat completion request. Raises ApiError naming the field that is invalid."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
         if name.startswith(("guided_", "structured_outputs")):
@@ -299,8 +299,7 @@ class _TooManyValues(ValueError): ...
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON from a program. Raises ValueError if it is invalid, too deeply nested or too
-    large."""
+    """Parse untrusted JSON. Raises ValueError if it is invalid, too deeply nested or too large."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if sum(map(raw.count, (b",", b"[", b"{"))) > _MAX_VALUES:
         raise _TooManyValues(f"more than {_MAX_VALUES:,} values do not fit the model's context")
@@ -321,7 +320,7 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Replace unpaired surrogates. They are valid in JSON, but tokenizers reject them."""
+    """Replace unpaired surrogates, which are valid in JSON but which tokenizers reject."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -340,8 +339,7 @@ MODEL = "policy"
 class Reply:
     reply_id: str
     request_key: str
-    """Key of the request. Requests have the same key if their messages, tools and limits are
-    equal."""
+    """Identifies the request. Requests with equal messages, tools and limits have the same key."""
     message: Message
     ended: FinishReason
     prompt_tokens: int

@@ -1,5 +1,5 @@
-"""The HTTP server for all trajectories in a process. Each trajectory has its own URL and key.
-Programs can use the environment's tools over MCP."""
+"""HTTP server for all trajectories of a process. Each trajectory has its own URL and key, and
+serves the environment's tools over MCP."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Address:
     base_url: str
     api_key: str
     socket: Path
-    """A unix socket of the same server, for sandboxes without network access."""
+    """Unix socket of the same server, for sandboxes without network access."""
     tools_url: str = ""
 
     @property
@@ -76,12 +76,12 @@ class _Place:
 
 
 class Endpoint:
-    """Serves all trajectories on the loopback interface and on a unix socket. Use it as an async
-    context manager. Call `add` at the start of each trajectory and `finish` at its end."""
+    """Serves all trajectories on the loopback interface and a unix socket. Use it as an async
+    context manager, and call `add` at the start and `finish` at the end of each trajectory."""
 
     def __init__(self, *, most: int = 1024) -> None:
-        """Create an endpoint that keeps at most `most` connections open. Each new connection beyond
-        that closes an existing one."""
+        """Create an endpoint with at most `most` open connections. Each further connection closes
+        an existing one."""
         self._most = most
         self._port = 0
         self._open: dict[str, _Place] = {}
@@ -139,7 +139,7 @@ class Endpoint:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Remove the folder of the unix socket. This works from any thread and even if `__aexit__`
+        """Remove the folder of the unix socket. This is thread-safe and works even if `__aexit__`
         hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -163,8 +163,8 @@ class Endpoint:
         raise KeyError(name)
 
     def _accept(self) -> web.RequestHandler:
-        """Return the handler for a new connection. If there are too many connections, close the
-        oldest idle one. If none is idle, close the newest one."""
+        """Create the handler for a new connection. If there are too many connections, close the
+        oldest idle one, or the newest if none is idle."""
         assert self._runner is not None and self._runner.server is not None
         server = self._runner.server
         connections = [one for one in server.connections if one.transport is not None]
@@ -236,8 +236,8 @@ class Endpoint:
         return place
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
-        """Handle a JSON-RPC message. The URL contains the key, because MCP clients send no API
-        key."""
+        """Handle a JSON-RPC message of an MCP client. The key is part of the URL, because MCP
+        clients send no API key."""
         if request.method != "POST":
             raise web.HTTPMethodNotAllowed(request.method, ["POST"])
         place = self._authenticate(request, request.match_info["key"])
@@ -331,8 +331,8 @@ _UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
 
 
 class McpTools:
-    """The tools of one episode. Calls run one at a time. A call is completed even if the client
-    disconnects, because interrupting it would lose the environment."""
+    """Serves one episode's tools over MCP, one call at a time. A call runs to completion even if
+    its client disconnects, because interrupting it would lose the environment."""
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
@@ -350,7 +350,8 @@ class McpTools:
         return self.done or self.lost is not None
 
     async def finish(self, within_s: float) -> None:
-        """Reject new calls, wait up to `within_s` seconds for pending calls, then cancel them."""
+        """Reject new calls and wait up to `within_s` seconds for pending calls before cancelling
+        them."""
         self._finished = True
         try:
             if self._running:

@@ -1,2 +1,2 @@
-"""Code that runs in the process of an episode, in the environment's own interpreter. It supports
-Python 3.9, uses only the standard library, and imports no other part of Keel."""
+"""Code that runs inside an episode's process, with the environment's own Python interpreter. It
+supports Python 3.9, needs only the standard library, and imports nothing else of Keel."""

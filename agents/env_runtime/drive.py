@@ -36,8 +36,8 @@ _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_U
 
 
 def _forward(path: str) -> int:
-    """Open a loopback port whose connections are forwarded to the unix socket `path`, and return
-    the port."""
+    """Open a loopback port that forwards connections to the unix socket `path`. Returns the port
+    number."""
     import asyncio  # noqa: PLC0415  (only a sandbox without a network needs it)
 
     async def pump(source: Any, target: Any) -> None:
@@ -81,8 +81,8 @@ def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
 
 
 def _exit_code(process: Any) -> int:
-    """Wait for the program to exit and return its exit code. Orphans are reaped meanwhile, because
-    a sandbox allows only a few processes."""
+    """Wait for the program to exit and return its exit code. Meanwhile, reap orphans, because the
+    sandbox limits the number of processes."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == process.pid:

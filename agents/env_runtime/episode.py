@@ -1,5 +1,5 @@
-"""Loads an environment and handles the requests of one episode. start.py describes the
-protocol."""
+"""Loads an environment and handles the requests of one episode, in the protocol described in
+start.py."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Request = dict[str, Any]
 
 
 def redirect_prints() -> None:
-    """Redirect standard output to standard error, so that printed text is not mistaken for
-    replies."""
+    """Redirect standard output to standard error, so that prints cannot be mistaken for protocol
+    messages."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -49,7 +49,8 @@ def redirect_prints() -> None:
 
 
 def take_channel() -> tuple[Any, Any]:
-    """Return standard input and output as files, and redirect later output to standard error."""
+    """Take over standard input and output as the message channel, and redirect all later prints to
+    standard error."""
     requests, replies = open(os.dup(0), "rb"), open(os.dup(1), "wb")  # noqa: SIM115
     redirect_prints()
     return requests, replies
@@ -111,7 +112,7 @@ class _Episode:
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """Serve one episode. After `close`, wait to be killed, so that descendants can still be
+    """Serve one episode. After `close`, wait to be killed, so that its descendants can still be
     found."""
     episode = _Episode()
     for line in requests:
@@ -128,11 +129,10 @@ def serve(requests: Any, replies: Any) -> None:
 
 
 def call_function(target: str) -> None:
-    """Run an agent program that is a function, given as `module:function` or `file.py:function`. It
-    may declare the parameters `task`, `prompt` (the last user message) and `seed`; see
-    `bind_arguments`. The result is written to KEEL_VERDICT. A string is the answer, and a number or
-    a dict of numbers is the verdict. A verdict can be paired with facts, as in `(verdict, facts)`.
-    """
+    """Run an agent program given as a function, `module:function` or `file.py:function`. It can
+    declare the parameters `task`, `prompt` (the last user message) and `seed`. Its result is
+    written to KEEL_VERDICT: a string is the answer, a number or a dict of numbers is the verdict,
+    and `(verdict, facts)` adds facts."""
     sys.path.insert(0, os.getcwd())
     function = load(target)
     if not callable(function):
@@ -169,7 +169,7 @@ _loaded: dict[str, Any] = {}
 
 
 def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
-    """Import the modules that every episode needs."""
+    """Import the modules that every episode needs, before forking."""
     late: tuple[str, ...] = (CLIENT,)
     if not is_address(target):
         load(target)
@@ -184,8 +184,8 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
 
 
 def load(target: str) -> Any:
-    """Return the object named by `module:name`, `module` or `file.py:name`. Each object is loaded
-    only once per process."""
+    """Load an object given as `module:name`, `module` or `file.py:name`. Each is loaded once per
+    process."""
     if target in _loaded:
         return _loaded[target]
     name, _, attribute = target.partition(":")
@@ -221,8 +221,7 @@ def load(target: str) -> Any:
 
 
 def _module_name(path: str) -> str:
-    """Return the module name for a file. It is the stem of the file name, unless that would shadow
-    another module."""
+    """Return the stem of a file name as module name, changed if it would shadow another module."""
     name = os.path.basename(path)[:-3]
     try:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None

@@ -114,7 +114,7 @@ class _ForkServer:
         return channel
 
     def _fork_isolated(self, number: int, inner: _Data, channel: int, stderr: int) -> None:
-        """Fork twice more, into new namespaces. Only the last process returns."""
+        """Fork twice more, into new namespaces. Returns only in the last process."""
         uid, gid = os.getuid(), os.getgid()
         status_read, status_write = os.pipe()
         try:
@@ -164,8 +164,8 @@ class _ForkServer:
         socket.send_fds(self._control, [json.dumps(reply).encode()], fds)
 
     def serve(self) -> Optional[tuple[int, Optional[str]]]:  # noqa: UP045
-        """Handle requests until Keel closes the socket. In a forked process, returns its channel
-        and `run`."""
+        """Handle requests until the socket is closed. In a forked process, returns its channel and
+        the code to run (`run`)."""
         while True:
             line, fds, _, _ = socket.recv_fds(self._control, _MAX_BYTES, 2)
             if not line:
@@ -237,7 +237,7 @@ class _Filter(ctypes.Structure):
 
 
 def _unshare(inner: _Data) -> None:
-    """Create new namespaces. The next child of this process becomes the first process in them."""
+    """Enter new namespaces. The next child process becomes the first process (PID 1) in them."""
     uid, gid = os.getuid(), os.getgid()
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps are not writable
     flags = _NEW_USER | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS
@@ -248,7 +248,7 @@ def _unshare(inner: _Data) -> None:
 
 
 def _isolate(inner: _Data, uid: int, gid: int) -> None:
-    """Mount private folders and drop all privileges. Call this in the first process of the
+    """Mount private folders and drop all privileges. Must run in the first process of the
     namespaces."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
     _mount_private_tmp(size)
@@ -273,8 +273,8 @@ def _isolate(inner: _Data, uid: int, gid: int) -> None:
 
 
 def _mount_private_tmp(options: bytes) -> None:
-    """Mount a private /tmp. It contains the files created at import and the mounts below the old
-    /tmp."""
+    """Mount a private /tmp that still contains the files created during the import and the existing
+    mounts below /tmp."""
     previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
     tops = {"/".join(path.split("/")[:3]) for path in mounted}

@@ -1,5 +1,5 @@
-"""Adapts text games that have `reset` and `step` (gymnasium, gym and TextWorld), and OpenEnv
-environments, which run in this process or on a server and need the package openenv."""
+"""Adapts OpenEnv environments, local or on a server, and text games with `reset` and `step`
+(gymnasium, gym, TextWorld)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _ROUNDING = 1e-9
 
 
 class TextGame:
-    """A single-player text game. The policy plays it with the tool `play` or, with play_by="text",
-    in its replies. The score is the sum of the rewards within the range `scale`. With score="last"
-    (TextWorld), it is the last reward. `rules` comes before the first observation."""
+    """A single-player text game. The policy plays it with the tool `play`, or in its responses with
+    play_by="text". The score is the sum of rewards scaled from the range `scale`, or the last
+    reward with score="last" (TextWorld). `rules` are shown before the first observation."""
 
     grades = True
 
@@ -134,8 +134,8 @@ class TextGame:
 
 
 def _scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """Map a sum of rewards from the range `scale` to a `score` from 0 to 1. `correct` is 1 if the
-    score is 1, and 0 otherwise."""
+    """Scale a sum of rewards from the range `scale` to a `score` between 0 and 1. `correct` is 1
+    only for the full score."""
     low, high = map(float, scale)
     if not low < high:
         raise ValueError(f"scale = {scale!r}: the lowest score must be below the highest")
@@ -162,10 +162,10 @@ def is_openenv(value: Any) -> bool:
 
 
 class OpenEnv:
-    """An OpenEnv environment for one episode. The policy acts with the tool `step` or with the
-    environment's own tools (MCP). The score is the sum of the rewards within the range `scale`.
-    `rules` comes before the first observation. `reset` in the reward of a task contains the
-    arguments for `reset`."""
+    """An episode of an OpenEnv environment. The policy acts with the tool `step` or with the MCP
+    tools of the environment. The score is the sum of rewards scaled from the range `scale`. `rules`
+    are shown before the first observation. `reset` in the reward of a task sets the arguments of
+    `reset`."""
 
     grades = True
 
@@ -231,7 +231,7 @@ class OpenEnv:
 
 
 def _text_of(observation: _Data) -> str:
-    """Return an observation as text: the result of a tool call, the value of the only field, or
+    """Convert an observation to text: the result of a tool call, the value of its only field, or
     JSON."""
     fields = {k: v for k, v in observation.items() if k not in _HIDDEN_FIELDS and v is not None}
     value: Any = fields
@@ -290,7 +290,7 @@ def _action_class(kind: Any) -> Any:
 
 
 class RemoteSession:
-    """A session with an environment server, which uses OpenEnv's client."""
+    """A session with an environment server, through OpenEnv's client."""
 
     def __init__(self, address: str, headers: dict[str, str] | None = None) -> None:
         import urllib.request  # noqa: PLC0415  (slow, and rarely needed)

@@ -17,7 +17,7 @@ _MAX_SOCKET_PATH = 107
 _MAX_CHARACTERS = 20_000
 _KILL_S = 10.0
 _adopts = False
-"""True once this process is the parent of its orphaned descendants."""
+"""True once this process adopts its orphaned descendants."""
 
 
 def end_with_parent() -> None:
@@ -26,8 +26,8 @@ def end_with_parent() -> None:
 
 
 def protect_process() -> None:
-    """Protect this process, which computes the verdict: it ends with its parent, and other
-    processes cannot read its memory."""
+    """Protect the process that computes the verdict: other processes cannot read its memory, and it
+    ends with its parent."""
     end_with_parent()
     _prctl(_DUMPABLE, 0)
 
@@ -46,7 +46,8 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return all descendants of `pid` whose parents are alive, in any process group."""
+    """List the descendants of `pid` in all process groups, leaving out those whose parent has
+    died."""
     pids: list[int] = []
     pending = [pid]
     while pending:
@@ -61,8 +62,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def socket_folder(prefix: str, socket: str) -> str:
-    """Create a temporary folder for `socket`. It is in /tmp if the path in TMPDIR would be too
-    long."""
+    """Create a temporary folder for `socket`, in /tmp if a path in TMPDIR would be too long for a
+    socket."""
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(os.fsencode(os.path.join(folder, socket))) <= _MAX_SOCKET_PATH:
         return folder
@@ -71,21 +72,21 @@ def socket_folder(prefix: str, socket: str) -> str:
 
 
 def in_sandbox() -> bool:
-    """Return whether this process runs in Keel's sandbox. Only there is it safe to empty /tmp."""
+    """Check whether this process runs in Keel's sandbox, where it is safe to empty /tmp."""
     read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
     return os.uname().nodename == "sandbox" and read_only and os.path.exists("/proc/self/task")
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all descendants that are orphaned from now on."""
+    """Become the parent of all descendants that are orphaned from now on."""
     global _adopts
     _prctl(_CHILD_SUBREAPER, 1)
     _adopts = True
 
 
 def stop_all() -> None:
-    """Kill all descendants. Raises TimeoutError if some of them cannot be killed, for example
-    because they keep forking."""
+    """Kill all descendants. Raises TimeoutError if some survive, for example because they keep
+    forking."""
     deadline = time.monotonic() + _KILL_S
     while pids := descendants(os.getpid()):
         for pid in pids:
@@ -106,8 +107,7 @@ def _reap_zombies() -> None:
 def run(
     command: list[str], *, env: Mapping[str, str], folder: str, within_s: float, stdin: bytes = b""
 ) -> tuple[int | None, str]:
-    """Run a command. Returns its exit status, or None if it exceeded its time limit, and its
-    output."""
+    """Run a command. Returns its exit status (None on timeout) and its output."""
     import subprocess  # noqa: PLC0415  (slow, and most environments start no process)
 
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:

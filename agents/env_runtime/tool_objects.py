@@ -1,5 +1,5 @@
-"""Turns the public methods of an object, or functions, into tools. Defines the errors of
-environments."""
+"""Turns functions or the public methods of an object into tools. Defines the errors that
+environments raise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ case, all calls go to a method `call(name, arguments)`."""
 
 
 class Tool:
-    """A function with the description that the policy sees."""
+    """A function offered to the policy, with the description that the policy sees."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._function = function
@@ -73,8 +73,8 @@ _loop: Any = None
 
 
 def resolve(value: Any) -> Any:
-    """Return the value. A coroutine is run on the episode's event loop, and its result is
-    returned."""
+    """Return the value, or the result of the coroutine after running it on the episode's event
+    loop."""
     global _loop
     if not inspect.isawaitable(value):
         return value
@@ -90,7 +90,7 @@ def resolve(value: Any) -> Any:
 
 
 class Object:
-    """An environment made from an object, whose public methods become tools, or from functions."""
+    """An environment made from functions or from an object whose public methods become tools."""
 
     def __init__(self, target: Any, functions: dict[str, Callable[..., Any]]) -> None:
         self._target = target
@@ -158,8 +158,8 @@ class Object:
         self._invoke("close")
 
     def _invoke(self, name: str, **values: Any) -> Any:
-        """Call a reserved method with the parameters that it declares. Returns None if there is no
-        such method."""
+        """Call a reserved method with the parameters that it declares. Returns None if the object
+        does not define it."""
         method = getattr(self._target, name, None)
         if method is None:
             return None
@@ -197,7 +197,7 @@ def bind_arguments(
 
 
 def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of an object in source order, followed by the inherited ones."""
+    """List the public methods of an object in source order, followed by inherited ones."""
     kind = cast(Any, type(target))
     names = [name for name in dir(kind) if not name.startswith("_") and name not in _RESERVED]
     names = [name for name in names if inspect.isroutine(inspect.getattr_static(target, name))]
@@ -207,8 +207,8 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 
 def functions_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return functions keyed by name: the public functions of a module, the functions in a list, or
-    a single function."""
+    """Collect functions by name from a module (its public functions), a list, or a single
+    function."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]
@@ -379,16 +379,15 @@ _STANDARD_LIBRARY = ("<frozen", os.path.dirname(os.__file__))
 
 
 class InvalidEnvironment(Exception):
-    """Raised if the target cannot be used as an environment. The message says how to fix it."""
+    """Raised when the target cannot be used as an environment. The message says how to fix it."""
 
 
 class EnvironmentGone(Exception):
-    """Raised if the environment's backend is gone or its attribute `done` is invalid."""
+    """Raised when the environment's backend is gone or its `done` attribute is invalid."""
 
 
 def error_location(error: BaseException) -> str:
-    """Return the location in the environment's code where an error was raised, such as
-    `my_env.py:12 in buy`."""
+    """Find where the environment's code raised an error, such as `my_env.py:12 in buy`."""
     ours = (_OURS, "<frozen importlib")
     frames = [
         frame

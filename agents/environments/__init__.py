@@ -1,4 +1,4 @@
-"""Environments that are included in Keel."""
+"""Environments shipped with Keel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def with_instructions(
     messages: Sequence[Mapping[str, Any]], *instructions: str
 ) -> list[dict[str, Any]]:
-    """Add instructions to the system message. The question is not changed, because its language
+    """Add instructions to the system message. The question stays unchanged, because its language
     determines the language of the answer."""
     if not any(instructions):
         return [dict(message) for message in messages]

@@ -9,8 +9,8 @@ from typing import Any
 
 
 class Boxes:
-    """One of `boxes` boxes contains a prize. The policy looks into boxes until it finds it, and
-    answers with the number of that box."""
+    """A search for a prize in one of `boxes` boxes. The policy looks into one box at a time and
+    answers with the number of the box that contains the prize."""
 
     def __init__(self, boxes: int = 12) -> None:
         self._boxes = boxes

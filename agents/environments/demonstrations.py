@@ -1,4 +1,4 @@
-"""Creates scripted conversations for a cold start, with a careful and a hasty one for each task."""
+"""Creates scripted conversations for cold starts: a careful and a hasty one per task."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _FAR = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A task with two example conversations. Each ends with the policy's last call or answer."""
+    """A task with two example conversations. Each ends with the policy's last tool call or
+    answer."""
 
     tools: tuple[ToolSpec, ...]
     worked: tuple[Message, ...]
     hasty: tuple[Message, ...]
-    """A well-formed conversation that makes no use of the tools and fails."""
+    """A well-formed conversation that does not use the tools properly and fails."""
 
 
 def trip_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Create demonstrations of the trip planner. In the hasty ones, the policy immediately submits
-    a wrong plan."""
+    """Generate demonstrations of trip planning. The hasty ones submit a wrong plan at once."""
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
     first = (_FAR + seed) * 1_000_000
@@ -52,8 +52,8 @@ def _trip() -> Object:
 def guess_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Create demonstrations of TextArena's GuessTheNumber with shortened texts. In the hasty ones,
-    the policy ignores the hints."""
+    """Generate demonstrations of TextArena's GuessTheNumber, with shortened texts. The hasty ones
+    ignore the hints."""
     options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
     made: list[Demonstration] = []
@@ -76,7 +76,7 @@ def guess_demonstrations(
 def demonstrate(
     environment: Callable[[], Any], task: Mapping[str, Any], seed: int, worked: Calls, hasty: Calls
 ) -> Demonstration:
-    """Run both scripts, each in a new environment."""
+    """Run the careful and the hasty script, each in a new environment."""
     (tools, one), (_, two) = (play(environment(), task, seed, calls) for calls in (worked, hasty))
     return Demonstration(tools=tools, worked=one, hasty=two)
 
@@ -84,8 +84,8 @@ def demonstrate(
 def play(
     environment: Any, task: Mapping[str, Any], seed: int, calls: Calls
 ) -> tuple[tuple[ToolSpec, ...], tuple[Message, ...]]:
-    """Run scripted calls in a local environment until the environment ends or `calls` returns a
-    final answer. Returns the tools and the messages."""
+    """Run scripted tool calls in a local environment, until the environment ends the episode or the
+    script returns a final answer. Returns the tools and the messages."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
     said: list[Message] = list(opening["messages"])

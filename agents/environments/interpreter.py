@@ -1,10 +1,7 @@
-r"""An environment with a Python interpreter that keeps its state between calls.
-
-The interpreter is a Jupyter kernel with a copy of the task's files. A task either names files in
-the folder `files`, as in `"environment": {"files": ["sales.csv"]}`, or contains their text, as in
-`{"files": {"sales.csv": "day,units\n…"}}`. The interpreter needs the packages jupyter_client and
-ipykernel.
-"""
+r"""A Python interpreter environment that keeps its state between calls. The interpreter is a
+Jupyter kernel that gets a copy of the task's files. A task either names files in the folder
+`files`, as in `"environment": {"files": ["sales.csv"]}`, or contains them, as in `{"files":
+{"sales.csv": "day,units\n…"}}`. Requires the packages jupyter_client and ipykernel."""
 
 from __future__ import annotations
 
@@ -26,20 +23,20 @@ CELL_S = 120.0
 """Time limit for a cell in seconds (DeepSeek-V3.2, 2025, Appendix B, Table 7)."""
 _START_S = 60.0
 ENDING_S = 10.0
-"""Time in seconds for an interrupted cell to stop before the kernel is restarted."""
+"""Seconds that an interrupted cell has to stop before the kernel is restarted."""
 _MAX_OUTPUT = 20_000
 _SLACK = 0.05
 """Fraction of a call's time that `split_call_time` does not assign to any of its three limits."""
 _MAX_TRIES = 3
-"""Maximum number of times that a cell is run if the kernel aborts it after an interrupt."""
+"""Number of times to run a cell that the kernel aborts after an interrupt."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CURE = "python -m pip install jupyter_client ipykernel"
 
 
 class Interpreter:
-    """An environment whose only tool is a code interpreter. It does not grade. A cell may run for
-    `cell_s` seconds, or less if the time limit of a call (`agents.call_s`) is short. After an
-    interrupt, it may take `ending_s` seconds to stop. The policy can read all files in the folder
+    """An environment whose only tool is a Python interpreter, without grading. A cell can run for
+    `cell_s` seconds, or less if the time limit of a call (`agents.call_s`) is shorter. After an
+    interrupt, it has `ending_s` seconds to stop. The policy can read all files in the folder
     `files`."""
 
     call_s = math.inf
@@ -118,8 +115,7 @@ class Interpreter:
         return f"{why}; it was started anew, and all variables are gone."
 
     def _run(self, code: str, cell_s: float, ending_s: float, start_s: float) -> str | None:
-        """Run a cell and return its output, or None if the kernel aborted the cell after an
-        interrupt."""
+        """Run a cell and return its output, or None if the kernel aborted it after an interrupt."""
         # With stop_on_error, a failing cell makes the kernel abort the following ones.
         number = self._client.execute(code, allow_stdin=False, stop_on_error=False)
         output = _Output()
@@ -158,8 +154,8 @@ class Interpreter:
 
 
 def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
-    """Split the time of a call into limits for the cell, for interrupting it, and for starting a
-    new kernel."""
+    """Split the time limit of a call into limits for the cell, for interrupting it, and for
+    restarting the kernel."""
     available_s = (1 - _SLACK) * call_s
     ending_s, start_s = min(ending_s, available_s / 4), min(_START_S, available_s / 4)
     remaining_s = available_s - ending_s - start_s
@@ -199,8 +195,8 @@ def _put_files(given: Any, folder: str, where: str) -> list[str]:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox. Returns the arguments and the paths
-    that the environment needs to read."""
+    """Validate the arguments before a run, outside the sandbox. Returns them with the paths that
+    the environment has to read."""
     if not (folder := str(arguments.get("files") or "")):
         return dict(arguments), []
     path = Path(folder).expanduser().absolute()

@@ -1,5 +1,5 @@
-"""Single-player games from TextArena, selected by name as in `arguments={"game": "Sudoku-v0"}`.
-They use Python's global random state, so each process can run only one game."""
+"""Single-player TextArena games, selected as in `arguments={"game": "Sudoku-v0"}`. The games use
+Python's global random state, so a process can run only one at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _INVALID = re.compile(
 
 
 class Game:
-    """A single game with gymnasium's interface. The rewards sum to the result of the game, or to
-    the progress if it does not end. `options` are the arguments of the game's class. `brief`
-    shortens the texts of GuessTheNumber."""
+    """Wraps a TextArena game in gymnasium's interface. The rewards sum to the result of the game,
+    or to the progress made if it is not finished. `options` are passed to the game's class, and
+    `brief` shortens the texts of GuessTheNumber."""
 
     def __init__(self, game: str, options: dict[str, Any] | None = None, brief: bool = False):
         try:

@@ -49,8 +49,8 @@ _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 def find_packages(folders: Iterable[str]) -> _Packages:
     """Find all packages below `folders`, including vendored and archived ones. Links into the
-    repository are skipped. The result is used to look for copies of the project, which would show
-    the finished change to the policy."""
+    repository are skipped. A packaged copy of the project would reveal the solution to the policy.
+    """
     packages: _Packages = {}
 
     def add(name: str, place: str) -> None:
@@ -119,8 +119,8 @@ if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked 
 
 
 class Repository:
-    """A repository for the policy to change. It is read from a folder `environment` made by `keel
-    synthesize`."""
+    """A coding environment for one repository, loaded from a folder `environment` that `keel
+    synthesize` created."""
 
     call_s = math.inf
 
@@ -227,8 +227,8 @@ class Repository:
         return processes.run(words, env=self._env, folder=REPO, within_s=within_s)
 
     def _file_tool(self, request: Mapping[str, Any]) -> str:
-        """Run a file tool with the same permissions as the policy's commands. Otherwise, the policy
-        could use links to reach the memory of this process."""
+        """Run a file tool with the permissions of the policy's commands, so that the policy cannot
+        use links to read the memory of this process."""
         words = [sys.executable, "-I", "-S", files.__file__]
         stdin = json.dumps(request).encode()
         status, output = processes.run(words, env={}, folder=REPO, within_s=_CHECK_S, stdin=stdin)
@@ -240,7 +240,7 @@ class Repository:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox, and make the folder's path
+    """Validate the arguments before a run, outside the sandbox, and make the path of the folder
     absolute."""
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
@@ -258,7 +258,7 @@ _LEFTOVERS = (
 
 
 class RepositoryWorkshop(Repository):
-    """A repository with its installed files. It is opened from a draft that includes the gold
+    """A repository with its dependencies installed, opened from a draft task that includes the gold
     patch."""
 
     def _begin(self, tree: Tree) -> None:

@@ -1,4 +1,5 @@
-"""The policy's file tools. This is a program that reads a JSON request from standard input."""
+"""Implements the policy's file tools, as a program that reads one JSON request from standard
+input."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _MAX_BYTES = 16 << 20
 
 
 def execute(request: Mapping[str, Any]) -> str:
-    """Run a file tool. Raises ValueError or OSError with an error message for the policy."""
+    """Run a file tool. Raises ValueError or OSError with a message for the policy."""
     path = request["path"]
     if request["do"] == "view":
         if os.path.isdir(path):
@@ -34,7 +35,7 @@ def execute(request: Mapping[str, Any]) -> str:
 
 def apply_edit(path: str, text: str, old: str, new: str) -> tuple[str, str]:
     """Return the edited text of the file and a message for the policy. Raises ValueError if the
-    edit cannot be applied."""
+    edit does not apply."""
     count = text.count(old)
     if count != 1:
         raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")

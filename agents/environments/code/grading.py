@@ -1,5 +1,5 @@
-"""Runs the hidden tests in a clean state, after the policy's processes and extra files are
-removed."""
+"""Runs the hidden tests in a clean state, after killing the policy's processes and removing its
+other files."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _WORDS = (
 )
 _MAX_BYTES = 32 << 20
 _RANK = ("failed", "skipped", "passed")
-"""Order of precedence if a test has several results: the one that comes first here is used."""
+"""Precedence of results, highest first, for tests that are reported more than once."""
 
 
 class Results(NamedTuple):
     tests: dict[str, str]
     canary: str
-    """`as wanted` if all canaries have the right result, `missing` if a result is missing, or
-    `faked` otherwise."""
+    """`as wanted` if all canary tests have the expected result, `missing` if one has no result,
+    otherwise `faked`."""
     said: str
     inside: bool = True
-    """False if a canary at the end of a hidden test file has the wrong result."""
+    """False if a canary test at the end of a hidden test file has an unexpected result."""
     seconds: float = 0.0
 
 
 def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for all commands."""
+    """Return the environment variables of all commands."""
     where = os.path.dirname(sys.executable)
     return {
         "PATH": f"{prefix}/bin:{where}:/usr/local/bin:/usr/bin:/bin",
@@ -58,8 +58,8 @@ def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree) -> Tree:
-    """Return the tree to grade: the policy's sources, but with the original files that are used for
-    grading and without links that the policy added."""
+    """Build the source tree to grade from the policy's files. Files that affect grading are
+    restored, and links that the policy added are dropped."""
     language = LANGUAGES[instance["language"]]
     policys = {
         path: entry
@@ -76,10 +76,10 @@ def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written:
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
-    """Write the tree and run its tests. All other processes are killed before and after.
+    """Write the tree and run its tests, killing all other processes before and after.
 
-    Canaries detect faked results. They are tests with random names, one that must pass and one that
-    must fail, both in separate files and at the end of hidden test files.
+    Canary tests detect faked results. They have random names, and for each kind one must pass and
+    one must fail. They are added as separate files and at the end of hidden test files.
     """
     language = LANGUAGES[instance["language"]]
     canaries = {_test_name(): good for good in (True, False)}
@@ -131,8 +131,7 @@ def _canary(text: str, nonce: str, good: bool) -> str:
 
 
 def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
-    """Return the score and facts about it. The score is 1 if every required test passes, and 0
-    otherwise."""
+    """Return the score (1 if every required test passes, otherwise 0) and facts about it."""
     facts: dict[str, Any] = {"canary": results.canary}
     for name in ("f2p", "p2p"):
         required = instance[name]

@@ -1,5 +1,4 @@
-"""Defines, for each language, how a project is set up and tested, and which of its files are
-tests."""
+"""Defines how projects in each language are set up and tested, and which files are tests."""
 
 from __future__ import annotations
 
@@ -239,7 +238,7 @@ LANGUAGES = {
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Return whether a path matches a pattern. See `ProjectLanguage` for the patterns."""
+    """Check whether a path matches a pattern of `ProjectLanguage`."""
     *folders, name = path.split("/")
     for pattern in patterns:
         if pattern.endswith("/"):
@@ -251,8 +250,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def is_grading(language: ProjectLanguage, path: str) -> bool:
-    """Return whether a file is used for grading. If it is, the policy's version of it is
-    ignored."""
+    """Check whether a file affects grading. The policy's version of such a file is ignored."""
     # Readers of these files may ignore case: Python finds plugins in X.DIST-INFO.
     steers = [pattern.lower() for pattern in language.steers]
     return matches(path, language.tests) or matches(path.lower(), steers)

@@ -22,13 +22,12 @@ _DIGEST_BYTES = 32
 
 
 class UnreadableTree(ValueError):
-    """Raised if a folder cannot be used as a source tree, for example because it is too large."""
+    """Raised when a folder cannot be used as a source tree, for example because it is too large."""
 
 
 def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
     """Read all regular files and links in a folder, except those for which `skip` returns True. No
-    other process may write to the folder meanwhile. Raises UnreadableTree if the tree is too large.
-    """
+    process may write to the folder meanwhile. Raises UnreadableTree if the tree is too large."""
     if not stat.S_ISDIR(os.lstat(root).st_mode):
         raise UnreadableTree(f"{root} is no folder")
     tree: Tree = {}
@@ -74,7 +73,7 @@ def write_tree(root: str, tree: Tree) -> None:
 
 
 def erase(folder: str) -> None:
-    """Delete the contents of a folder except mounts, regardless of permissions and depth."""
+    """Delete everything in a folder except mounts, whatever the permissions and however deep."""
     subprocess.run(
         ["/bin/sh", "-c", _ERASE, "sh", folder],
         stdin=subprocess.DEVNULL,
@@ -91,8 +90,7 @@ find "$1" -xdev -mindepth 1 -depth -delete
 
 
 def overlay(under: Tree, over: Tree) -> Tree:
-    """Return `under` with the entries of `over` added. Files and folders of `under` that are in
-    their way are removed."""
+    """Merge `over` into `under`. If they conflict, the files and folders of `over` win."""
     folders = {part for path in over for part in _parents(path)}
     visible = {
         path: entry
@@ -108,7 +106,7 @@ def _parents(path: str) -> list[str]:
 
 
 def is_safe(path: str) -> bool:
-    """Return whether a path stays inside the root of the tree."""
+    """Check that a path stays inside the root of the tree."""
     return bool(path) and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
@@ -122,13 +120,13 @@ def tree_from_json(value: dict[str, list[str]]) -> Tree:
 
 
 def seal(content: dict[str, Any], key: bytes) -> bytes:
-    """Encrypt the content of a file. Use each key for only one file."""
+    """Encrypt a file. Never use a key for more than one file."""
     data = zlib.compress(json.dumps(content).encode(), 6)
     return _xor(hashlib.sha256(data).digest() + data, key)
 
 
 def unseal(data: bytes, key: bytes) -> dict[str, Any]:
-    """Decrypt a file. Raises ValueError if the key is wrong or the file has been changed."""
+    """Decrypt a file. Raises ValueError if the key is wrong or the file was modified."""
     plain = _xor(data, key)
     if hashlib.sha256(plain[_DIGEST_BYTES:]).digest() != plain[:_DIGEST_BYTES]:
         raise ValueError("the key is not this file's, or the file was changed")

@@ -62,8 +62,7 @@ class Folder:
         return tasks
 
     def database(self) -> Any:
-        """Return a fresh copy of the database, either as a JSON value or as an SQLite
-        connection."""
+        """Load a fresh copy of the database, as a JSON value or as an SQLite connection."""
         file = self.path / "database.sqlite"
         if not file.exists():
             return json.loads(self.text("database.json"))
@@ -75,7 +74,7 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Resolve names to environment folders. A name can be an environment's folder, a folder with
+    """Resolve names to environment folders. A name can be an environment's folder, a folder of
     several environments, or `shipped`."""
     environments: list[Folder] = []
     for name in names:
@@ -118,17 +117,17 @@ _MORE = (
     *("property", "staticmethod", "classmethod", "super", "type"),
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
-"""Forbidden attributes, because they give access to the interpreter or the clock."""
+"""Forbidden attributes, which would give access to the interpreter or the clock."""
 _CLOCK = re.compile(
     r"""CURRENT_(DATE|TIME|TIMESTAMP)\b | ["']now["'] | ^\s*now\s*$ | \brandom(blob)?\( |
     \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""SQLite functions that return random values or read the clock, which some do by default."""
+"""SQLite functions that return random values or can read the clock."""
 
 
 def parsed(source: str, part: Part) -> ast.Module:
-    """Parse an author's code. Raises InvalidEnvironment if it is invalid or uses a forbidden
+    """Parse an author's code. Raises InvalidEnvironment if it does not parse or uses a forbidden
     feature."""
     try:
         tree = ast.parse(source)
@@ -200,7 +199,7 @@ _Message = dict[str, Any]
 
 
 class ChildEnded(Exception):
-    """Raised if a child process has exited, timed out or sent an invalid message."""
+    """Raised when a child process exits, times out or sends an invalid message."""
 
 
 class _AuthorCodeFailed(Exception): ...
@@ -238,8 +237,8 @@ class _Channel:
 
 
 class Child(_Channel):
-    """A forked process that calls `run` with its channel. `run` must call `_shut` before it runs
-    untrusted code."""
+    """A forked process that calls `run` with its channel. `run` must call `_shut` before it
+    executes untrusted code."""
 
     def __init__(self, run: Callable[[_Channel], None]) -> None:
         ours, theirs = socket.socketpair()
@@ -317,8 +316,8 @@ def _shut() -> None:
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
-    """Start a process for the tools. It answers {"do": "describe"} with the descriptions of the
-    tools, and {"do": "call", "name", "arguments"} with the result as text."""
+    """Start a process that runs the tools. It answers {"do": "describe"} with the tool
+    descriptions, and {"do": "call", "name", "arguments"} with the result as text."""
 
     def run(channel: _Channel) -> None:
         source, database = folder.text("tools.py"), folder.database()
@@ -341,8 +340,8 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Run the source of tools.py and return its public functions as tools. They must have type
-    hints and docstrings."""
+    """Execute the source of tools.py and return its public functions as tools. Every tool needs
+    type hints and a docstring."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(_namespace("tools"), database=database)
@@ -378,7 +377,7 @@ SUBMIT: dict[str, Any] = {
 
 
 def answer_of(text: str) -> Any:
-    """Parse a submitted answer as JSON. Returns the text itself if it is not valid JSON."""
+    """Parse a submitted answer as JSON, or return the text if it is not valid JSON."""
     try:
         answer = json.loads(text)
         # Fails for 1e999, NaN and half of a surrogate pair, which are not JSON.
@@ -389,8 +388,8 @@ def answer_of(text: str) -> Any:
 
 
 def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
-    """Run the verifier on an answer and the original database. Returns whether each requirement is
-    met, or an error message if the verifier fails."""
+    """Run the verifier on an answer and a fresh database. Returns which requirements are met, or an
+    error message if the verifier fails."""
 
     def run(channel: _Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
@@ -436,8 +435,8 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
 
 
 def _function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
-    """Return the function `name`, which can use only the imports directly before it. Raises
-    InvalidEnvironment if the source contains anything except functions and imports."""
+    """Compile the function `name`, with only the imports directly before it. Raises
+    InvalidEnvironment if the source contains anything but functions and imports."""
     pieces: dict[str, list[ast.stmt]] = {}
     imports: list[ast.stmt] = []
     for node in parsed(source, part).body:

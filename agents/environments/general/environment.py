@@ -27,16 +27,14 @@ from keel.agents.environments.general.author_code import (
 
 
 class General:
-    """A task written by an author. Tasks are numbered across all folders. The number comes from the
-    name of the prompt, `name/n`, or from its `reward`, `{"general": {"task": 3}}`.
-
-    The process for the tools is forked before anything else is read, and it cannot open files.
-    Therefore, not even a tool that the policy controls can read an answer.
-    """
+    """An environment written by an author, with tools and a verifier. Tasks are numbered across all
+    folders, and the number comes from the prompt's name, `name/n`, or its `reward`, `{"general":
+    {"task": 3}}`. The tools run in a process that is forked before anything else is read and cannot
+    open files, so a tool that the policy controls cannot read an answer either."""
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
-        """Find the environments in `folder`. If a verifier takes longer than `verify_s` seconds,
-        the answer counts as wrong."""
+        """Load the environments in `folder`. An answer counts as wrong if its verifier takes longer
+        than `verify_s` seconds."""
         self._folders = folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s
         self._tools: Child | None = None
@@ -89,8 +87,8 @@ class General:
             raise EnvironmentGone(f"the tools: {error}") from error
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Grade the answer. `share` is the fraction of requirements that are met. `correct` is 1 if
-        all are met, and 0 otherwise."""
+        """Verify the submitted answer. `share` is the fraction of requirements that are met, and
+        `correct` is 1 only if all are."""
         if self._submitted is None:
             return {"correct": 0.0, "share": 0.0}, {"submitted": False}
         answer = answer_of(self._submitted)
@@ -110,14 +108,15 @@ _SHOWN = 3
 
 
 class Solution:
-    """A running solution. It gets only its own source code and the names of the tools."""
+    """A running solution, which is given only its own source code and the names of the tools."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         spec = task["reward"]
         self._child = solving_child(spec["source"], spec["number"], spec["returns"])
 
     def go(self, said: dict[str, Any]) -> Any:
-        """Send the result of a call. Returns the next call, or {"is": the answer} at the end."""
+        """Send the result of the last tool call. Returns the next call, or {"is": the answer} at
+        the end."""
         try:
             if said:
                 self._child.send(said)
@@ -131,22 +130,22 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """Runs the tools and verifiers in the folder `environment` of the task's reward. Each request
-    may take `within_s` seconds."""
+    """Runs an author's tools and verifiers, from the folder `environment` in the task's reward.
+    Each request can take up to `within_s` seconds."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))
         self._within_s, self._seed = task["reward"]["within_s"], seed
 
     def describe(self) -> Any:
-        """Return the descriptions of the tools, keyed by name."""
+        """Return the tool descriptions by name."""
         (reply,) = self._told([{"do": "describe"}])
         if "raised" in reply:
             raise InvalidEnvironment(str(reply["raised"]))
         return reply["is"]
 
     def results(self, calls: list[dict[str, Any]]) -> Any:
-        """Run the calls in order. Returns {"is": text} or {"raised": text} for each call."""
+        """Run the tool calls in order. Returns {"is": text} or {"raised": text} for each."""
         return self._told(
             [{"do": "call", "name": one["name"], "arguments": one["arguments"]} for one in calls]
         )
@@ -167,13 +166,12 @@ class AuthorWorkshop:
             child.end()
 
     def verdicts(self, number: int, answers: list[Any]) -> Any:
-        """Verify each answer in its own process, and return the result of `verified` for each
-        answer."""
+        """Verify each answer in a separate process. Returns which requirements it meets, or an
+        error message."""
         return [verified(self._folder, number, answer, self._within_s) for answer in answers]
 
     def strings(self, most: int) -> list[str]:
-        """Return the strings in the database in order and without duplicates, at most `most` of
-        them."""
+        """Return up to `most` distinct strings of the database, in order."""
         database: Any = self._folder.database()
         texts = dict[str, None]()
         pending: list[Any] = [database] if type(database) in (dict, list) else []
@@ -192,8 +190,8 @@ class AuthorWorkshop:
         return list(texts)[:most]
 
     def shown(self, most: int) -> list[str]:
-        """Return examples of each kind of entry in the database, with at most `most` characters in
-        total."""
+        """Return example entries from each table or top-level key of the database, with at most
+        `most` characters in total."""
         database: Any = self._folder.database()
         parts = list[str]()
         if type(database) not in (dict, list):
@@ -221,7 +219,7 @@ def _tables(database: Any) -> list[tuple[str, str]]:
 
 
 class DatabaseDesk:
-    """An environment for building a database. Only the submitted database is kept."""
+    """An environment in which the author builds a database. Only the submitted database is kept."""
 
     def __init__(self, most_kib: int, bash_s: float) -> None:
         self._most, self._bash_s = most_kib << 10, bash_s

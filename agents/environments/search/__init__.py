@@ -1,2 +1,1 @@
-"""An environment for searching a corpus. It consists of an index and of tools to search, open and
-find."""
+"""A search environment: a full-text index of a corpus, and tools to search, open and find."""

@@ -1,6 +1,6 @@
-"""Reads the text, HTML and JSONL files in a folder as documents, and builds their full-text index:
-SQLite's FTS5, with passages ranked by BM25. Links are not followed. The text is untrusted, so all
-functions run in time linear in its length."""
+"""Reads text, HTML and JSONL files as documents and builds a full-text index of them: SQLite FTS5
+with passages ranked by BM25. Links are not followed. The text is untrusted, so all functions run in
+time linear in its length."""
 
 from __future__ import annotations
 
@@ -51,25 +51,24 @@ class Library(Protocol):
     """A source of documents, such as an index or the user's adapter for a search API."""
 
     def search(self, query: str, most: int) -> Sequence[Hit]:
-        """Return up to `most` hits, starting with the best. If this raises an exception, the tool
-        call fails."""
+        """Return up to `most` hits, best first. If this raises an exception, the tool call
+        fails."""
         ...
 
     def document(self, name: str) -> Document | None:
-        """Return the document called `name`, or None if it does not exist."""
+        """Look up a document by its name. Returns None if it does not exist."""
         ...
 
 
 def made(name: str, title: str, text: str) -> Document:
-    """Create a document without invisible characters. If it has no title, its name is used as the
-    title."""
+    """Create a document, with invisible characters removed. The title defaults to the name."""
     name = " ".join(cleaned(name).translate(_UNNAMED).split())
     title = " ".join(cleaned(title or "").split())
     return Document(name=name, title=title or name, text=cleaned(text or ""))
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return a sorted list of the files in a folder that can be read as documents."""
+    """List the files of a folder that can be read as documents, sorted."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
     paths: list[Path] = []
@@ -84,8 +83,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    """Return a hash of the files' names, sizes and times. It changes whenever one of the files
-    changes."""
+    """Hash the files' names, sizes and modification times, to detect changes."""
     listed = [
         (os.fsencode(path.relative_to(folder)).hex(), about.st_size, about.st_mtime_ns)
         for path in files
@@ -95,7 +93,7 @@ def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 def _documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
-    """Yield the documents in all files, except blank ones. Error messages contain the file and the
+    """Yield the documents of all files, skipping blank ones. Error messages name the file and the
     line."""
     seen: set[str] = set()
     for path in files:
@@ -179,7 +177,7 @@ _HIDDEN = re.compile(
 
 
 class _VisibleText(HTMLParser):
-    """Collects the text that a browser would display, which excludes hidden instructions."""
+    """Extracts the text that a browser would display, without hidden instructions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +226,8 @@ _KEPT = {"\n", "\t", "\u200c", "\u200d"}
 
 
 def cleaned(text: str) -> str:
-    """Remove extra white space, and invisible characters that could be used to trick a model."""
+    """Collapse white space and remove invisible characters, which could hide instructions for a
+    model."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     unseen = {c for c in set(text) if c not in _KEPT and unicodedata.category(c) in _UNSEEN}
     text = text.translate(dict.fromkeys(map(ord, unseen)))
@@ -241,15 +240,14 @@ def cleaned(text: str) -> str:
 
 
 def _runs(text: str) -> list[str]:
-    """Split a text into words, ignoring case and accents. In scripts without spaces, whole runs of
-    characters are returned."""
+    """Split a text into words, ignoring case and accents. Scripts without spaces are not split."""
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return _TERMS.findall(unicodedata.normalize("NFC", plain))
 
 
 def terms(text: str) -> list[str]:
-    """Return the words of a text. In scripts without spaces, each pair of adjacent characters is a
-    term."""
+    """Split a text into search terms. In scripts without spaces, each pair of adjacent characters
+    is a term."""
     result: list[str] = []
     for run in _runs(text):
         if len(run) > 1 and _RUN.fullmatch(run):
@@ -260,19 +258,19 @@ def terms(text: str) -> list[str]:
 
 
 def signs(text: str) -> list[str]:
-    """Return all characters of a text that belong to a script without spaces."""
+    """Keep only the characters that belong to a script without spaces."""
     return [sign for run in _runs(text) if _RUN.fullmatch(run) for sign in run]
 
 
 def squeeze(text: str) -> str:
-    """Return only the letters and digits of a text, without case and accents. Quotes are compared
-    in this form."""
+    """Keep only the letters and digits, without case and accents, so that quotes can be
+    compared."""
     return "".join(_runs(text))
 
 
 def spans(text: str, most: int) -> list[tuple[int, int]]:
-    """Split `text` into (start, end) ranges of at most `most` characters. If a line, a sentence or
-    a word ends in the second half of a range, the range ends there."""
+    """Split `text` into (start, end) ranges of at most `most` characters. A range ends early if a
+    line, a sentence or a word ends in its second half."""
     boundaries: list[tuple[int, int]] = []
     start = 0
     while len(text) - start > most:
@@ -285,8 +283,8 @@ def spans(text: str, most: int) -> list[tuple[int, int]]:
 
 
 def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
-    """Return the part of `text`, about `most` characters long, that contains the largest number of
-    different terms in `wanted`."""
+    """Return the part of `text` with the most distinct terms in `wanted`, about `most` characters
+    long."""
     wanted = set(wanted)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]
@@ -316,7 +314,7 @@ where found match ? order by bm25(found) limit ?
 
 
 class SearchIndex:
-    """An open index, which can be used as a `Library`."""
+    """An open full-text index. Implements `Library`."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -372,7 +370,7 @@ class SearchIndex:
             yield Document(name=row[0], title=row[1], text=row[2])
 
     def frequency(self, phrase: str) -> int:
-        """Count the documents with a passage that contains `phrase` exactly."""
+        """Count the documents that contain `phrase` exactly, within one passage."""
         if not (words := terms(phrase)):
             return 0
         columns = "signs" if _alone(words[0]) and len(words) == 1 else "{title terms}"
@@ -391,8 +389,8 @@ class SearchIndex:
 
 
 def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
-    """Build the index for `folder` if it is missing or a file has changed, and return its path.
-    Raises ValueError if the corpus is unreadable or contains a file from `without`."""
+    """Build the index of `folder` if it is missing or outdated, and return its path. Raises
+    ValueError if the corpus is unreadable or contains a file from `without`."""
     folder = folder.expanduser()
     files = _files_of(folder)
     if path is None:

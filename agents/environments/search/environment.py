@@ -1,6 +1,6 @@
-"""An environment for a search agent, with tools to search, open and find in a corpus or search API.
-Its verdict is about the citations, and the prompt's own reward about the answer, as in
-DeepSeek-V3.2 (2025), section 3.2.3."""
+"""An environment for search agents, with tools to search, open and find in a corpus or search API.
+The verdict covers the citations, and the prompt's own reward covers the answer, as in DeepSeek-V3.2
+(2025), section 3.2.3."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _citations_in(text: str) -> list[tuple[str, str]]:
 
 
 def quote_fault(quote: str, document: Document) -> str:
-    """Return the reason a quote is invalid, or "" if it is valid. White space, case and punctuation
-    are ignored."""
+    """Explain why a quote is invalid, or return "" if it is valid. White space, case and
+    punctuation are ignored."""
     words = squeeze(quote)
     if len(words) < (_MIN_SIGNS if len(signs(quote)) > len(words) / 2 else _MIN_LETTERS):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
@@ -77,10 +77,10 @@ def _squeezed(text: str) -> str:
 
 
 class Search:
-    """An environment for questions from JSONL, which searches the folder `corpus` with its `index`.
-    Instead of these, `library` can be the name of a function (`module:name`), which is called with
-    `options` and returns a `Library`. A `Library` can also be passed as `ready`. If `cite` is set,
-    the policy is asked for citations."""
+    """A search environment for questions from JSONL. It searches the folder `corpus` through its
+    `index`, or a `Library`: either `ready`, or one returned by the function `library`
+    (`module:name`), which is called with `options`. With `cite`, the policy is asked to cite its
+    sources."""
 
     def __init__(
         self,
@@ -185,9 +185,9 @@ class Search:
         return made(document.name, document.title, document.text) if document is not None else None
 
     def verdict(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any]:
-        """Return two shares. `citations` is the share of citations that are valid, or 0 without
-        any. `evidence` is the share of the task's source documents that were opened, or 1 if the
-        task names none."""
+        """Return two fractions: `citations`, the fraction of citations that are valid (0 without
+        citations), and `evidence`, the fraction of the task's source documents that were opened (1
+        if the task names none)."""
         turns = [message for message in messages if message.get("role") == "assistant"]
         text = str(turns[-1].get("content") or "") if turns else ""
         faults = [
@@ -208,8 +208,7 @@ def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
     """Index the corpus before a run, outside the sandbox. Returns the arguments and the paths that
-    the environment needs to read. Raises ValueError if the corpus contains a file from `without`.
-    """
+    the environment has to read. Raises ValueError if the corpus contains a file from `without`."""
     arguments = dict(arguments)
     path = Path(str(arguments["index"])) if arguments.get("index") else None
     if corpus := arguments.pop("corpus", ""):
@@ -219,8 +218,8 @@ def prepare(
 
 
 def named_library(library: str, options: Mapping[str, Any]) -> Library:
-    """Call the function `library` (`module:name`) with `options`, and return the library that it
-    creates. Modules in the working directory can be imported."""
+    """Import the function `library` (`module:name`) and call it with `options` to create a library.
+    Modules in the working directory can be imported."""
     module, _, name = library.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a local file does not replace a package

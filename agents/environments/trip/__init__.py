@@ -1,1 +1,1 @@
-"""An environment for planning trips in fictional cities, as in DeepSeek-V3.2 (2025)."""
+"""Trip planning in fictional cities, as in DeepSeek-V3.2 (2025)."""

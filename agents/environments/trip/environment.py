@@ -1,5 +1,5 @@
-"""The environment for planning a trip, with fifteen tools and a verdict. The task and the tools are
-the same as in DeepSeek-V3.2 (2025), section 3.2.3."""
+"""The trip planning environment, with fifteen tools and a verdict. Task and tools follow
+DeepSeek-V3.2 (2025), section 3.2.3."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ _GUESSES = 40
 
 
 class Trip:
-    """An environment in which the policy plans one trip. The `reward` of the prompt selects the
-    task, as in `{"trip": {"level": 0, "seed": 17}}`. Otherwise, `level` and the episode's seed
-    select it."""
+    """An environment for planning one trip. The task is given by the `reward` of the prompt, as in
+    `{"trip": {"level": 0, "seed": 17}}`, or otherwise by `level` and the seed of the episode."""
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask] | None = None) -> None:
         if not 0 <= level < len(LEVELS):
@@ -151,8 +150,8 @@ class Trip:
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Return the share of the required steps that were done. The steps are requesting each
-        necessary list and submitting a plan, which counts in proportion to `share`."""
+        """Return the fraction of steps completed. Each list that the task requires is a step, and
+        submitting a plan is another, weighted by `share`."""
         task, kinds = self._task, self._task.level.kinds
         if task.cities is None:
             looked, needed = {kind for kind, _ in self._seen} & set(kinds), len(kinds)
@@ -191,8 +190,7 @@ def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
 
 
 def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Draw a task from a seed. The task can be solved with its tools, and most random plans
-    fail."""
+    """Generate a task from a seed. It is solvable with its tools, and most random plans fail."""
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
         trip = Trip(ready=(world, task))
@@ -244,8 +242,7 @@ _Day = Mapping[str, str]
 
 
 def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
-    """Return, for each requirement, whether `answer` meets it. If the answer is malformed, only
-    `form` is returned."""
+    """Check which requirements `answer` meets. Returns only `form` if the answer is malformed."""
     plan = parse(task, answer)
     if plan is None:
         return {"form": False}
@@ -253,7 +250,7 @@ def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
 
 
 def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
-    """Return the days of a plan, or None if the answer is malformed or contains other keys."""
+    """Parse a plan into its days. Returns None if it is malformed or has unknown keys."""
     if len(answer) > _MAX_CHARACTERS:
         return None
     keys = task.level.keys
@@ -350,7 +347,7 @@ _ABOUT = {
 
 
 def solve(task: TripTask) -> Calls:
-    """Search for a plan that solves the task, and submit it. Returns True if a plan was found."""
+    """Search for a plan that solves the task, and submit it. Returns whether one was found."""
     known: dict[tuple[str, str], list[dict[str, Any]]] = {}
     if task.cities is not None:
         routes = [task.cities]

@@ -1,5 +1,5 @@
-"""Trip tasks in fictional countries, drawn from a seed. A task asks for a plan for several days. No
-place may be visited twice, and there is a rule about hotel prices."""
+"""Generates trip planning tasks in fictional countries from a seed. A task asks for a plan of
+several days, with no place visited twice and a rule about hotel prices."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Requirements for a day whose hotel costs at least `low` and less than `high` CNY. None means
-    that there is no requirement."""
+    """Requirements for days whose hotel costs at least `low` and less than `high` CNY. None means
+    no requirement."""
 
     low: int
     high: int | None = None
     meals_below: int | None = None
-    """The two restaurants must cost less than this together, in CNY."""
+    """Upper limit for the total price of the two restaurants, in CNY."""
     both_rated: float | None = None
     one_rated: float | None = None
     ticket_below: int | None = None
@@ -37,7 +37,8 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A level of difficulty: the size of the worlds and the requirements of the tasks."""
+    """Settings for a level of difficulty: the size of the world and the requirements of the
+    tasks."""
 
     cities: int
     hotels: int
@@ -68,12 +69,12 @@ class Level:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of places that a plan names."""
+        """The kinds of places that a plan must name."""
         return [kind for kind in KINDS if any(kind in key for key in self.keys)]
 
     @property
     def tools(self) -> tuple[str, ...] | None:
-        """The names of the available tools, or None for all tools."""
+        """Names of the available tools, or None for all."""
         if not self.fixed:
             return None
         lists = [f"get_all_{kind}s_by_city" for kind in self.kinds]
@@ -155,7 +156,7 @@ class World:
 
 
 def _make_world(seed: int, level: Level, dates: tuple[str, ...]) -> World:
-    """Draw a world from a seed. The same seed gives the same world on every machine."""
+    """Generate a world from a seed, the same one on every machine."""
     draw = random.Random(f"world {seed}")
     long = level.long_names
     names = _names(draw, long)
@@ -229,7 +230,7 @@ def _names(draw: random.Random, long: bool) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTask:
-    """A task for the policy. The prompt describes it in full."""
+    """A task for the policy, fully described by its prompt."""
 
     level: Level
     dates: tuple[str, ...]
@@ -295,7 +296,7 @@ class TripTask:
 
 
 def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Draw a world and a task, which may have no solution."""
+    """Draw a world and a task. The task can be unsolvable."""
     draw = random.Random(f"task {seed}")
     first = _FIRST_DAY + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
