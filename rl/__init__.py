@@ -1,3 +1,2 @@
 """The RL algorithm: losses, advantages, masks, packing, and the data types passed between pipeline
-stages. It uses only torch and numpy, and does not depend on Ray, vLLM, DeepSpeed or transformers.
-"""
+stages. It uses only torch and numpy, not Ray, vLLM, DeepSpeed or transformers."""

@@ -1,4 +1,4 @@
-"""Computes group-relative advantages."""
+"""Compute group-relative advantages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from keel.rl.checks import require, require_rows
 
 Scale = Literal["none", "std"]
 _ROUNDING_ULP = 4
-"""Tolerance for treating rewards as equal, in units in the last place of the largest reward in the
-group."""
+"""Rewards in a group count as equal if they differ by at most this many units in the last place of
+the largest reward."""
 
 
 def group_advantages(rewards: Tensor, *, scale: Scale = "none") -> Tensor:
@@ -23,7 +23,7 @@ def group_advantages(rewards: Tensor, *, scale: Scale = "none") -> Tensor:
     advantages are exactly 0.
 
     With `scale="std"`, advantages are divided by the group's standard deviation (with Bessel's
-    correction), as in the original GRPO (DeepSeekMath, 2024). Zero advantages stay 0, since the
+    correction), as in the original GRPO (DeepSeekMath, 2024). Zero advantages stay 0, because the
     division would turn rounding errors into large advantages.
 
     Raises `ValueError` if rewards have no group axis, have an integer dtype or are not finite

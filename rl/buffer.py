@@ -1,6 +1,6 @@
 """The buffer between sampling and training. It limits how far sampling runs ahead of training and
-filters groups. The buffer itself uses no threads or clocks; `keel.trainer.batch_stream` adds them.
-Only `GroupBuffer.room` limits how many prompts are submitted."""
+filters out uninformative groups. It uses no threads or clocks; `keel.trainer.batch_stream` adds
+them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _Filter = Literal["none", "reward", "correct"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The groups used in one training step."""
+    """Groups for one training step."""
 
     groups: tuple[ScoredGroup, ...]
-    """The groups, in the order in which their prompts were submitted."""
+    """Groups to train on, in the order in which their prompts were submitted."""
     discarded: tuple[ScoredGroup, ...] = ()
     """Groups that were sampled for this batch but filtered out."""
     metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
@@ -30,10 +30,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """Limits how stale the sampling weights may be. `batches` is the number of batches sampled
-    ahead of training. `publish_every` is the number of steps between weight updates. `updates` is
-    the number of optimizer steps per batch; each optimizer step creates a new version of the
-    weights."""
+    """Limits how stale the sampling weights can become. `batches` is the number of batches sampled
+    ahead of training, `publish_every` the number of steps between weight updates, and `updates` the
+    number of optimizer steps per batch. Each optimizer step creates a new version of the weights.
+    """
 
     batches: int = 0
     publish_every: int = 1
@@ -41,8 +41,8 @@ class Lag:
 
     @property
     def versions(self) -> int:
-        """The maximum staleness of a token: how many versions the weights may advance between
-        sampling the token and training on it."""
+        """Maximum staleness of a token: the number of weight versions between sampling it and
+        training on it."""
         return (self.batches + self.publish_every - 1) * self.updates
 
 
@@ -63,23 +63,22 @@ class GroupBuffer:
     sampled from exactly the weights that it then updates. If a group is filtered out, a new prompt
     takes its slot. The new prompt joins the end of the queue and is sampled from newer weights.
 
-    Groups are trained on in the order in which their prompts were submitted, and a step waits for
-    all its groups. Training on finished groups first would favour short completions and let the
-    long ones become stale. The order also enforces `Lag.versions` without comparing versions. While
-    the engines are at step a, only groups for steps up to a + `publish_every` + `batches` can be
-    submitted, so none is trained on later than that. No other order could wait less: with new
-    weights at every step, the submitted groups fill all steps up to the bound, so moving one group
-    forward would push another beyond it.
+    Groups are trained on in submission order, and a step waits for all its groups. Training on
+    finished groups first would favour short completions and let the long ones become stale. The
+    order also enforces `Lag.versions` without comparing versions. While the engines are at step a,
+    only groups for steps up to a + `publish_every` + `batches` can be submitted, so none is trained
+    on later than that. No other order could wait less: with new weights at every step, the
+    submitted groups fill all steps up to this limit, so moving one group forward would push another
+    past it.
 
-    The same rule covers trajectories with many turns, and no trajectory is dropped because of its
-    age. The oldest token of a trajectory is its first one, which was sampled from weights no older
-    than those in use when the prompt was submitted. A trajectory therefore spans at most
-    `Lag.versions` new versions, however many turns it has; after that, the trainer waits for it.
-    Dropping trajectories whose oldest token is too stale would drop exactly the long ones. Bad
-    completions that have become too off-policy are handled by the sequence mask.
+    Multi-turn trajectories follow the same rule and are never dropped because of their age. The
+    first token of a trajectory is its oldest, and it was sampled from weights no older than those
+    in use when the prompt was submitted. A trajectory therefore spans at most `Lag.versions` new
+    versions, however many turns it has; after that, the trainer waits for it. Dropping stale
+    trajectories would drop exactly the long ones. The sequence mask handles bad completions that
+    are too off-policy.
 
-    Groups are also filtered in the order of their prompts, so the result does not depend on when
-    they arrive.
+    Groups are also filtered in submission order, so the result does not depend on when they finish.
     """
 
     def __init__(
@@ -92,39 +91,39 @@ class GroupBuffer:
         filter_by: _Filter = "none",
         max_refills: float = 0.0,
     ) -> None:
-        """Create a buffer for steps `start` + 1 … `steps`, with `batch` groups per step. At most
-        `max_refills` · `batch` groups may be discarded per batch."""
+        """Create a buffer for steps `start` + 1 … `steps` with `batch` groups per step. Each batch
+        can discard at most `max_refills` · `batch` groups."""
         self._batch, self._lag, self._steps = batch, lag, steps
         self._filter: _Filter = filter_by
         self._budget = int(max_refills * batch)
         self._adopted = start
         self._submitted = start * batch
-        """Number of prompts submitted since step 1, not counting discarded ones."""
+        """Number of prompts submitted since step 1, excluding discarded ones."""
         self._numbers = 0
         self._queue: dict[int, _Place] = {}
-        """The groups that have been neither kept nor discarded yet, keyed by number and in order.
-        The first one has not arrived yet."""
+        """Groups that have been neither kept nor discarded yet, keyed by number in submission
+        order. The first one is still being sampled."""
         self._members: list[ScoredGroup] = []
         self._discarded: list[ScoredGroup] = []
         self._counts: Counter[str] = Counter()
         self._batches: deque[Batch] = deque()
 
     def room(self) -> int:
-        """Return the number of prompts to submit now. A resumed run still submits up to the next
-        scheduled weight update, so it continues as if it had not been interrupted."""
+        """Return how many prompts to submit now. A resumed run submits prompts up to the next
+        scheduled weight update, just as it would have without the interruption."""
         every = self._lag.publish_every
         ahead = (self._adopted // every + 1) * every + self._lag.batches
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
 
     def submitted(self, prompt: Prompt) -> int:
-        """Register a submitted prompt and return the number assigned to its group."""
+        """Register a submitted prompt and return the number of its group."""
         self._submitted += 1
         self._numbers += 1
         self._queue[self._numbers] = _Place(prompt)
         return self._numbers
 
     def arrived(self, number: int, group: ScoredGroup) -> None:
-        """Add the sampled and scored group with this number."""
+        """Add a group that has been sampled and scored."""
         place = self._queue[number]
         place.group, place.reason = group, uninformative(group, self._filter)
         for first, place in list(self._queue.items()):
@@ -135,26 +134,25 @@ class GroupBuffer:
         self._free_early()
 
     def awaited(self) -> list[int]:
-        """Return the numbers of the unfinished groups that the next batch is certain to need."""
+        """Return the numbers of the unfinished groups that the next batch needs."""
         missing = 0 if self._batches else self._batch - len(self._members)
         return [n for n, place in islice(self._queue.items(), missing) if place.group is None]
 
     def ready(self) -> bool:
-        """Return True if the next batch is complete."""
         return bool(self._batches)
 
     def take(self) -> Batch:
-        """Remove and return the next batch. Call this only when `ready` returns True."""
+        """Remove and return the next batch. Requires that `ready` returns True."""
         return self._batches.popleft()
 
     def adopted(self, step: int) -> None:
-        """Free the slots of the groups trained on up to `step`. It is called as soon as the engines
-        use the resulting weights."""
+        """Free the slots of the groups trained on up to `step`. Call this as soon as the engines
+        use the new weights."""
         self._adopted = max(self._adopted, step)
 
     def unfinished(self) -> tuple[Prompt, ...]:
-        """Return the prompts that have not been trained on, in the order in which they were
-        submitted. A resumed run submits them again."""
+        """Return the prompts that have not been trained on, in submission order. A resumed run
+        submits them again."""
         groups = [*(group for batch in self._batches for group in batch.groups), *self._members]
         queue = (place.prompt for place in self._queue.values() if not place.freed)
         return (*(group.group.prompt for group in groups), *queue)
@@ -176,8 +174,8 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """A group is certain to be discarded if the budget suffices even when all undecided groups
-        before it are discarded, too."""
+        """Free the slots of groups that will be discarded even if all undecided groups before them
+        are discarded too."""
         discarded = len(self._discarded)
         for place in self._queue.values():
             discarded += place.group is None or place.reason is not None
@@ -194,10 +192,10 @@ class GroupBuffer:
 def uninformative(
     group: ScoredGroup, by: _Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
-    """Return the reason for filtering out a group, or None to keep it. With `by="reward"`, a group
-    is filtered out if all its advantages are 0. With `by="correct"`, it is filtered out if all its
-    completions have the same `correct` value, even if they differ in length or format. A group that
-    lost all its completions is `empty`, and a group with one completion left is `lone`."""
+    """Return the reason for filtering out a group, or None to keep it. `by="reward"` filters out
+    groups whose advantages are all 0. `by="correct"` filters out groups whose completions all have
+    the same `correct` value, even if they differ in length or format. Groups with no completions
+    are `empty`, and groups with only one are `lone`."""
     if by == "none":
         return None
     if len(group.parts_G) < 2:
@@ -212,11 +210,10 @@ def uninformative(
 
 
 def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """Split the groups evenly (±1) between `updates` optimizer steps. Groups that contribute a
-    gradient (not `ScoredGroup.idle`) are also split evenly. If there are too few of these for every
-    step, fewer steps are returned, because momentum would move the weights even without a gradient.
-    At least one step remains if there are any completions. Groups without completions are omitted.
-    Raises `ValueError` if `updates` is below 1."""
+    """Split groups evenly between `updates` optimizer steps. Groups with a gradient (not
+    `ScoredGroup.idle`) are also split evenly. If there are fewer of these than steps, fewer steps
+    are returned, because momentum would move the weights even without a gradient. Groups without
+    completions are omitted. Raises `ValueError` if `updates` is below 1."""
     if updates < 1:
         raise ValueError(f"updates = {updates}: must be at least 1")
     sampled = [group for group in groups if group.group.trajectories]

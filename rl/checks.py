@@ -1,4 +1,4 @@
-"""Argument checks for the losses. An error names the invalid argument and, for an invalid value,
+"""Check the arguments of the losses. Errors name the invalid argument and, for an invalid value,
 its row. Shapes and dtypes are always checked. Values are checked on the CPU only, because each
 check would stall a GPU. During training, `keel.rl.packing.MicroBatch` has already checked the
 values on the host."""
@@ -10,7 +10,6 @@ from torch import Tensor
 
 
 def require(ok: bool, message: str) -> None:
-    """Raise `ValueError` with `message` if `ok` is False."""
     if not ok:
         raise ValueError(message)
 
@@ -26,7 +25,7 @@ def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
 
 def require_log_probs(logp: Tensor, **others: Tensor) -> None:
     """Check that all arguments are float32 or float64 vectors of the same length. Half precision is
-    too coarse for log-probabilities: near 10 nats, adjacent bfloat16 values are 0.06 apart."""
+    too coarse: near 10 nats, adjacent bfloat16 values are 0.06 apart."""
     for name, value in {"logp": logp, **others}.items():
         require(value.ndim == 1, f"{name} has shape {list(value.shape)}: must be 1-D, [N]")
         require(
@@ -55,7 +54,7 @@ def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -
 
 
 def checked_weight(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
-    """Check `sequence_weight` [S] and return it in the dtype of `logp`, or ones if it is None."""
+    """Validate `sequence_weight` [S] and convert it to the dtype of `logp`. None becomes ones."""
     if weight is None:
         return torch.ones_like(sequence_tokens, dtype=logp.dtype)
     require(

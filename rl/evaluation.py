@@ -1,4 +1,4 @@
-"""Evaluation metrics, and the rule for when a completion passes."""
+"""Compute evaluation metrics and decide when a completion passes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ from keel.rl.metrics import Mean, Metric, Sum, mean_of
 from keel.rl.types import FUNCTIONS, ScoredGroup
 
 ERROR = "error"
-"""The name of the reward part that is above 0 if a completion could not be scored."""
+"""Name of the reward component that is positive if a completion could not be scored."""
 _PASS = 1 - 1e-9
-"""The lowest `correct` value of a passing completion: 1, minus the rounding error of a weighted
-mean. Reward functions keep partial credit well below this (`keel.rewards.rules.reasoning_gym`)."""
+"""Minimum `correct` value of a passing completion. It is slightly below 1 to tolerate rounding in a
+weighted mean. Reward functions keep partial credit well below it
+(`keel.rewards.rules.reasoning_gym`)."""
 FAIL = 1e-9
-"""The highest `correct` value of a completion without any credit: 0, plus the rounding error."""
+"""Maximum `correct` value of a completion without any credit. It is slightly above 0 to tolerate
+rounding."""
 
 
 def passed(correct: float) -> bool:
-    """Return True if a completion is fully correct. Partial credit and NaN do not count as a pass.
-    Evaluations, filters and comparisons all use this rule."""
+    """Return True if a completion is fully correct. Partial credit and NaN do not count."""
     return correct >= _PASS
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """Return an unbiased estimate of the probability that at least one of k completions passes. The
-    estimate is 1 − C(n−c, k) / C(n, k), where n is `samples` and c is `passes` (Chen et al., 2021,
-    Eq. 1). Raises ValueError unless 1 ≤ k ≤ samples."""
+    """Estimate the probability that at least one of k completions passes, without bias: 1 − C(n−c,
+    k) / C(n, k), where n is `samples` and c is `passes` (Chen et al., 2021, Eq. 1). Raises
+    ValueError unless 1 ≤ k ≤ samples."""
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} completions: k must be between 1 and {samples}")
     return 1 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
-    """Compute evaluation metrics from scored groups, which have one or more completions per prompt.
+    """Compute evaluation metrics from scored groups.
 
     pass@1    fraction of the requested completions that are fully correct (`passed`), where
               missing and unscored ones count as wrong (Chen et al., 2021, k = 1)
-    score     mean of `correct` over the present completions, including partial credit; 0 if the
+    score     mean of `correct` over all scored completions, including partial credit; 0 if the
               verifier failed
     unscored  number of completions that are missing or whose `correct` could not be determined
     """

@@ -1,4 +1,4 @@
-"""Helper functions for combining `concurrent.futures.Future` objects."""
+"""Helpers for `concurrent.futures.Future`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ U = TypeVar("U")
 
 
 def failed(error: BaseException) -> Future[Any]:
-    """Return a future that has already failed with `error`."""
+    """Create a future that has already failed with `error`."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
 
 
 def done() -> Future[None]:
-    """Return a future that has already completed with the result None."""
+    """Create a future that has already completed with the result None."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
 
 
 def on_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Run `call` on a new daemon thread called `name`, and return a future for its result. If the
-    call hangs, the thread can be abandoned."""
+    """Run `call` on a new daemon thread and return a future for its result. If the call hangs, the
+    caller can abandon the thread."""
     result: Future[T] = Future()
     threading.Thread(target=settle, args=(result, call), name=name, daemon=True).start()
     return result
@@ -36,8 +36,8 @@ def on_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:
     """Call `make` once all `futures` have completed, and return a future for its result. `make`
-    runs in the thread that completes the last future. If one of the futures failed, reading its
-    result in `make` raises its error. If `make` raises, the returned future fails."""
+    runs in the thread that completes the last future. Reading a failed future in `make` raises its
+    error, which then fails the returned future."""
     made: Future[T] = Future()
     pending, lock = len(futures), threading.Lock()
 
@@ -57,9 +57,8 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
 
 
 def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
-    """Chain two asynchronous steps: pass the result of `first` to `start`, and return a future for
-    the result of the step that it starts. The future fails if either step fails. Cancelling it
-    cancels `first`."""
+    """Pass the result of `first` to `start`, and return a future for the result of the future that
+    `start` returns. It fails if either of them fails. Cancelling it cancels `first`."""
     last: Future[U] = Future()
 
     def first_is_done(_: Future[T]) -> None:
@@ -77,8 +76,8 @@ def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
 
 
 def settle(future: Future[T], make: Callable[[], T]) -> None:
-    """Complete a future with the result of `make`, or with the error that it raises. The outcome is
-    dropped if the future is already done."""
+    """Complete a future with the result of `make` or the error that it raises. Does nothing more if
+    the future is already done."""
     try:
         result = make()
     except BaseException as error:

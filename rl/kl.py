@@ -6,13 +6,13 @@ from __future__ import annotations
 from torch import Tensor
 
 BOUND = 20.0
-"""Largest absolute log-ratio, in nats, that is exponentiated. It corresponds to a ratio of 5e8."""
+"""Maximum absolute log-ratio, in nats, that is exponentiated. It corresponds to a ratio of 5e8."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
     """Clamp values to ±`BOUND`, with a straight-through gradient of 1. An ordinary clamp has no
-    gradient outside the bound, which is where the policy has drifted furthest. NaN and infinities
-    become NaN: they are never valid log-ratios, and clamping would hide the error."""
+    gradient for large values, where the policy has drifted furthest. NaN and infinities become NaN,
+    so that clamping does not hide an error."""
     return log_ratio.clamp(-BOUND, BOUND).detach() + (log_ratio - log_ratio.detach())
 
 
@@ -21,9 +21,9 @@ def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
 
         ρ − log ρ − 1,   ρ = π_ref/π_θ
 
-    The log-ratio is clamped to ±`BOUND` in the exponential only. The value is unbiased for samples
-    of π_θ, but its gradient is not the gradient of the KL (d/dlogp = 1 − ρ); see `unbiased_k3`.
-    Schulman (2020).
+    The log-ratio is clamped to ±`BOUND` only inside the exponential. The value is unbiased for
+    samples of π_θ, but its gradient is not the gradient of the KL (d/dlogp = 1 − ρ); see
+    `unbiased_k3`. Schulman (2020).
 
     Shapes: both [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
     """
@@ -33,14 +33,14 @@ def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
 
 
 def unbiased_k3(logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
-    r"""Estimate KL(π_θ ‖ π_ref) per token from samples of π_old, with an unbiased gradient.
+    """Estimate KL(π_θ ‖ π_ref) per token from samples of π_old, with an unbiased gradient.
 
         r · (ρ − log ρ − 1),   r = π_θ/π_old,   ρ = π_ref/π_θ
 
     The ratio is not detached: d/dlogp = r · (logp − logp_ref), which makes the *gradient* unbiased.
     The gradient does not contain ρ, so `BOUND` on ρ changes the value only, but `BOUND` on r limits
-    r in the gradient, too. Gradient flows to `logp` only: π_old and π_ref are data. DeepSeek-V3.2
-    (2025), Eq. 7.
+    r in the gradient, too. Gradient flows to `logp` only: π_old and π_ref are constants.
+    DeepSeek-V3.2 (2025), Eq. 7.
 
     Shapes: all [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
     """

@@ -1,6 +1,9 @@
 """The training losses: the GRPO loss from section 3.1 of DeepSeek-V3.2 (2025) and the
-log-likelihood loss. A step can be split over several calls. Each call returns its share of the
-loss, and the shares add up to the loss of the whole step."""
+log-likelihood loss.
+
+A step can be split over several calls. Each call returns a partial loss, and the partial losses add
+up to the loss of the whole step.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +38,20 @@ _FAR = 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """One call's share of a loss, with its metrics."""
+    """The partial loss of one call, with its metrics."""
 
     loss: Tensor
-    """The scalar loss, which carries the gradient."""
+    """Scalar loss with gradient."""
     totals: Tensor
-    """The numbers of all metrics in the order of `kinds`, float64 on the loss's device. A mean has
-    two numbers: a sum and a count."""
+    """Numbers of all metrics in the order of `kinds`, float64 on the loss's device. A mean has two
+    numbers: a sum and a count."""
     kinds: Mapping[str, type[Mean] | type[Sum] | type[Max]]
-    """The type of each metric."""
+    """Type of each metric."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The metrics of this share, which can be merged with those of other shares. Read them
-        after the backward pass, because reading waits for the device and copies them from it."""
+        """Metrics of this call, which can be merged with those of other calls. Read them after the
+        backward pass, because reading copies them from the device and waits for it."""
         numbers = (float(number) for number in self.totals.cpu())
         return {
             name: Mean(next(numbers), next(numbers))
@@ -75,7 +78,7 @@ def grpo_loss(
     sequence_weight: Tensor | None = None,
     sequence_gap: Tensor | None = None,
 ) -> LossOutput:
-    """Compute one call's share of the GRPO loss (DeepSeek-V3.2, 2025, Eq. 5 and 7–9).
+    """Compute the GRPO loss (DeepSeek-V3.2, 2025, Eq. 5 and 7–9), or one call's part of it.
 
         −1/B Σ_i w_i/|o_i| Σ_t [ min(r Â_i, clip(r, 1−ε_low, 1+ε_high) Â_i) · M_i − β_t · KL_t ]
 
@@ -102,17 +105,17 @@ def grpo_loss(
     where the step has n groups and the group of sequence i has G_i sequences
     (`keel.rl.packing.pack`).
 
-    Both denominators are global, so however a step is split into ranks, micro-batches and segments,
-    the shares (and gradients) add up. With `mask_delta`, a sequence with a negative advantage must
-    come in one call or with its `sequence_gap`, because M depends on the whole sequence. N = 0
+    Both denominators are global, so partial losses and gradients add up, however a step is split
+    into ranks, micro-batches and segments. With `mask_delta`, a sequence with a negative advantage
+    must come in one call or with its `sequence_gap`, because M depends on the whole sequence. N = 0
     gives a loss of 0. The advantage may vary within a sequence, as in the paper (Â_{i,t}).
 
     Gradient flows to `logp` only. NaN and infinities in `logp_ref` have no effect where β = 0, and
     neither does an infinite log-ratio of a clipped token or of a sequence with M = 0, unless β > 0
-    there. All other NaN and infinite values reach the loss, so that an error is not hidden.
+    there. All other NaN and infinite values reach the loss, so that errors are not hidden.
 
     Metrics:
-        loss                              share of the loss
+        loss                              this call's part of the loss
         kl/ref                            the chosen estimator, where `logp_ref` is not NaN
         mismatch/kl                       k3 of π_old against π_θ
         mismatch/logp_abs                 |log π_θ − log π_old|
@@ -202,10 +205,10 @@ def _surrogate(
 ) -> tuple[Tensor, Tensor]:
     """Return min(r Â, clip(r) Â) · M and a mask of the tokens where the clip is active, both [N].
 
-    The minimum picks the clipped side where r is above the range and Â > 0, or below it and Â < 0.
-    Excluded tokens are removed before the exponential instead of being multiplied by 0 afterwards,
-    so that an infinite log-ratio at one token cannot reach the gradients of the others. NaN counts
-    as not clipped, so it reaches the loss.
+    The clip is active where r is above the range and Â > 0, or below it and Â < 0. Excluded tokens
+    are removed before the exponential instead of being multiplied by 0 afterwards, so that an
+    infinite log-ratio at one token cannot reach the gradients of the others. NaN counts as not
+    clipped, so it reaches the loss.
     """
     with torch.no_grad():
         ratio = log_ratio.clamp(-BOUND, BOUND).exp()
@@ -299,7 +302,7 @@ def nll_loss(
     total_sequences: int,
     sequence_weight: Tensor | None = None,
 ) -> LossOutput:
-    """Compute one call's share of the negative mean log-likelihood.
+    """Compute the negative mean log-likelihood, or one call's part of it.
 
         −1/B Σ_i w_i/|o_i| Σ_t log π_θ(o_{i,t})
 
@@ -313,9 +316,9 @@ def nll_loss(
         total_sequences   B, conversations in the whole optimizer step
         sequence_weight   [S] w, 1 on average over the step; None: all ones
 
-    The denominators are global, so however a step is split, the shares and gradients add up. N = 0
-    gives a loss of 0. The metrics are `loss` and `nll`, the unweighted mean of −log p over tokens,
-    in nats. Raises `ValueError` if an argument is invalid.
+    The denominators are global, so partial losses and gradients add up, however a step is split. N
+    = 0 gives a loss of 0. The metrics are `loss` and `nll`, the unweighted mean of −log p over
+    tokens, in nats. Raises `ValueError` if an argument is invalid.
     """
     _check_step(sequence_tokens, total_sequences)
     require_log_probs(logp)

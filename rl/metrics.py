@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import reduce
 
 MEASURES = ("/pass@1", "/loss", "/indexer/held")
-"""Suffixes of the main evaluation metrics. Summaries and reports show these metrics."""
+"""Suffixes of the main evaluation metrics, which summaries and reports show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean, stored as a sum and a count so that several means can be merged."""
+    """A mean, stored as a sum and a count so that it can be merged with others."""
 
     total: float
     count: float
@@ -45,7 +45,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A maximum, which is NaN if any value is NaN."""
+    """A maximum. It is NaN if any value is NaN."""
 
     largest: float
 
@@ -79,10 +79,10 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return each metric's value as a Python number."""
+    """Convert metrics to Python numbers."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
 def mean_of(items: Iterable[float]) -> Mean:
-    """Return the mean of some Python numbers, as a metric that can be merged."""
+    """Create a mergeable mean from numbers."""
     return reduce(lambda acc, x: Mean(acc.total + x, acc.count + 1), items, Mean(0.0, 0.0))

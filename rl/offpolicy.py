@@ -63,13 +63,13 @@ def off_policy_sequence_mask(
 
 
 def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
-    """Compute how much probability mass is missing from each sampling mask: max(0, log p² − log m),
-    in nats.
+    """Compute the probability mass missing from each sampling mask: max(0, log p² − log m), in
+    nats.
 
-    m = Σ_{v∈S} π_θ(v) is the probability of the sampling mask S within the whole vocabulary. Keep
-    Sampling Mask compares policies only within S, so ratios, the clip and the sequence mask do not
-    show how much probability later policies move out of S. Added to the loss as a penalty, with the
-    weights of Eq. 5, the shortfall keeps the policy within S and does not constrain it there. This
+    m = Σ_{v∈S} π_θ(v) is the total probability of the ids in the sampling mask S. Keep Sampling
+    Mask compares policies only within S, so the ratios, the clip and the sequence mask do not show
+    how much probability later policies move out of S. Added to the loss as a penalty, with the
+    weights of Eq. 5, the shortfall keeps the policy within S without constraining it there. This
     penalty is not part of DeepSeek-V3.2.
 
     Top-p sampling ensures m ≥ p. If top-k is set too, pass only masks that top-k did not shorten.
@@ -89,14 +89,14 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
 class GapTotals:
     """Accumulates log π_old − log π_θ for the P trajectories that span several micro-batches or
     ranks. The sequence mask compares the mean of each trajectory with δ. `sums_2P` [2, P] float64
-    holds the sums and the token counts, which can be summed over ranks."""
+    holds the sums and the token counts, to be summed over ranks."""
 
     def __init__(self, count: int, device: torch.device | str = "cpu") -> None:
         self.sums_2P = torch.zeros(2, count, dtype=torch.float64, device=device)
 
     def add(self, logp: Tensor, logp_old: Tensor, owner: Tensor) -> GapTotals:
-        """Add N tokens. `owner` [N] is the index of each token's trajectory, 0 … P−1, or −1 if the
-        token belongs to none of them."""
+        """Add N tokens. `owner` [N] is the index of each token's trajectory, 0 … P−1, or −1 for
+        none."""
         gap, ones = logp_old.detach() - logp.detach(), torch.ones_like(logp, dtype=torch.float64)
         more_2P = self.sums_2P.new_zeros(2, self.sums_2P.shape[1] + 1)
         more_2P[0].index_add_(0, owner + 1, gap.double())
@@ -105,6 +105,6 @@ class GapTotals:
         return self
 
     def means(self) -> Tensor:
-        """Return the mean gap for each trajectory in nats per token, [P] float64. The mean is NaN
-        for a trajectory without tokens."""
+        """Return the mean gap of each trajectory in nats per token, [P] float64, or NaN for a
+        trajectory without tokens."""
         return self.sums_2P[0] / self.sums_2P[1]

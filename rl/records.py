@@ -1,8 +1,12 @@
-"""Writes trajectories as JSON lines and reads them back. `keel sft` can train on these files. Each
-line is a conversation in the `messages` format (docs/sft.md), which other programs can read too. It
-also has `segments` with the sampled tokens. They are valid only for the tokenizer whose digest is
-in `tokenizer`. If an agent program held several conversations, the line contains the first one with
-sampled messages, and `other_conversations` has the `messages` and `tools` of the others."""
+"""Write trajectories as JSON lines and read them back.
+
+Each line is a conversation in the `messages` format (docs/sft.md), which `keel sft` can train on.
+It also contains `segments` with the sampled tokens, which are valid only for the tokenizer whose
+digest is in `tokenizer`.
+
+If an agent program held several conversations, the line contains the first one with sampled
+messages, and `other_conversations` contains the `messages` and `tools` of the others.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from keel.rl.types import PROGRAM, Dialogue, Prompt, ScoredGroup, Segment, Traje
 
 
 def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str) -> dict[str, Any]:
-    """Return the JSON record of a trajectory, without its rewards. `tokenizer` is the digest of the
+    """Convert a trajectory to a JSON record without rewards. `tokenizer` is the digest of the
     policy's tokenizer (`keel.model.load.digest_of_tokenizer`). If it is empty, the record has no
     segments."""
     first, *others = _conversations(prompt, trajectory)
@@ -35,7 +39,7 @@ def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str)
 
 
 def scored_record(scored: ScoredGroup, index: int, *, tokenizer: str) -> dict[str, Any]:
-    """Return the JSON record of one trajectory in a scored group, including its rewards."""
+    """Convert a trajectory from a scored group to a JSON record with its rewards."""
     group = scored.group
     return {
         **trajectory_record(group.prompt, group.trajectories[index], tokenizer=tokenizer),
@@ -45,7 +49,7 @@ def scored_record(scored: ScoredGroup, index: int, *, tokenizer: str) -> dict[st
 
 
 def recorded_segments(record: Mapping[str, Any], prompt_id: str) -> tuple[Segment, ...]:
-    """Read the segments from a record written by `trajectory_record`. Raises `ValueError` if they
+    """Parse the segments of a record written by `trajectory_record`. Raises `ValueError` if they
     are malformed."""
     segments: list[Segment] = []
     for entry in cast(list[Any], record["segments"]):
@@ -90,8 +94,8 @@ def _spans(segment: Segment) -> dict[str, Any]:
 
 
 def _message(message: Message, *, learned: bool) -> dict[str, Any]:
-    """An assistant message that must not be trained on gets `weight` 0: the policy did not sample
-    it, or it contains a malformed tool call."""
+    """Convert a message to JSON. Assistant messages that must not be trained on, because the policy
+    did not sample them or they contain a malformed tool call, get `weight` 0."""
     entry = {key: value for key, value in message.items() if key != "raw"}
     if message["role"] == "assistant":
         broken = any(

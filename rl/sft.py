@@ -1,4 +1,4 @@
-"""Supervised fine-tuning examples, and packing them into batches. The loss is
+"""Build supervised fine-tuning examples and pack them into batches. The loss is
 `keel.rl.losses.nll_loss`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keel.rl.packing.prefix_sharing import PackItem, split_long, unshared
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]
-"""The unit that the loss is averaged over."""
+"""Unit that the loss is averaged over."""
 _FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
 
 
@@ -25,7 +25,7 @@ class SftExample:
     """A conversation to train on. Like a `Trajectory`, it consists of one or more segments."""
 
     prompt_id: str
-    """An id that is unique within a run and stays the same after a restart."""
+    """Id that is unique within a run and stays the same after a restart."""
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class SftExample:
 
     @property
     def learned_tokens(self) -> int:
-        """The number of tokens to train on over all segments, |o_i|."""
+        """Number of tokens to train on over all segments, |o_i|."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property
@@ -43,7 +43,7 @@ class SftExample:
 
     @property
     def longest(self) -> int:
-        """The number of tokens in the longest segment."""
+        """Number of tokens in the longest segment."""
         return max(len(segment.token_ids_T) for segment in self.segments)
 
 
@@ -70,8 +70,8 @@ def pack_sft(
 ) -> list[TrainBatch]:
     """Pack the examples of one optimizer step into one `TrainBatch` per rank. When averaging over
     tokens, an example has the weight |o_i| B / Σ |o_j|; when averaging over conversations, it has
-    the weight 1 (see `nll_loss`). If an example does not fit into a micro-batch, its segments are
-    packed separately. Raises `ValueError` if `examples` is empty."""
+    the weight 1 (see `nll_loss`). The segments of an example that does not fit into a micro-batch
+    are packed separately. Raises `ValueError` if `examples` is empty."""
     if not examples:
         raise ValueError("examples is empty: an optimizer step needs at least one")
     tokens = sum(example.learned_tokens for example in examples)

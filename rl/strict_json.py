@@ -1,5 +1,5 @@
-"""A strict JSON parser for untrusted text. It limits nesting and accepts only values that can be
-serialised to JSON again."""
+"""Parse JSON from untrusted text. Nesting is limited, and only values that can be serialised to
+JSON again are accepted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any, NoReturn, cast
 
 _MAX_DEPTH = 100
 _MAX_DIGITS = 4300
-"""CPython's default."""
+"""CPython's default limit."""
 _LONG_DIGITS = 50_000
-"""Maximum number of digits in an integer, for data sets and for results returned by programs.
-Parsing such an integer takes about 50 ms, and the time grows quadratically with the number of
-digits."""
+"""Maximum number of digits in an integer from a data set or from the result of a program. Parsing
+such an integer takes about 50 ms, and the time grows quadratically."""
 
 
 def allow_long_integers() -> None:
@@ -24,9 +23,8 @@ def allow_long_integers() -> None:
 
 
 def load(text: str | bytes, *, max_depth: int = _MAX_DEPTH) -> Any:
-    """Parse JSON from untrusted text and return the value. Raises ValueError if the text is
-    malformed or nested too deeply. Also raises it for NaN, for a number that overflows a float, and
-    for an integer with more than `_MAX_DIGITS` digits."""
+    """Parse JSON from untrusted text. Raises ValueError for malformed or deeply nested text, NaN,
+    numbers that overflow a float, and integers with more than `_MAX_DIGITS` digits."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_short)
     except RecursionError as error:

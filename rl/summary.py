@@ -1,4 +1,4 @@
-"""Computes the metrics of a batch of rollouts and of the optimizer steps on it."""
+"""Compute the metrics of a batch of rollouts and of the optimizer steps on it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from keel.rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
 from keel.rl.types import LOST, FinishReason, ScoredGroup, Segment, Trajectory
 
 _CUTS: Mapping[str, FinishReason] = {"turn": "turns", "window": "window", "length": "length"}
-"""Maps each metric `agents/<name>_cuts` to the finish reason that it counts. The reason `deadline`
-is counted in `rollout/deadline_cuts` instead."""
+"""Maps each metric `agents/<name>_cuts` to the finish reason that it counts.
+`rollout/deadline_cuts` counts the reason `deadline`."""
 
 
 def summarize(
     trained: Sequence[ScoredGroup], *, version: int, discarded: Sequence[ScoredGroup] = ()
 ) -> dict[str, Metric]:
-    """Compute the metrics of a batch of rollouts, for a policy at `version`.
+    """Compute the metrics of a batch of rollouts for a policy at `version`.
 
-    The metrics are computed over different groups and trajectories:
+    The metrics cover different groups and trajectories:
         reward/…, rollout/dropped_completions, rollout/uniform_groups
             all sampled groups, including `discarded` ones (`algorithm.filter_groups`); without
             them, a policy that is nearly always right would look like one that is right half the
@@ -38,10 +38,11 @@ def summarize(
 
     Lengths count sampled tokens. Staleness is measured in optimizer steps and averaged over sampled
     tokens. Most other means are over completions, so a group that lost completions has less weight
-    than in the loss. A reward part is averaged over the completions that have it, and
+    than in the loss. A reward component is averaged over the completions that have it, and
     `sampling/kept_mean` over the tokens whose sampling was truncated.
 
-    Raises `ValueError` if a reward part is named `mean`, which would collide with `reward/mean`.
+    Raises `ValueError` if a reward component is named `mean`, which would collide with
+    `reward/mean`.
     """
     groups = [*trained, *discarded]
     all_scored = _trajectories(groups)
@@ -102,10 +103,9 @@ def summarize(
 
 
 def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of the optimizer steps on one batch, given in order. `mismatch/*` is
-    taken from the first step only, because later steps no longer compare the engine with the
-    weights used for sampling. In the input, `loss` is a share of each step's loss
-    (`keel.rl.losses`). In the result, it is a share of the mean loss."""
+    """Merge the metrics of the optimizer steps on one batch, given in order. `mismatch/*` comes
+    from the first step only, because the later ones no longer use the weights that the batch was
+    sampled with. `loss` is averaged over the steps."""
     parts: list[dict[str, Metric]] = []
     for index, metrics in enumerate(updates):
         part = {k: v for k, v in metrics.items() if index == 0 or not k.startswith("mismatch/")}
@@ -157,12 +157,10 @@ def _staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, Me
 
 
 def _agent_metrics(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
-    """Compute the `agents/…` metrics of trajectories with a `Usage`. A trajectory starts a new
-    segment at its beginning, after its context was rewritten, and after its thinking was removed.
-    `failed_call_fraction` and `malformed_fraction` are relative to all tool calls.
-    `prefix_hit_fraction` is relative to the context tokens that an earlier turn had already
-    computed. A fraction is omitted if its denominator is 0. The `contexts_…` metrics are sums over
-    the turns of agent programs."""
+    """Compute the `agents/…` metrics of trajectories with a `Usage`. `failed_call_fraction` and
+    `malformed_fraction` are fractions of all tool calls, and `prefix_hit_fraction` is a fraction of
+    the context tokens that an earlier turn had already computed. A fraction is omitted if its
+    denominator is 0. The `contexts_…` metrics are sums over the turns of agent programs."""
     used = [(t, t.usage) for t in sampled if t.usage is not None]
     if not used:
         return {}

@@ -1,16 +1,16 @@
-"""The types that the stages exchange, in this order:
+"""The data types that the pipeline stages exchange, in this order:
 
 Prompt → Group of Trajectories (of Segments) → ScoredGroup → TrainBatch (`keel.rl.packing`) →
 StepResult
 
-All types are frozen and hold numpy arrays in host memory. A later stage wraps an earlier one and
+All types are frozen and hold numpy arrays in host memory. A later type wraps an earlier one and
 never modifies it. Only the weights and their version are passed back.
 
 Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` and `sampling_mask`
 describes token t (target-aligned). Row t of `routes_TLK` has the experts that processed token t as
 *input* (input-aligned), so the last token of a segment has no route.
-`keel.model.logprobs.head_inputs` shifts between the two for the log-probabilities, and
-`seen_tokens` in `keel.trainer.engine.policy` for the routes.
+`keel.model.logprobs.head_inputs` converts between the two for log-probabilities, and `seen_tokens`
+in `keel.trainer.engine.policy` for routes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,19 @@ crash     the policy crashed its environment (`on_crash: zero`), or the agent pr
           (`on_failure: zero`); gets the lowest possible reward
 """
 Purpose = Literal["train", "eval"]
-"""Whether trajectories are sampled and scored for training or for evaluation."""
+"""Whether trajectories are sampled for training or for evaluation."""
 ENVIRONMENT = "environment"
-"""The reward kind of prompts whose environment determines the reward."""
+"""Reward kind of prompts whose environment determines the reward."""
 FUNCTIONS = "functions"
-"""The reward kind of prompts without a reference answer. `correct` is the weighted mean of the
-domain's reward functions. These functions receive the prompt's line of the data file as `columns`.
-"""
+"""Reward kind of prompts without a reference answer. `correct` is the weighted mean of the domain's
+reward functions, which receive the prompt's line of the data file as `columns`."""
 PROGRAM = "program"
-"""The `name` of assistant messages that an agent program wrote, as opposed to those sampled from
-the policy."""
+"""The `name` of assistant messages written by an agent program instead of the policy."""
 NO_ROUTE = -1
-"""Marks the positions in `routes_TLK` without recorded experts. There, the trainer's own router
-chooses the experts."""
+"""Value in `routes_TLK` for positions without recorded experts, where the trainer's own router
+chooses them."""
 LOST = "environment, at "
-"""Text in the drop reason of a trajectory whose environment crashed, hung or exited."""
+"""Appears in the drop reason of a trajectory whose environment crashed, hung or exited."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
 """Drop reason of a completion that reached its token or time limit."""
 
@@ -60,27 +58,27 @@ class Prompt:
     """A task for the policy, with the data needed to score its completions."""
 
     prompt_id: str
-    """An id that is unique within the data source and the same in every run."""
+    """Id that is unique within the data source and the same in every run."""
     domain: str
     messages: tuple[Mapping[str, Any], ...]
-    """The chat messages (`role`, `content`, …) before the policy's first turn."""
+    """Chat messages (`role`, `content`, …) before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = True
     """If True, the chat template asks the policy to write `<think>…</think>` before its answer."""
     reward: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The data needed to compute the reward, such as a reference answer, a verifier's entry, tests
-    or a rubric."""
+    """Data for computing the reward, such as a reference answer, a verifier's entry, tests or a
+    rubric."""
     kl_coef: float = 0.0
-    """The KL coefficient β configured for the prompt's domain."""
+    """KL coefficient β of the prompt's domain."""
     environment: str = ""
-    """The data source whose environment the policy acts in. If empty, the policy writes a single
+    """Data source whose environment the policy acts in. If empty, the policy writes a single
     completion without tools."""
     raw: bool = False
-    """If True, the text of the only message is used unchanged, without a chat template."""
+    """If True, the text of the only message is used as is, without a chat template."""
 
     @property
     def expected(self) -> str:
-        """The reference answer as text. Empty if the prompt has none."""
+        """The reference answer as text, or "" if there is none."""
         entry = self.reward.get("entry")
         answer = self.reward.get("answer")
         if answer is None and isinstance(entry, Mapping):
@@ -96,14 +94,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMasks:
-    """The sampling mask of each token: the ids that it was sampled from after top-p or top-k
-    truncation. A token's mask is empty if its sampling was not truncated."""
+    """The sampling mask of each token: the ids that top-p or top-k truncation left to sample from.
+    A mask is empty if sampling was not truncated."""
 
     ids: NDArray[np.int32]
-    """[nnz] the ids in all masks, concatenated."""
+    """[nnz] Ids of all masks, concatenated."""
     offsets: NDArray[np.int64]
-    """[T+1] where each mask begins and ends in `ids`. The mask of token t is
-    `ids[offsets[t]:offsets[t+1]]`."""
+    """[T+1] Mask boundaries: the mask of token t is `ids[offsets[t]:offsets[t+1]]`."""
 
     def __post_init__(self) -> None:
         offsets = self.offsets
@@ -127,12 +124,11 @@ class SamplingMasks:
         return self.ids[self.offsets[token] : self.offsets[token + 1]]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Return the number of ids in the mask of each token, [T]. It is 0 where sampling was not
-        truncated."""
+        """Return the number of ids in each mask, [T]. It is 0 if sampling was not truncated."""
         return np.diff(self.offsets)
 
     def slice(self, start: int, stop: int) -> SamplingMasks:
-        """Return the masks of tokens start … stop−1."""
+        """Return the masks of tokens `start` … `stop` − 1."""
         first, last = self.offsets[start], self.offsets[stop]
         return SamplingMasks(
             ids=self.ids[first:last], offsets=self.offsets[start : stop + 1] - first
@@ -140,7 +136,7 @@ class SamplingMasks:
 
     @staticmethod
     def from_lists(spans: Sequence[Sequence[int] | NDArray[Any]]) -> SamplingMasks:
-        """Build the masks from one list of ids per token."""
+        """Build the masks from a list of ids per token."""
         sizes = np.fromiter((len(span) for span in spans), np.int64, len(spans))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         parts = [np.asarray(span, np.int32) for span in spans if len(span)]
@@ -149,7 +145,7 @@ class SamplingMasks:
 
     @staticmethod
     def empty(tokens: int) -> SamplingMasks:
-        """Return masks for `tokens` tokens that were sampled without truncation."""
+        """Build the masks of `tokens` tokens sampled without truncation."""
         return SamplingMasks(ids=np.zeros(0, np.int32), offsets=np.zeros(tokens + 1, np.int64))
 
     @staticmethod
@@ -172,27 +168,27 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A contiguous sequence of tokens that the policy saw as one context. See the module docstring
-    for the alignment of the arrays."""
+    """Consecutive tokens that the policy saw as one context. The module docstring explains how the
+    arrays are aligned."""
 
     prompt_id: str
     token_ids_T: NDArray[np.int32]
     trainable_T: NDArray[np.bool_]
     """True for tokens that the policy sampled, False for the prompt, tool output and padding."""
     logp_old_T: NDArray[np.float32]
-    """log π_old as reported by the engine, after temperature and truncation. It is 0 for tokens
-    that were not sampled."""
+    """log π_old from the engine, after temperature and truncation, or 0 for tokens that were not
+    sampled."""
     version_T: NDArray[np.int32]
-    """Version of the weights that each token was sampled with, or −1 if it was not sampled."""
+    """Version of the weights that sampled each token, or −1 if it was not sampled."""
     routes_TLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
-    """[T, L, K] the experts used in each MoE layer, input-aligned. Dense layers are not included. A
-    row of −1 means that nothing was recorded, which is always the case for the last row. None if
-    the model has no router."""
+    """[T, L, K] Experts used in each MoE layer, input-aligned. Dense layers are not included. A row
+    of −1 means that nothing was recorded, which is always the case for the last row. None if the
+    model has no router."""
     sampling_mask: SamplingMasks | None = None
-    """The mask of each sampled token; all other tokens have an empty mask. None if sampling was not
+    """Mask of each sampled token; all other tokens have an empty mask. None if sampling was not
     truncated."""
     selected_TLb: NDArray[np.uint8] | None = None
-    """[T, L, b] the positions in this segment selected by sparse attention, input-aligned, as
+    """[T, L, b] Positions in this segment that sparse attention selected, input-aligned, as
     bitmaps: bit j % 8 of byte j // 8 is set if the token attends to position j. A row of zeros
     means that nothing was recorded for that token. None if nothing was recorded at all."""
 
@@ -214,8 +210,8 @@ class Segment:
             raise ValueError(f"{owner}: logp_old_T of sampled tokens must be finite and <= 0")
 
     def selection(self, layers: int, width: int) -> NDArray[np.uint8]:
-        """Return `selected_TLb`, padded with zeros to [T, layers, width]. Raises `ValueError` if
-        the number of layers differs or b exceeds `width`."""
+        """Pad `selected_TLb` with zeros to [T, layers, width]. Raises `ValueError` if the number of
+        layers differs or b exceeds `width`."""
         recorded = self.selected_TLb
         padded = np.zeros((len(self.token_ids_T), layers, width), np.uint8)
         if recorded is not None:
@@ -230,64 +226,63 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The score that an environment gave to a trajectory."""
+    """The score that an environment gives to a trajectory."""
 
     parts: Mapping[str, float]
-    """The reward components by name, each between 0 and 1. `correct` is 1 if the task was fully
-    solved."""
+    """Reward components by name, each between 0 and 1. `correct` is 1 if the task was
+    fully solved."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Extra data that is saved with the trajectory."""
+    """Extra data to save with the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The number of tool calls, tokens and seconds used by a trajectory with an environment or an
+    """Tool calls, tokens and seconds used by a trajectory with an environment or an
     agent program."""
 
     turns: int = 1
     calls: int = 0
     """Number of tool calls, including malformed ones."""
     failed_calls: int = 0
-    """Number of tool calls that failed: they could not be parsed, did not match the tool's schema,
-    were refused because the call budget was spent, or the tool returned an error."""
+    """Number of tool calls that failed because they could not be parsed, did not match the tool's
+    schema, exceeded the call budget, or returned an error."""
     malformed_calls: int = 0
     """Number of tool calls that could not be parsed."""
     rewrites: int = 0
-    """Number of times that the context was rewritten because the window was full."""
+    """Number of times the context was rewritten because the window was full."""
     contexts_extended: int = 0
-    """Number of agent program turns whose context continued the recorded tokens exactly."""
+    """Number of agent program turns whose context exactly continued the recorded tokens."""
     contexts_branched: int = 0
-    """Number of agent program turns that continued recorded tokens which another turn had already
+    """Number of agent program turns that continued recorded tokens that another turn had already
     continued."""
     contexts_rendered: int = 0
     """Number of agent program turns whose context had to be rendered from messages, because the
     conversation was new or its history had been modified."""
     contexts_refused: int = 0
-    """Number of agent program requests that were answered with an error, because of a limit or an
-    unsupported field."""
+    """Number of agent program requests rejected because of a limit or an unsupported field."""
     repeated_tokens: int = 0
     """Number of context tokens that an earlier turn had already computed."""
     cached_tokens: int = 0
-    """Number of repeated tokens that were read from the prefix cache."""
+    """Number of repeated tokens read from the prefix cache."""
     sampling_s: float = 0.0
     tools_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """An append-only conversation held by an agent program, with a fixed set of tools."""
+    """An append-only conversation of an agent program with a fixed set of tools."""
 
     messages: tuple[Mapping[str, Any], ...]
     sampled: frozenset[int]
-    """Indices of the messages that the policy sampled in this conversation. All other assistant
+    """Indices of the messages that the policy sampled in this conversation. Other assistant
     messages are only context: the program wrote them, or they belong to another conversation."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools, in the format of chat templates."""
+    """Tools in the format of chat templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A complete attempt at a prompt, over all turns. It receives a single reward."""
+    """A complete attempt at a prompt, over all turns, with a single reward."""
 
     prompt_id: str
     sibling: int
@@ -295,20 +290,20 @@ class Trajectory:
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...]
-    """The policy's message, with `content` and, if it thought, `reasoning_content`. If the prompt
-    has an environment, this is the complete transcript, including the messages before the policy's
-    first turn."""
+    """The policy's message, with `content` and, if it thought, `reasoning_content`. With an
+    environment, this is the complete transcript, including the messages before the policy's first
+    turn."""
     opening: int = 0
     """Number of `messages` before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The environment's tools, in the format of chat templates."""
+    """The environment's tools in the format of chat templates."""
     dialogues: tuple[Dialogue, ...] = ()
-    """The conversations held by an agent program. `messages` contains the messages of all
-    conversations, in the order of the turns."""
+    """Conversations of an agent program. `messages` contains the messages of all of them, in the
+    order of the turns."""
     verdict: Verdict | None = None
-    """The environment's score, or None if there is no environment."""
+    """The environment's score, or None without an environment."""
     usage: Usage | None = None
-    """The tool calls, tokens and seconds used. None for a single completion."""
+    """Tool calls, tokens and seconds used, or None for a single completion."""
 
     def __post_init__(self) -> None:
         if self.sampled_tokens == 0:
@@ -316,13 +311,13 @@ class Trajectory:
 
     @property
     def cut(self) -> bool:
-        """True if a limit or a crash ended the trajectory. Rewards treat all limits alike, but
-        treat a crash differently (see `FinishReason`)."""
+        """True if a limit or a crash ended the trajectory. Rewards treat all limits alike, but not
+        crashes (see `FinishReason`)."""
         return self.finish_reason != "stop"
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the policy sampled in all segments, |o_i|."""
+        """Number of sampled tokens in all segments, |o_i|."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property
@@ -332,12 +327,12 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The G trajectories sampled for one prompt. If some are missing, it also has the reasons."""
+    """The G trajectories sampled for one prompt, with the reasons for missing ones."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     dropped: tuple[str, ...] = ()
-    """The reason for each requested trajectory that is missing."""
+    """Why each missing trajectory was dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,14 +342,14 @@ class ScoredGroup:
     group: Group
     rewards_G: NDArray[np.float32]
     parts_G: tuple[Mapping[str, float], ...]
-    """The reward components of each trajectory by name, before weighting."""
+    """Reward components of each trajectory by name, before weighting."""
     advantages_G: NDArray[np.float32]
     left_out: tuple[Trajectory, ...] = ()
-    """Trajectories that were sampled but then dropped, either because of their score or because
-    scoring failed. The reasons are in `Group.dropped`."""
+    """Sampled trajectories that were dropped, either because of their score or because scoring
+    failed. The reasons are in `Group.dropped`."""
     notes_G: tuple[Mapping[str, str], ...] = ()
-    """Comments on each score, by reward component or criterion, such as a judge's reasons or a
-    verifier's error. May be empty."""
+    """Comments on each score, such as a judge's reasons or a verifier's error, by reward component
+    or criterion. May be empty."""
 
     def __post_init__(self) -> None:
         count, owner = len(self.group.trajectories), f"group of {self.group.prompt.prompt_id}"
@@ -380,18 +375,17 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNumbers:
-    """The trainer's diagnostics for each token of a segment. Values that were not computed are
-    NaN."""
+    """The trainer's diagnostics for each token of a segment. NaN where they were not computed."""
 
     logp_T: NDArray[np.float32]
     """log π_θ of each sampled token, before the optimizer step."""
     overlap_T: NDArray[np.float32]
-    """Fraction of the experts recorded for the preceding token that the trainer's own router also
+    """Fraction of the preceding token's recorded experts that the trainer's own router also
     selects."""
 
     @staticmethod
     def merged(parts: Sequence[TokenNumbers]) -> TokenNumbers:
-        """Merge the diagnostics that several ranks computed for the same segment."""
+        """Merge the diagnostics that several ranks computed for a segment."""
         return TokenNumbers(
             logp_T=np.fmax.reduce([part.logp_T for part in parts]),
             overlap_T=np.fmax.reduce([part.overlap_T for part in parts]),
@@ -400,12 +394,12 @@ class TokenNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of training on one batch, in `algorithm.updates_per_batch` optimizer steps."""
+    """Result of training on one batch in `algorithm.updates_per_batch` optimizer steps."""
 
     version: int
     """Version of the weights after the last optimizer step."""
     metrics: Mapping[str, Metric]
     findings: tuple[str, ...] = ()
-    """Explanations of a non-finite gradient, written for the user."""
+    """Explanations of a non-finite gradient, for the user."""
     gave_up: str = ""
-    """The reason to end the run, or an empty string to continue."""
+    """Reason to end the run, or "" to continue."""

@@ -1,4 +1,4 @@
-"""Packs trajectories into micro-batches, balancing the number of tokens between ranks."""
+"""Pack trajectories into micro-batches, balancing the number of tokens between ranks."""
 
 from keel.rl.packing.batch import Loss, MicroBatch, TrainBatch
 from keel.rl.packing.pack import pack

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from keel.rl.types import SamplingMasks
 
 Loss = Literal["grpo", "nll"]
-"""The loss from `keel.rl.losses` with which to train on a micro-batch."""
+"""Loss function from `keel.rl.losses` to train on a micro-batch with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The concatenated segments of S trajectories, with N tokens aligned as in `keel.rl.types`. The
-    constructor checks on the host what `keel.rl.losses.grpo_loss` cannot check cheaply on a GPU."""
+    """Segments of S trajectories, concatenated into a row of N tokens aligned as in
+    `keel.rl.types`. The constructor checks on the host what `keel.rl.losses.grpo_loss` cannot check
+    cheaply on a GPU."""
 
     token_ids_N: NDArray[np.int32]
     position_N: NDArray[np.int32]
@@ -33,29 +34,28 @@ class MicroBatch:
     advantage_N: NDArray[np.float32]
     kl_coef_N: NDArray[np.float32]
     sequence_tokens_S: NDArray[np.int64]
-    """The number of sampled tokens |o_i| in each trajectory, including those in other
-    micro-batches."""
+    """Number of sampled tokens |o_i| in each trajectory, including those in other micro-batches."""
     sequence_weight_S: NDArray[np.float32]
-    """The loss weight of each trajectory. The mean over the step is 1 (see `pack`)."""
+    """Loss weight of each trajectory. The mean over the step is 1 (see `pack`)."""
     routes_NLK: NDArray[np.int16] | None = None
-    """The recorded experts of each token, input-aligned. Where a row is −1, the trainer's own
-    router chooses the experts."""
+    """Recorded experts of each token, input-aligned. For rows of −1, the trainer's own router
+    chooses the experts."""
     sampling_mask: SamplingMasks | None = None
     selected_NLb: NDArray[np.uint8] | None = None
-    """Bitmaps of the positions that sparse attention selected during sampling, input-aligned. Where
-    a row is zero, the trainer makes its own selection."""
+    """Bitmaps of the positions that sparse attention selected during sampling, input-aligned. For
+    rows of zeros, the trainer selects the positions itself."""
     split_S: NDArray[np.int64] | None = None
-    """Numbers the trajectories that span several micro-batches, 0 … P−1 over the whole step. It is
-    −1 for a trajectory that is complete in this micro-batch. None means that all are complete."""
+    """Index of each trajectory that spans several micro-batches, 0 … P−1 over the whole step, or −1
+    for a trajectory that is complete in this micro-batch. None means that all are complete."""
     reference_S: NDArray[np.int64] | None = None
     """Index of the reference model for each trajectory's KL term. None means that all trajectories
     use the first one."""
     follows: NDArray[np.int64] | None = None
-    """[segments] the index of the shared prefix that each segment continues
-    (`keel.rl.packing.prefix_sharing`), or −1 if it continues none. The shared prefix itself is not
+    """[segments] Index of the shared prefix that each segment continues
+    (`keel.rl.packing.prefix_sharing`), or −1 if there is none. The shared prefix itself is not
     trainable. None means that no prefix is shared."""
     watched: NDArray[np.int64] | None = None
-    """[segments] the index of each segment in the `watched` argument of `pack`, or −1 if it is not
+    """[segments] Index of each segment in the `watched` argument of `pack`, or −1 if it is not
     watched. None means that no segment is watched."""
     loss: Loss = "grpo"
 
@@ -119,7 +119,7 @@ class MicroBatch:
 
     @property
     def shared_tokens(self) -> int:
-        """The number of tokens saved by prefix sharing."""
+        """Number of tokens saved by prefix sharing."""
         if self.follows is None:
             return 0
         lengths = np.bincount(self.segment_N)
@@ -127,9 +127,8 @@ class MicroBatch:
         return int(lengths[followed].sum() - lengths[np.unique(followed)].sum())
 
     def context_rows(self, segment: int) -> NDArray[np.int64]:
-        """Return the rows of a segment's whole context, including the shared prefix that it
-        follows. If the segment is itself a shared prefix, return the context of the first segment
-        that follows it."""
+        """Return the rows of a segment's context, including the shared prefix that it follows. For
+        a shared prefix, return the context of the first segment that follows it."""
         if self.follows is not None:
             followers = np.flatnonzero(self.follows == segment)
             segment = int(followers[0]) if len(followers) else segment
@@ -159,25 +158,24 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One rank's work in an optimizer step. All ranks have the same number of micro-batches."""
+    """The micro-batches of one rank in an optimizer step. All ranks have the same number."""
 
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int
-    """The number of trajectories in the whole optimizer step, over all ranks. It is the denominator
-    in Eq. 8."""
+    """Number of trajectories in the whole optimizer step, over all ranks. It is the denominator in
+    Eq. 8."""
     total_tokens: int = 0
-    """The number of tokens in the whole optimizer step, without padding. It is the denominator of
-    the indexer's loss (`keel.model.sparse`), or 0 if unknown."""
+    """Number of tokens in the whole optimizer step, without padding, or 0 if unknown. It is the
+    denominator of the indexer's loss (`keel.model.sparse`)."""
     split_sequences: int = 0
     """P, the number of trajectories that span several micro-batches, over all ranks."""
     scored_first: tuple[MicroBatch, ...] = ()
     """Micro-batches to score without gradient before training on `micro_batches`. They contain the
-    segments of split trajectories that the sequence mask may drop. Scoring comes first because the
-    mask depends on the whole trajectory (`keel.rl.offpolicy.GapTotals`). All ranks have the same
-    number."""
+    segments of split trajectories that the sequence mask may drop, because the mask depends on the
+    whole trajectory (`keel.rl.offpolicy.GapTotals`). All ranks have the same number."""
     signal: bool = True
-    """True if the loss of the whole optimizer step has a gradient. This is the case if at least one
-    group on any rank has a nonzero advantage or a KL term."""
+    """True if the loss of the whole optimizer step has a gradient, because at least one group on
+    any rank has a nonzero advantage or a KL term."""
 
     def __post_init__(self) -> None:
         numbers = [

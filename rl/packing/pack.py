@@ -1,4 +1,4 @@
-"""Packs scored trajectories into micro-batches so that all ranks get about the same number of
+"""Pack scored trajectories into micro-batches so that all ranks process about the same number of
 tokens."""
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def pack(
     references: Mapping[str, int] | None = None,
 ) -> list[TrainBatch]:
     """Pack the groups of one optimizer step into one `TrainBatch` per rank. A micro-batch holds at
-    most `micro_batch_tokens` tokens. A longer segment gets a separate micro-batch. All
-    ranks have the same number of micro-batches, so that their collectives match. A rank with too
-    few is given micro-batches of a single token that is not trained on. The same `groups` always
-    give the same result.
+    most `micro_batch_tokens` tokens. A longer segment gets its own micro-batch. All ranks have the
+    same number of micro-batches, so that their collectives match. Ranks with too few get extra
+    micro-batches that contain a single untrained token. The same `groups` always give the same
+    result.
 
     A trajectory that fits into a micro-batch is never split, because the sequence mask needs all of
     it. The segments of a longer trajectory may go to any rank, and those without sampled tokens are
     omitted. With `sequence_mask` (used if `algorithm.mask_delta` is set), the segments of split
-    trajectories with a negative advantage are also put into `scored_first`.
+    trajectories with a negative advantage are also added to `scored_first`.
 
     All groups have the same weight, regardless of how many trajectories they lost (Eq. 5). With B
     trajectories in n non-empty groups, a trajectory in a group of G_i has the weight B / (n G_i) in
@@ -62,10 +62,10 @@ def pack(
 
     `references` gives `MicroBatch.reference_S` for each domain.
 
-    `watched` lists segments to be identified in `MicroBatch.watched`; segments that are not packed
-    are ignored. If only some segments have sampling masks, the others are treated as sampled
-    without truncation. Raises `ValueError` if there is no trajectory, if `ranks` or
-    `micro_batch_tokens` is below 1, or if recorded routes are missing or differ in shape.
+    `watched` lists segments to identify in `MicroBatch.watched`; segments that are not packed are
+    ignored. If only some segments have sampling masks, the others are treated as sampled without
+    truncation. Raises `ValueError` if there is no trajectory, if `ranks` or `micro_batch_tokens` is
+    below 1, or if recorded routes are missing or differ in shape.
     """
     for name, value in (("ranks", ranks), ("micro_batch_tokens", micro_batch_tokens)):
         if value < 1:
@@ -121,18 +121,17 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class BatchFormat:
-    """Which optional fields the micro-batches of a step have. All micro-batches have the same
-    fields, so that all ranks run the same code."""
+    """Which optional fields the micro-batches of a step have. It is the same for all micro-batches,
+    so that all ranks run the same code."""
 
     routes: tuple[int, int] | None
-    """(L, K) of the recorded routes, or None if none were recorded."""
+    """(L, K) of the recorded routes, or None if there are none."""
     sampling_mask: bool
     selected: tuple[int, int] | None = None
-    """(L, b) of the recorded sparse attention selections, or None if none were recorded."""
+    """(L, b) of the recorded sparse attention selections, or None if there are none."""
     loss: Loss = "grpo"
     watched: Mapping[int, int] = field(default_factory=dict[int, int])
-    """The index of each watched segment in the `watched` argument of `pack`, keyed by the segment's
-    `id()`."""
+    """Maps a watched segment's `id()` to its index in the `watched` argument of `pack`."""
 
     @staticmethod
     def of(groups: Sequence[ScoredGroup], watched: Sequence[Segment]) -> BatchFormat:
@@ -162,7 +161,7 @@ class BatchFormat:
 def assemble(
     groups: Sequence[PrefixGroup], batch_format: BatchFormat, *, ranks: int, capacity: int
 ) -> list[tuple[MicroBatch, ...]]:
-    """Build the micro-batches for each rank."""
+    """Build the micro-batches of each rank."""
     plan = assign(groups, ranks=ranks, capacity=capacity)
     return [
         tuple(_join([groups[i] for i in members], batch_format) for members in bins)
@@ -270,5 +269,5 @@ _PADDING = Segment(
     logp_old_T=np.zeros(1, np.float32),
     version_T=np.full(1, -1, np.int32),
 )
-"""The segment that a rank without work processes: a single token that is not trained on."""
+"""Segment for ranks without work: a single token that is not trained on."""
 _PADDING_ITEM = PackItem((_PADDING,), 1, advantage=0.0, kl_coef=0.0, weight=1.0)

@@ -1,5 +1,5 @@
-"""Distributes trajectories over micro-batches and ranks, and packs the common prefix of a group's
-trajectories only once.
+"""Distribute trajectories over micro-batches and ranks, and pack the common prefix of a group only
+once.
 
 If a prompt has eight completions, the network processes the prompt once instead of eight times.
 Keys and values at a position depend only on the tokens before it. If trajectories start with the
@@ -24,17 +24,18 @@ from numpy.typing import NDArray
 from keel.rl.types import Segment
 
 _MIN_PREFIX = 16
-"""The minimum length of a prefix, in tokens, for which sharing is worthwhile."""
+"""Minimum length, in tokens, of a prefix worth sharing."""
 _SIZES = (1.0, 0.5, 0.25, 0.125)
-"""Size limits to try for groups with a shared prefix, as fractions of a micro-batch or of a rank's
-tokens. Smaller groups are easier to balance across ranks but repeat the prefix more often."""
+"""Candidate size limits for groups with a shared prefix, as fractions of a micro-batch or of a
+rank's tokens. Smaller groups are easier to balance across ranks but repeat the prefix more often.
+"""
 _LAUNCH_COST = 1 / 16
-"""The fixed cost of running a micro-batch, as a fraction of its token capacity."""
+"""Fixed cost of running a micro-batch, as a fraction of its token capacity."""
 _MIN_OVERLAP = 0.75
-"""A trajectory joins a cluster only if both keep at least this fraction of the prefix length that
-they could share otherwise."""
+"""A trajectory joins a cluster only if both keep at least this fraction of their longest possible
+prefix."""
 _KV_COPIES_PER_TOKEN = 4
-"""How many copies of one token's keys and values, with gradients, take as much memory as the
+"""Number of copies of a token's keys and values, with gradients, that take as much memory as the
 activations of one token. Measured values are 6 to 20 without gradients (docs/scaling.md), and 4 to
 5 for a narrow model with recomputed activations."""
 
@@ -45,7 +46,7 @@ class PackItem:
 
     segments: tuple[Segment, ...]
     sampled_tokens: int
-    """The number of sampled tokens |o_i| in the whole trajectory."""
+    """Number of sampled tokens |o_i| in the whole trajectory."""
     advantage: float
     kl_coef: float
     weight: float
@@ -62,8 +63,8 @@ class PackItem:
 def split_long(
     groups: Sequence[Sequence[PackItem]], capacity: int
 ) -> tuple[list[list[PackItem]], int]:
-    """Split trajectories that are longer than `capacity` into their segments. Returns the groups
-    and the number of trajectories that were split."""
+    """Split trajectories longer than `capacity` into their segments. Returns the groups and the
+    number of split trajectories."""
     result: list[list[PackItem]] = []
     count = 0
     for group in groups:
@@ -85,13 +86,13 @@ def balance(
     tokens: Sequence[int], *, ranks: int, capacity: int, sizes: Sequence[int] | None = None
 ) -> list[list[list[int]]]:
     """Assign items to micro-batches so that all ranks take about the same time. Returns indices
-    into `tokens` as [rank][micro-batch][item]. The longest items are placed first, each into the
-    emptiest micro-batch. The number of micro-batches is the smallest multiple of `ranks` for which
-    no micro-batch exceeds `capacity`. An item larger than `capacity` gets a separate micro-batch.
-    Micro-batches of similar size run at the same time on all ranks, and the order of the ranks
-    alternates so that their totals are similar too.
+    into `tokens` as [rank][micro-batch][item]. The sum of `sizes` (by default `tokens`) in a
+    micro-batch is at most `capacity`, except for a single larger item.
 
-    `capacity` limits the sum of `sizes` in a micro-batch; by default, `sizes` is `tokens`.
+    The longest items are placed first, each into the emptiest micro-batch. The number of
+    micro-batches is the smallest multiple of `ranks` that fits. Micro-batches of similar size run
+    at the same time on all ranks, in alternating rank order so that the totals per rank are similar
+    too.
     """
     sizes = tokens if sizes is None else sizes
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
@@ -131,36 +132,36 @@ class PrefixGroup:
 
     items: tuple[PackItem, ...]
     shared: int = 0
-    """Length of the common prefix that is packed once for all items. If it is not 0, each item has
-    exactly one segment."""
+    """Length of the common prefix that is packed once for all items. If it is positive, each item
+    has exactly one segment."""
 
     @property
     def tokens(self) -> int:
-        """The number of tokens after packing."""
+        """Number of tokens after packing."""
         return self.shared + sum(item.tokens - self.shared for item in self.items)
 
     @property
     def size(self) -> int:
-        """The memory that the group needs, in tokens. This includes a copy of the prefix's keys and
-        values for each context."""
+        """Memory that the group needs, in tokens. This includes a copy of the prefix's keys and
+        values for each item."""
         return self.tokens + len(self.items) * self.shared // _KV_COPIES_PER_TOKEN
 
 
 def prefix_group_size(count: int, shared: int, whole: int) -> int:
-    """Return an upper bound of `PrefixGroup.size` for `count` items with `whole` tokens each."""
+    """Return an upper bound on `PrefixGroup.size` for `count` items of `whole` tokens each."""
     return shared + count * (whole - shared + shared // _KV_COPIES_PER_TOKEN + 1)
 
 
 def unshared(items: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Put each item into a separate group, so that no prefix is shared."""
+    """Create a separate group for each item, without a shared prefix."""
     return [PrefixGroup((item,)) for item in items]
 
 
 def share_prefixes(
     groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int
 ) -> list[PrefixGroup]:
-    """Choose the prefix groups for which the slowest rank finishes earliest. No group with more
-    than one item exceeds `capacity`. The result is deterministic."""
+    """Choose the prefix groups that minimise the time of the slowest rank. Only groups of one item
+    can exceed `capacity`. The result is deterministic."""
     apart = unshared([item for group in groups for item in group])
     clusters = [cluster for group in groups for cluster in _clusters(group)]
     if not any(cluster.shared for cluster in clusters):
@@ -174,8 +175,8 @@ def share_prefixes(
 
 
 def assign(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Assign groups to micro-batches with `balance`, balancing tokens (time) and limiting sizes
-    (memory)."""
+    """Assign groups to micro-batches with `balance`. Tokens (time) are balanced, and sizes (memory)
+    are limited."""
     sizes = [group.size for group in groups]
     tokens = [group.tokens for group in groups]
     return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
@@ -185,11 +186,11 @@ def assign(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[
 def estimate_packing(
     groups: int, size: int, *, shared: int, own: int, ranks: int, capacity: int
 ) -> tuple[int, int]:
-    """Estimate the number of micro-batches per rank and the number of tokens on the busiest rank.
-    The estimate is for `groups` groups of `size` trajectories. Each trajectory has `shared` prefix
-    tokens (0 disables sharing) and `own` other tokens. The calculation is that of `share_prefixes`
-    and `assign`, but no groups are built. It is exact if all prefix groups are equal, or if there
-    are many more of them than ranks."""
+    """Estimate the number of micro-batches per rank and the number of tokens on the busiest rank,
+    for `groups` groups of `size` trajectories. Each trajectory has `shared` prefix tokens (0
+    disables sharing) and `own` other tokens. The estimate follows `share_prefixes` and `assign`
+    without building groups. It is exact if all prefix groups have the same size or there are many
+    more of them than ranks."""
     per_rank = groups * size * (shared + own) // ranks
     limits = {min(capacity, int(part * whole)) for whole in (capacity, per_rank) for part in _SIZES}
     room = own + shared // _KV_COPIES_PER_TOKEN + 1
@@ -197,8 +198,7 @@ def estimate_packing(
 
     def filled(count: int) -> tuple[float, int, int]:
         """Return the step time (`_step_time`), the number of micro-batches per rank and the busiest
-        rank's tokens. Each trajectory group is divided into prefix groups of `count` items, and the
-        remaining items form a smaller one."""
+        rank's tokens, for prefix groups of at most `count` items."""
         rows = free = idle = slowest = 0
         for items, parts in ((count, groups * (size // count)), (size % count, groups)):
             if items:
@@ -217,7 +217,8 @@ def estimate_packing(
 
 
 def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> float:
-    """In tokens. In each round, all ranks wait for the one with the most tokens."""
+    """Estimate the time of a step in tokens. In each round, all ranks wait for the one with the
+    most tokens."""
     tokens = [group.tokens for group in groups]
     plan = assign(groups, ranks=ranks, capacity=capacity)
     filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
@@ -253,9 +254,9 @@ def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
 
 
 def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
-    """Return the index of a cluster that `item` can join, and the common prefix length. Both keep
-    the fraction `_MIN_OVERLAP` of their prefix, so that a single diverging trajectory does not
-    shorten it for all the others."""
+    """Find a cluster that `item` can join. Returns its index and the length of the common prefix,
+    which is at least `_MIN_OVERLAP` of both prefixes, so that a single diverging trajectory does
+    not shorten it for all the others."""
     segment, *others = item.segments
     if others or item.split >= 0:  # the trajectory has other segments
         return None, 0
