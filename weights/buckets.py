@@ -1,6 +1,6 @@
-"""Packs named tensors into buckets for a weight update, and checks that an update is complete. A
-bucket is one flat buffer with a table of the tensors in it. Buckets make it possible to send
-thousands of tensors in a few large transfers."""
+"""Pack named tensors into buckets for a weight update, and check that an update is complete. A
+bucket is one flat buffer with a table of its tensors, so that thousands of tensors need only a few
+large transfers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
-    """One tensor in a bucket. A tuple, because a large update has tens of thousands of entries."""
+    """A tensor in a bucket. This is a tuple for speed, because a large update has tens of thousands
+    of tensors."""
 
     name: str
-    """The tensor's name in the checkpoint. Each expert's tensors have their own names."""
+    """Name of the tensor in the checkpoint. Each expert's tensors have their own names."""
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -42,14 +43,14 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChannelData:
-    """Tells the engine that the bytes follow through its `keel.weights.channel.Channel`."""
+    """Tells the engine that the bytes of a bucket follow through its `Channel`."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedData:
-    """Refers to bytes in the memory of a GPU shared by the sender and the receiver (CUDA IPC)."""
+    """Location of the bytes of a bucket on a GPU shared by sender and receiver (CUDA IPC)."""
 
     handle: tuple[Any, ...]
     size: int
@@ -61,18 +62,17 @@ class Bucket:
 
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8] | ChannelData | SharedData
-    """The bytes in host memory, or a description of where to find them."""
+    """The bytes in host memory, or where to find them."""
 
 
 FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
-"""The table of tensors, and their bytes as one flat tensor on the device of the packed tensors."""
+"""A bucket on the device of its tensors: the tensor table and the bytes as one flat tensor."""
 
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
-    """Pack named tensors into buckets and yield the buckets. All tensors must be on the same
-    device. A bucket has at most `bucket_bytes`, plus padding after the last tensor, unless a single
-    tensor is larger. A bucket and its original tensors are in memory together until the next bucket
-    is begun."""
+    """Pack named tensors, all on the same device, into buckets of at most `bucket_bytes` plus
+    padding, and yield the buckets. A larger tensor gets its own bucket. A bucket and its original
+    tensors are in memory together until the next bucket is begun."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0
@@ -91,13 +91,13 @@ def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Itera
 
 
 def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
-    """Copy buckets to host memory so that they can be put into Ray's object store."""
+    """Copy buckets to host memory, for Ray's object store."""
     for entries, flat in buckets:
         yield Bucket(entries=entries, data=flat.cpu().numpy())
 
 
 def host_bytes(bucket: Bucket) -> Tensor:
-    """Return the bytes of a bucket in host memory. Read-only bytes are copied first."""
+    """Return the bytes of a bucket as a tensor in host memory. Read-only bytes are copied first."""
     assert isinstance(bucket.data, np.ndarray)
     return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
 
@@ -111,7 +111,7 @@ def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[
 
 
 class Checksum:
-    """A checksum over all buckets of an update, in their order, computed at both ends."""
+    """Checksum over all buckets of an update, in order. Sender and receiver both compute it."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -130,12 +130,12 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(
     r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$|\.weight_scale_inv$"
 )
-"""Tensors in old checkpoints that the engine and the trainer compute themselves, and the scales of
-weights that they dequantise."""
+"""Tensors in old checkpoints that the engine and the trainer compute themselves."""
 
 
 class Manifest:
-    """Tracks which tensors have arrived, because vLLM does not notice all missing ones."""
+    """Checks that all tensors of an update have arrived, because vLLM does not notice every missing
+    tensor."""
 
     def __init__(
         self,
@@ -148,11 +148,11 @@ class Manifest:
     ) -> None:
         """Create a manifest from the tensor names in the checkpoint.
 
-        `layers` is the number of layers, not counting the multi-token-prediction layers. Those come
-        last, and neither the engine nor the trainer loads them. If `tied` is set, the output
-        embedding is the input embedding and may be missing. `decoder` is the decoder's prefix in
-        tensor names; names may also come without it. `unread` are patterns for tensors that the
-        trainer does not load.
+        `layers` is the number of layers without the multi-token prediction layers, which come last
+        and are loaded by neither the engine nor the trainer. If `tied` is set, the output embedding
+        is the input embedding and may be missing. `decoder` is the decoder's prefix in tensor
+        names; names may also come without it. `unread` are patterns for tensors that the trainer
+        does not load.
         """
         self._prefix = f"{decoder}."
         self._optional = {"lm_head.weight"} if tied else set[str]()

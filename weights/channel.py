@@ -1,11 +1,11 @@
-"""Connects a trainer rank to an engine during weight updates.
+"""Connect a trainer rank to an engine for weight updates.
 
 The bytes of a bucket are sent through a `Channel`, which uses NCCL between GPUs and gloo between
-CPUs. Each channel is a separate process group, so an engine that dies does not affect the others.
-If the rank and the engine share a GPU, the bytes go through a `SharedMemory` instead.
+CPUs. Each channel has its own process group, so an engine that dies does not affect the others. If
+the rank and the engine share a GPU, the bytes go through `SharedMemory` instead.
 
 Control messages go through the rendezvous store (`Mailbox`). This takes a fraction of a
-millisecond, while an actor call takes several milliseconds.
+millisecond, compared to several milliseconds for an actor call.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 
 POLL_S = 1e-4
 _CHECK_S = 0.02
-"""Seconds between checks of the other end, which cost more than a poll."""
+"""Seconds between checks whether the peer is alive, which are more expensive than a poll."""
 _NCCL_TIMEOUT = timedelta(days=1)
-"""A time limit that NCCL never reaches, because `send` has its own."""
+"""A timeout that NCCL never reaches, because `send` has its own."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]
-"""Host and port of the TCPStore that both ends connect to. The store runs on trainer rank 0."""
+"""Host and port of the TCPStore that ranks and engines connect to. It runs on trainer rank 0."""
 
 
 def _connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
-    """Connect to the store with the prefix `name`. Only one thread at a time may use it."""
+    """Connect to the store with the prefix `name`. The connection is not thread-safe."""
     client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -61,7 +61,7 @@ def _poll(done: Callable[[], bool], check: Callable[[], None], end: float, late:
 
 
 class Channel:
-    """A process group in which the trainer, rank 0, broadcasts to the engine's workers."""
+    """A process group for broadcasting weights from the trainer (rank 0) to an engine's workers."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Channel:
         return flat
 
     def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Broadcast `flat` and return once all bytes have been sent. `check` raises an error if the
-        other end has failed. Raises TimeoutError if the broadcast takes too long, and
-        ConnectionError if the channel breaks or is closed. Any error closes the channel."""
+        """Broadcast `flat` and wait until all bytes have been sent. `check` raises an error if the
+        engine has failed. Raises TimeoutError if the broadcast takes too long, and ConnectionError
+        if the channel breaks or is closed. Any error closes the channel."""
         if self._group is None:
             raise ConnectionError("the weight channel is closed")
         end = time.monotonic() + self._timeout_s
@@ -123,7 +123,8 @@ class Channel:
         self._used = True
 
     def _begin(self, flat: Tensor) -> Future[Any]:
-        """The first broadcast has its own thread, because NCCL may block while it connects."""
+        """Start a broadcast. The first one runs on another thread, because NCCL may block while it
+        connects."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
         group = self._group
@@ -149,7 +150,8 @@ class Channel:
 
 
 def _abort(last: list[Any]) -> None:
-    """Drop the last reference here, too, because the destructor may block."""
+    """Abort the process group and drop the last reference to it on this thread, because the
+    destructor may block."""
     group = last.pop()
     with suppress(RuntimeError):  # already broken
         group.abort()
@@ -157,7 +159,7 @@ def _abort(last: list[Any]) -> None:
 
 @contextmanager
 def _nccl_watchdog_off() -> Iterator[None]:
-    """Prevent a `ProcessGroupNCCL` created in this context from starting a watchdog thread.
+    """Create `ProcessGroupNCCL` objects without a watchdog thread in this context.
 
     When an operation in the group fails, a watchdog terminates its process and sets a flag in the
     store that makes all other trainer ranks exit. Losing an engine would then end the trainer.
@@ -176,12 +178,12 @@ def _nccl_watchdog_off() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Asks the engine to pause sampling. The engine acknowledges the message once it has paused."""
+    """Asks the engine to pause sampling. The engine acknowledges the message when it has paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Tells the engine that all weights were sent and to sample from `version` now."""
+    """Tells the engine that all weights have been sent, and to sample from `version` now."""
 
     version: int
     checksum: int
@@ -191,21 +193,22 @@ Message = Begin | Bucket | Finish
 
 
 class Mailbox:
-    """The control channel. The trainer calls `put`, `wait`, `close`; the engine `next`, `taken`."""
+    """Control channel from the trainer to an engine. The trainer calls `put`, `wait` and `close`;
+    the engine calls `next` and `taken`."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
         self._store = _connect(rendezvous, f"{name}/mailbox", timeout_s)
         self._timeout_s = timeout_s
         self._acknowledged = 0
         self._tables: dict[str, tuple[TensorEntry, ...]] = {}
-        """The tensor tables that were sent before, keyed by the name of their first tensor."""
+        """Tensor tables that were sent before, keyed by the name of their first tensor."""
 
     @property
     def _key(self) -> str:
         return str(self._acknowledged)
 
     def put(self, message: Message) -> None:
-        """Call `wait` before sending the next message."""
+        """Send a message. Call `wait` before sending the next one."""
         entries: tuple[TensorEntry, ...] = ()
         if isinstance(message, Bucket):
             entries = message.entries
@@ -215,7 +218,8 @@ class Mailbox:
         self._store.set(self._key, pickle.dumps((len(entries), message), pickle.HIGHEST_PROTOCOL))
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait for the acknowledgement. `check` raises an error if the engine has failed."""
+        """Wait until the engine acknowledges the message. `check` raises an error if the engine has
+        failed."""
         late = f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for an engine's answer"
         end = time.monotonic() + self._timeout_s
         _poll(lambda: not self._store.check([self._key]), check, end, late)
@@ -247,14 +251,14 @@ class Mailbox:
 
 
 class SharedMemory:
-    """A GPU buffer for passing buckets from one process to another, one at a time."""
+    """GPU buffer that passes buckets to another process, one at a time."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._handle: tuple[Any, ...] = ()
 
     def write(self, flat: Tensor) -> SharedData:
-        """The reader must have finished reading the previous bucket."""
+        """Copy a bucket to the buffer. The reader must have finished reading the previous one."""
         size = flat.numel()
         if self._buffer.numel() < size:
             self._buffer = torch.empty_like(flat)
@@ -265,14 +269,14 @@ class SharedMemory:
 
 
 class SharedView:
-    """The reader's side of a `SharedMemory`."""
+    """The reader's view of a `SharedMemory`."""
 
     def __init__(self) -> None:
         self._handle: tuple[Any, ...] = ()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, data: SharedData, device: torch.device) -> Tensor:
-        """Return a view that is valid until the next bucket is written."""
+        """Return the bucket as a view that is valid until the next bucket is written."""
         if data.handle != self._handle:
             handle = on_device(data.handle, device.index)  # device numbers differ by process
             self._handle, self._buffer = data.handle, rebuild_cuda_tensor(*handle)
@@ -280,13 +284,15 @@ class SharedView:
 
 
 def gpu_id(device: torch.device) -> str:
-    """Return a GPU identifier that does not depend on CUDA_VISIBLE_DEVICES, or "" for a CPU."""
+    """Return an identifier of a GPU that does not depend on CUDA_VISIBLE_DEVICES, or ""
+    for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def call_workers(llm: Any, method: str, *args: Any) -> None:
-    """Call a method on every vLLM worker and raise any error. vLLM returns the errors of other
-    processes only as text, so channel errors, after which the engine is replaced, are data."""
+    """Call a method on every vLLM worker, and raise the first error. vLLM forwards errors from
+    other processes only as text, so workers return channel errors, after which the engine is
+    replaced, as values (see `attempt`)."""
     for failure in llm.collective_rpc("keel_attempt", args=(method, args)):
         if failure is not None:
             kind, text = failure
@@ -294,7 +300,8 @@ def call_workers(llm: Any, method: str, *args: Any) -> None:
 
 
 def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[type[OSError], str] | None:
-    """Call a method on a worker, and return the kind and message of a channel error."""
+    """Call a method on a worker, and return the type and message of a channel error instead of
+    raising it."""
     try:
         getattr(worker, method)(*args)
     except (ConnectionError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""Copies checkpoint tensors straight into the tensors that vLLM's kernels read.
+"""Copy checkpoint tensors straight into the tensors that vLLM's kernels read.
 
 vLLM's loader spends a fraction of a millisecond of Python time on each tensor, and a
 mixture-of-experts model has tens of thousands. It puts every tensor in the same place in each
@@ -6,11 +6,11 @@ update. A `LoadRecorder` therefore records the destinations during one update, a
 repeats the copies with a few calls per layer.
 
 The recorder follows each checkpoint tensor from its bucket into the tensor that vLLM builds for a
-complete layer, and from there into the tensor that kernels and CUDA graphs hold. It refuses to make
+complete layer, and from there into the tensor that kernels and CUDA graphs use. It refuses to make
 a plan if anything else happens to the weights: an operation that reads them and is not a view may
-compute something that the copies would not update. At the end the records are checked. Every loaded
-tensor is inverted bit by bit, rebuilt and compared. If there is no plan, vLLM's loader carries out
-every update. Offsets and strides count elements unless stated otherwise.
+compute something that the copies would not update. At the end, the records are verified: every
+loaded tensor is inverted bit by bit, rebuilt and compared. Without a plan, vLLM's loader carries
+out every update. Offsets and strides count elements unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _SHAPE_ONLY = (
     *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
     *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
 )
-"""Operations that depend only on a tensor's shape, type and device."""
+"""Operations that depend only on a tensor's shape, dtype and device."""
 _Dims = tuple[tuple[int, int, int], ...]
-"""The length of each dimension, its stride in the kernel's tensor and its stride in the source."""
+"""Length of each dimension, with its strides in the kernel's tensor and in the source."""
 Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Storage offset, size and stride."""
 
@@ -60,24 +60,25 @@ class _CopyPiece:
 
 
 _Placed = Mapping[str, tuple[TensorEntry, tuple[_CopyPiece, ...]]]
-"""The pieces of each checkpoint tensor. A tensor that vLLM's loader ignores has none."""
+"""Pieces of each checkpoint tensor. A tensor that vLLM's loader ignores has none."""
 _Copies = tuple[list[Tensor], list[Layout]]
-"""Target tensors, and the layouts of the bucket parts to copy into them. One call copies all of
-them, so they must have the same types, and either all or none may have gaps."""
+"""Target tensors, and the layouts of the bucket parts to copy into them. A single call copies all
+of them, so they must have the same dtypes, and either all or none may have gaps."""
 _Program = list[tuple[torch.dtype, _Copies]]
-"""The copies for one bucket, and the type of their source."""
+"""The copies for one bucket, by dtype of their source."""
 
 
 class CopyPlan:
-    """Copies all checkpoint tensors to their destinations in one worker of an engine."""
+    """Copies all checkpoint tensors to their destinations in an engine worker."""
 
     def __init__(
         self, kernels: Sequence[Tensor], placed: _Placed, fills: Sequence[tuple[Tensor, float]] = ()
     ) -> None:
-        """`fills` are the parts of the kernels' tensors that always have the same value."""
+        """Create a plan. `fills` are parts of the kernels' tensors that always have the
+        same value."""
         self.kernels, self.placed, self._fills = kernels, placed, fills
         self._programs: dict[str, tuple[tuple[TensorEntry, ...], _Program]] = {}
-        """The table and the copies of each known bucket, keyed by the name of its first tensor."""
+        """Table and copies of each known bucket, keyed by the name of its first tensor."""
 
     def begin(self) -> None:
         for target, value in self._fills:
@@ -85,7 +86,7 @@ class CopyPlan:
 
     def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
         """Copy the tensors in a bucket to their destinations. Raises ValueError if a tensor was not
-        in the first update, or had a different type or shape there."""
+        in the first update, or had another dtype or shape there."""
         if (flat.data_ptr() | int(flat.storage_offset())) % 8:
             flat = flat.clone()
         known, program = self._programs.get(entries[0].name, ((), []))
@@ -127,14 +128,14 @@ class CopyPlan:
 
 
 def _window(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Return a view of part of a tensor's storage, with any element type."""
+    """Return a view of part of a tensor's storage, as any dtype."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), *layout)
 
 
 def _dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
     """Sort the dimensions of a copy from outermost to innermost, drop those of length 1 and merge
-    contiguous ones. The order of elements changes in the same way for source and target."""
+    contiguous ones. Source and target elements still correspond."""
     parts = [part for part in zip(size, at, source, strict=True) if part[0] != 1]
     simple: list[tuple[int, int, int]] = []
     for n, inner_at, inner in sorted(parts, key=lambda part: part[1], reverse=True):
@@ -146,7 +147,8 @@ def _dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dim
 
 
 def _join(pieces: Iterable[_CopyPiece]) -> list[_CopyPiece]:
-    """Merge equal pieces at regular intervals, such as experts, with an extra dimension."""
+    """Merge equal pieces at regular intervals, such as experts, into one piece with an extra
+    dimension."""
     ordered = sorted(
         pieces, key=lambda piece: (piece.kernel, str(piece.dtype), piece.at, piece.source)
     )
@@ -198,7 +200,7 @@ class _Write:
     data: Tensor | None
     """None if it was a constant, or once the write has been verified."""
     name: str = ""
-    """The checkpoint tensor that the data came from, or "" if it was a constant."""
+    """Checkpoint tensor that the data came from, or "" if it was a constant."""
     start: int = 0
     stride: tuple[int, ...] = ()
     """Position and stride of the data in the checkpoint tensor."""
@@ -229,13 +231,14 @@ class _Bucket:
 
 
 class LoadRecorder(TorchDispatchMode):
-    """Records how vLLM's loader carries out one update."""
+    """Records what vLLM's loader does during an update, to build a `CopyPlan`."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
-        """`deferred` layers process their weights again in every update, which is not recorded."""
+        """Create a recorder. `deferred` layers process their weights again in every update, which
+        is not recorded."""
         super().__init__()
         self.refusal = ""
-        """The reason no plan can be made. Empty as long as a plan is possible."""
+        """Reason that no plan can be made. Empty as long as a plan is possible."""
         self._model, self._deferred, self._paused = model, deferred, False
         self._targets: dict[int, _Target] = {}
         self._buckets: dict[int, _Bucket] = {}
@@ -268,7 +271,7 @@ class LoadRecorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record all operations of the loader, except in the `deferred` layers."""
+        """Record all operations of the loader in this context, except in the `deferred` layers."""
         if self.refusal:
             yield
             return
@@ -399,7 +402,8 @@ class LoadRecorder(TorchDispatchMode):
         target.proven = False
 
     def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
-        """A whole loaded tensor was copied, with everything that was written to it before."""
+        """Record the copy of a whole loaded tensor, including everything that was written to it
+        before."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize

@@ -1,6 +1,6 @@
-"""Loads new weights into a running vLLM engine, one bucket at a time. vLLM's layerwise reload
+"""Load new weights into a running vLLM engine, one bucket at a time. vLLM's layerwise reload
 collects the tensors of each layer, converts them as it did when the model was first loaded, and
-copies the result into the tensors that kernels and CUDA graphs hold. Calling `load_weights` alone
+copies the result into the tensors that kernels and CUDA graphs use. Calling `load_weights` alone
 would leave the model only partly loaded. Later updates repeat the copies of the first one without
 vLLM's loader (see `keel.weights.copy_plan`)."""
 
@@ -43,7 +43,7 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 
 @register_model_loader(LOAD_FORMAT)
 class _DequantisingLoader(DefaultModelLoader):
-    """Loads FP8 weights as the trainer does, so that an engine starts with the trainer's model."""
+    """Loads FP8 weights in the same way as the trainer, so that both start with the same model."""
 
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
@@ -54,13 +54,14 @@ class _DequantisingLoader(DefaultModelLoader):
 
 
 def moe_runners(model: nn.Module) -> list[Any]:
-    """Return the MoE layers of a vLLM model, in layer order."""
+    """Return the MoE layers of a vLLM model in layer order."""
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     return sorted(runners, key=lambda runner: runner.layer_id)
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """vLLM's CPU build packs a head for oneDNN only if the update has a separate tensor for it."""
+    """Pack tied output heads again for oneDNN. vLLM's CPU build packs a head only if the update has
+    a separate tensor for it."""
     embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     for head in embeddings:
         packed = isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear")
@@ -82,12 +83,13 @@ class WeightsExtension:
     keel_checksum: Checksum
     keel_recorder: LoadRecorder | None = None
     keel_plan: CopyPlan | None = None
-    """The plan that later updates follow, or None if the first update could not be recorded."""
+    """Copy plan for later updates, or None if the first update could not be recorded."""
     keel_decided = False
 
     def keel_prepare(self) -> None:
-        """Give every weight loader a `__name__`, which vLLM's reload requires and a
-        `functools.partial` lacks. Delete the rendezvous file of a single worker."""
+        """Prepare the worker for weight updates. Gives every weight loader a `__name__`, which
+        vLLM's reload requires and a `functools.partial` lacks, and deletes the rendezvous file of a
+        single worker."""
         if (place := self.distributed_init_method).startswith("file://"):
             Path(place.removeprefix("file://")).unlink(missing_ok=True)
         for tensor in self.model_runner.get_model().parameters():
@@ -117,7 +119,8 @@ class WeightsExtension:
     keel_attempt = attempt
 
     def keel_begin_update(self, no_copies: str = "") -> None:
-        """`no_copies` is the reason to always use vLLM's loader, or "" to record an update."""
+        """Begin a weight update. `no_copies` is the reason to always use vLLM's loader, or "" to
+        record an update for a copy plan."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
@@ -136,7 +139,8 @@ class WeightsExtension:
             initialize_layerwise_reload(model)
 
     def keel_way(self) -> str:
-        """Return "copies", the reason for vLLM's loader, or "" before the first update."""
+        """Return how updates are loaded: "copies" with a copy plan, otherwise the reason for using
+        vLLM's loader, or "" before the first update."""
         if self.keel_plan is not None:
             return "copies"
         return self.keel_recorder.refusal if self.keel_recorder is not None else ""

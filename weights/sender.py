@@ -1,9 +1,9 @@
 """The trainer's side of a weight update.
 
 A `BucketPacker` packs the model's checkpoint tensors into buckets. Converting a tensor to its
-checkpoint name takes about 50 µs, and a mixture-of-experts model has tens of thousands. The first
-update therefore records where each checkpoint tensor is located in the model, and later ones copy
-large contiguous blocks, such as all experts of a layer at once.
+checkpoint name takes about 50 µs, and a mixture-of-experts model has tens of thousands of tensors.
+The first update therefore records where each checkpoint tensor is located in the model, and later
+ones copy large contiguous blocks, such as all experts of a layer at once.
 
 A `Sender` sends the buckets of its rank to the engines: through a channel, or in place if an engine
 shares the rank's GPU. Each bucket is announced through the control channel. A single call to the
@@ -32,7 +32,7 @@ from keel.weights.channel import Begin, Channel, Finish, Mailbox, Rendezvous, Sh
 from keel.weights.sync import Outcome, Receiver
 
 _GRACE_S = 5.0
-"""Seconds to wait, after a channel breaks, for the engine to report an error."""
+"""Seconds to wait for the engine to report an error after a channel breaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Run:
 
 
 class BucketPacker:
-    """Packs the weights of one model, whose modules and shapes must not change."""
+    """Packs the weights of a model. The modules and shapes of the model must not change."""
 
     def __init__(
         self,
@@ -59,11 +59,12 @@ class BucketPacker:
         *,
         whole: Whole | None = None,
     ) -> None:
-        """`dtype` is the engines' dtype. See `pack_flat` and `module_tensors`."""
+        """Create a packer. `dtype` is the dtype of the engines. See also `pack_flat` and
+        `module_tensors`."""
         self._model, self._size, self._whole = model, bucket_bytes, whole
         self._in_engine_dtype = precision(model, dtype)
         self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        """The tensor table of each bucket, and the size of the bucket in bytes."""
+        """Tensor table and size in bytes of each bucket."""
         self._runs: list[list[_Run]] = []
         self._computed: set[int] = set()
         """Modules whose checkpoint tensors are not simply parts of the module's tensors."""
@@ -134,8 +135,8 @@ class BucketPacker:
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Turns `contiguous` into a no-op. Transformers calls `contiguous` before it splits a tensor.
-    Without this copy, the parts are views, which show where their elements come from."""
+    """Turns `contiguous` into a no-op. transformers calls it before splitting a tensor. Without
+    this copy, the parts are views that show where their elements come from."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -144,8 +145,8 @@ class _WithoutCopies(TorchFunctionMode):
 
 
 def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """Return the name of the tensor in `local` that contains this tensor without gaps, and the
-    index of its first element there, or None."""
+    """Find the tensor in `local` that contains this tensor without gaps. Returns its name and the
+    index of the first element, or None."""
     for name, whole in local.items():
         start, rest = divmod(tensor.data_ptr() - whole.data_ptr(), whole.itemsize)
         if (
@@ -180,11 +181,12 @@ class _Link:
     memory: SharedMemory = field(default_factory=SharedMemory)
     receiving: Any = None
     sending: bool = False
-    """True while a bucket is sent through the channel, and still if that fails."""
+    """True while a bucket is sent through the channel, and after sending failed."""
     reached: bool = False
 
     def send(self, bucket: FlatBucket) -> None:
-        """Return once the engine has the bytes, which it loads while the next bucket is packed."""
+        """Send a bucket and return once the engine has received the bytes, which it loads while the
+        next bucket is packed."""
         entries, flat = bucket
         self.mailbox.wait(self._check)
         if self.channel is None:
@@ -215,7 +217,7 @@ class _Link:
 
 
 class Sender:
-    """Sends weights from one rank to its engines."""
+    """Sends weights from a trainer rank to its engines."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
@@ -225,9 +227,9 @@ class Sender:
     def send(
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
     ) -> dict[int, Outcome]:
-        """Send the weights of this `version`, and return the outcome for each engine's index.
-        `buckets` is always read to the end, because under ZeRO-3 the other ranks take part in
-        gathering every bucket."""
+        """Send weights as `version` and return each engine's outcome by index. All of `buckets` are
+        read even if every engine fails, because under ZeRO-3 the other ranks take part in gathering
+        each bucket."""
         outcomes: dict[int, Outcome] = {}
         remaining, first = list(receivers), not self._reached
 
@@ -321,7 +323,8 @@ class Sender:
 
 
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:
-    """The error from the call to the engine is more informative than that of a broken channel."""
+    """Raise the error from the call to the engine, if any, because it says more than the error of
+    the channel."""
     ready, _ = ray_timeouts.wait([answer], seconds=_GRACE_S if wait_s is None else wait_s)
     if ready:
         ray_timeouts.get(answer, seconds=ray_timeouts.CALL_S)

@@ -30,19 +30,19 @@ from typing import Any, Protocol
 from keel.configs.schema import RolloutConfig
 
 Outcome = int | Exception
-"""The version that an updated engine samples from, or the error that stopped the update."""
+"""The version that an updated engine samples from, or the error that stopped its update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """An engine that receives weights. `actor` is the Ray actor that runs its `RolloutWorker`."""
+    """An engine that receives weights. `actor` is the Ray actor of its `RolloutWorker`."""
 
     index: int
     actor: Any
 
 
 class UpdatableEngine(Protocol):
-    """Interface to a pool engine during a weight update."""
+    """Interface of a pool engine during a weight update."""
 
     @property
     def index(self) -> int: ...
@@ -55,32 +55,29 @@ class UpdatableEngine(Protocol):
 
 
 Transfer = Callable[[Sequence[UpdatableEngine]], Sequence[Future[int]]]
-"""Starts sending weights. Each future is the version that its engine then samples from."""
+"""Starts sending weights. Returns one future per engine, which resolves to the version that the
+engine samples from."""
 
 
 class _WeightSource(Protocol):
-    """Implemented by `keel.trainer.learner.Learner`."""
-
     def make_room(self) -> None: ...
     def put_weights(self) -> Sequence[Any]: ...
     def send(self, engines: Sequence[UpdatableEngine]) -> Sequence[Future[int]]: ...
 
 
 class _WeightTarget(Protocol):
-    """Implemented by `keel.rollout.pool.pool.RolloutPool`."""
-
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
 def _through_store(version: int, buckets: Sequence[Any]) -> Transfer:
     """Send weights through Ray's object store, which copies them to each node once. `buckets` are
-    Ray references to `keel.weights.buckets.Bucket` objects."""
+    Ray references to `Bucket` objects."""
     return lambda engines: [engine.update(version, buckets) for engine in engines]
 
 
 def sends_directly(config: RolloutConfig, *, gpu: bool) -> bool:
-    """Return True if the trainer's ranks send weights directly to the engines. With
-    `rollout.weight_transfer: auto`, they do so on GPUs."""
+    """Return True if the trainer ranks send weights directly to the engines instead of through Ray.
+    `rollout.weight_transfer: auto` sends directly on GPUs."""
     return config.weight_transfer == "direct" or (config.weight_transfer == "auto" and gpu)
 
 
@@ -95,14 +92,14 @@ class WeightSync:
         direct: bool,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`before(version)` is called just before the engines receive the weights."""
+        """Call `before(version)` just before the engines receive weights."""
         self._source, self._engines = source, engines
         self._direct, self._before = direct, before
 
     def push(self, version: int) -> Future[None]:
-        """Start sending the trainer's current weights, which have this `version`, to every engine.
-        Blocks until the weights fit on the GPUs and, without direct transfer, until all of them are
-        in Ray's object store. Returns the future from `RolloutPool.update`."""
+        """Start sending the trainer's current weights to every engine as `version`. Blocks until
+        the weights fit on the GPUs and, without direct transfer, until all of them are in Ray's
+        object store. Returns the future from `RolloutPool.update`."""
         source = self._source
         source.make_room()
         # Direct transfers use NCCL, or memory on a shared GPU (`keel.weights.sender`).
