@@ -1,1 +1,1 @@
-"""Small task families that recipes and tutorials use."""
+"""Small example tasks for recipes and tutorials."""

@@ -32,11 +32,9 @@ from keel.rl.types import Prompt
 
 
 def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
-    """Return how well the policy's verdicts agree with the labels.
-
-    This is the mean of 1 − |v − label| over the criteria, where met is 1, partly 0.5 and missed 0.
-    An evaluation of a proof gets 1 − |score − label|, and an invalid reply gets 0.
-    """
+    """Reward agreement between the policy's verdicts and the labels: the mean of 1 − |v − label|
+    over the criteria, where met is 1, partly 0.5 and missed 0. An evaluation of a proof gets 1 −
+    |score − label|, and an invalid response gets 0."""
     labels: Mapping[str, Any] = prompt.reward["columns"]["labels"]
     answer = trajectory.answer.strip()
     try:

@@ -35,14 +35,14 @@ class _Answer:
 
     @property
     def clear(self) -> bool:
-        """True if the answer, when rounded, can be told apart from its neighbours."""
+        """True if the rounded answer differs from those of its neighbours."""
         if isinstance(self.value, str) or not self.decimals:
             return True
         return round(abs(self.value) * 10**self.decimals) not in (1, 2)
 
     @property
     def rule(self) -> dict[str, Any]:
-        """Return the answer rule for JSONL. It accepts both ways of rounding the last decimal."""
+        """Return the answer rule for JSONL. It accepts the last decimal rounded up or down."""
         if isinstance(self.value, str):
             return {"answer": self.value, "match": "exact"}
         text = f"{self.value:.{self.decimals}f}"
@@ -242,8 +242,8 @@ _BOXED = "Put the final answer in \\boxed{}."
 
 
 def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `count` JSONL lines that cycle through all kinds of questions. The same seed always
-    gives the same lines."""
+    """Yield `count` JSONL lines, cycling through all kinds of questions. The same seed always gives
+    the same lines."""
     for number in range(count):
         ask = _QUESTIONS[number % len(_QUESTIONS)]
         draw = random.Random(f"{seed}/{number}")

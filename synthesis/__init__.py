@@ -1,2 +1,2 @@
-"""Pipelines that generate agent tasks. Models write the tasks, and checks called gates reject bad
-ones."""
+"""Pipelines that generate agent tasks. Models write the tasks, and checks called gates reject the
+bad ones."""

@@ -1,5 +1,5 @@
-"""Calls models that write, solve and check tasks, turn by turn with tools. They run behind an
-OpenAI-compatible endpoint, within a budget."""
+"""Calls the models that write, solve and check tasks, turn by turn with tools. They are served by
+an OpenAI-compatible endpoint and share a budget."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ _TOO_LONG = re.compile(
 
 
 class AuthorLost(RuntimeError):
-    """Raised if a model does not answer after all retries. The next start tries the task again."""
+    """Raised when a model does not respond after all retries. The task is tried again at the next
+    start."""
 
 
 class BudgetSpent(RuntimeError):
-    """Raised if the next call could exceed the budget."""
+    """Raised when the next call could exceed the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallUsage:
-    """The token counts and the price of one call."""
+    """Token counts and price of one call."""
 
     model: str
     purpose: str
@@ -60,8 +61,8 @@ class AuthorReply:
     calls: tuple[ToolCall | Malformed, ...] = ()
     reasoning: str = ""
     cut: bool = False
-    """True if the reply exceeded `max_tokens` or the conversation exceeded the context. Tool calls
-    in such a reply must not be run."""
+    """True if the response was truncated by `max_tokens` or the context length. Do not run the tool
+    calls of such a response."""
 
     def message(self) -> Message:
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
@@ -71,29 +72,29 @@ class AuthorReply:
 
 
 class Author(Protocol):
-    """A model that answers requests. Requests for different tasks are independent of each other."""
+    """A model that writes, solves or checks tasks."""
 
     name: str
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> AuthorReply:
-        """Send a conversation and return the model's reply. `purpose` is the name under which the
-        tokens are counted. If the conversation exceeds the context, the reply is empty and marked
-        as cut. Raises AuthorLost if the model does not answer, or BudgetSpent if the call could
-        exceed the budget."""
+        """Send a conversation and return the model's response. `purpose` is the category under
+        which its tokens are counted. If the conversation exceeds the context, the response is empty
+        and marked as cut. Raises AuthorLost if the model does not respond, and BudgetSpent if the
+        call could exceed the budget."""
         ...
 
 
 class SynthesisBudget:
-    """Tracks the tokens and money that have been spent, or reserved for calls in flight. Use each
-    instance in a single event loop."""
+    """Tracks the tokens and money spent, or reserved for calls in flight. Use each instance in a
+    single event loop."""
 
     def __init__(
         self, limits: CostConfig, spent: Sequence[CallUsage], record: Callable[[CallUsage], None]
     ) -> None:
-        """Set up the budget. `spent` is the usage from earlier starts. `record` is called to save
-        the usage of each new call."""
+        """Create a budget. `spent` is the usage of earlier starts, and `record` is called with the
+        usage of each new call."""
         self._record = record
         self._limits = {"tokens": limits.tokens, "usd": limits.usd}
         self._spent = {
@@ -104,8 +105,8 @@ class SynthesisBudget:
 
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
-        """Reserve the maximum cost of a call, and yield a function that records the actual usage.
-        Raises BudgetSpent if the budget does not allow the call."""
+        """Reserve the maximum cost of a call, and yield a function that records its actual usage.
+        Raises BudgetSpent if the reservation would exceed the budget."""
         more = {"tokens": tokens, "usd": usd}
         for name, limit in self._limits.items():
             reserved = self._reserved[name] + more[name]
@@ -129,7 +130,7 @@ class SynthesisBudget:
 
 
 class EndpointAuthor:
-    """A model behind an OpenAI-compatible endpoint. Use each instance in a single event loop."""
+    """A model served by an OpenAI-compatible endpoint. Use each instance in a single event loop."""
 
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
@@ -215,9 +216,9 @@ class EndpointAuthor:
                 return reply
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
-        """Return an author with other settings. It shares this author's budget, and closing this
-        author closes it too. An author at another URL gets neither this author's API key nor its
-        prices. Raises ValueError if the settings are invalid."""
+        """Create an author with changed settings, which shares the budget and is closed together
+        with this one. With a different URL, it gets neither the API key nor the prices of this
+        author. Raises ValueError if the settings are invalid."""
         if changes.get("base_url", self._config.base_url) != self._config.base_url:
             prices = dict.fromkeys(
                 ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens"), 0.0
@@ -237,13 +238,13 @@ class EndpointAuthor:
 
 
 def _bytes(text: str) -> int:
-    """Return the length of a text in bytes, which is an upper bound for its number of tokens."""
+    """Return the size of a text in bytes, an upper limit for its number of tokens."""
     return len(text.encode(errors="replace"))
 
 
 def _parsed(text: str) -> tuple[AuthorReply, dict[str, int]]:
-    """Return the reply and its token counts. If the endpoint does not report token counts, the
-    prompt count is 0 and the completion count is an upper bound."""
+    """Parse a chat completion into the response and its token counts. If the endpoint reports none,
+    the prompt count is 0 and the completion count is an upper limit."""
     body = _encodable(json.loads(text))
     choice = body["choices"][0]
     message = choice["message"]
@@ -293,7 +294,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLoopResult:
-    """The conversation of a tool loop, with the reason the loop ended."""
+    """The conversation of a tool loop and the reason why it ended."""
 
     messages: tuple[Message, ...]
     ended: Literal["stop", "done", "turns", "length"]
@@ -315,9 +316,9 @@ async def work(
     most_turns: int,
     purpose: str,
 ) -> ToolLoopResult:
-    """Run a model in a tool loop until it stops calling tools or another limit ends the loop.
-    `call` runs each call whose arguments match the tool's schema, with its own timeout. Any other
-    call is answered with an error. Errors raised by `author` and `call` are passed on."""
+    """Let a model call tools until it stops or a limit is reached. `call` runs the tool calls that
+    match the schema of their tool, with its own timeout; invalid ones are answered with an error.
+    Exceptions from `author` and `call` propagate."""
     history, schemas = list(messages), arguments_of(tools)
     for _ in range(most_turns):
         reply = await author.ask(history, purpose=purpose, tools=tools)
@@ -342,7 +343,7 @@ async def work(
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Wait for all coroutines and return their results. If one raises, the others are cancelled to
+    """Await all coroutines and return their results. If one raises, the others are cancelled to
     save tokens."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

@@ -1,2 +1,1 @@
-"""Proof tasks: an environment in which the policy revises its proofs, and training tasks for
-verifiers."""
+"""Proof tasks: an environment for revising proofs, and training tasks for verifiers."""

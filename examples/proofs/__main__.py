@@ -26,7 +26,7 @@ error or gap with its passage. End with the score of the solution: \\boxed{1} if
 and correct, \\boxed{0.5} if it is correct as a whole, with minor errors or omitted details, \
 \\boxed{0} if it has a fatal error or a severe gap."""
 _BANDS = (0.25, 0.75, 2.0)
-"""The upper bounds of the score bands for wrong, partly right and right proofs."""
+"""Upper limits of the score bands for wrong, partly right and right proofs."""
 
 
 def verification_messages(problem: str, solution: str) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
 
 def _tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
     """Yield a JSONL line for each distinct proof, with at most `each` proofs per problem and score
-    band. Without this limit, a verifier would learn to give the same score to most proofs."""
+    band. An unbalanced set would teach the verifier to give most proofs the same score."""
     seen: set[str] = set()
     taken: Counter[tuple[str, float]] = Counter()
     for problem, solution, score in proofs:

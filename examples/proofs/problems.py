@@ -124,8 +124,8 @@ def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def evaluations(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
-    """Return three evaluations of proofs for each problem. An evaluation has a score of 1 if all
-    flaws that it claims are real, 0.5 if one of two is, and 0 if none is."""
+    """Generate three evaluations of proofs per problem. Their score is 1 if all claimed flaws are
+    real, 0.5 if one of two is, and 0 if none is."""
     rows: list[dict[str, Any]] = []
     for problem in _distinct(count, seed):
         wrong = problem.proof.replace(problem.right, problem.wrong)

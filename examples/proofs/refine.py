@@ -1,10 +1,7 @@
-"""An environment in which the policy revises its own proof.
-
-The policy writes a proof together with an evaluation of it. It revises both until the evaluation
-finds no flaw or no revisions are left (DeepSeek-V3.2, appendix D; DeepSeekMath-V2,
-section 2.3). The last proof is graded with the prompt's spec of kind `proof`. The policy is trained
-on every revision.
-"""
+"""An environment in which the policy revises its own proof. The policy writes a proof and an
+evaluation of it, and revises both until its evaluation finds no flaw or no revisions are left
+(DeepSeek-V3.2, appendix D; DeepSeekMath-V2, section 2.3). The last proof is graded by the prompt's
+spec of kind `proof`, and the policy is trained on all revisions."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ _REFORM = """Your response {problem}. Write the whole response again in the requ
 
 
 class Refine:
-    """The environment for revising proofs. It has no tools. Its argument `most` is the maximum
-    number of revisions."""
+    """A tool-free environment for revising proofs, at most `most` times."""
 
     def __init__(self, most: int = 4) -> None:
         if most < 1:
@@ -41,6 +37,6 @@ class Refine:
     def verdict(
         self, messages: Sequence[Mapping[str, Any]], finish_reason: str
     ) -> dict[str, float]:
-        """Return two reward components. `claimed` is the score of the last self-evaluation, and
-        `revised` is the fraction of the allowed revisions that were used."""
+        """Return two reward components: `claimed`, the score of the last self-evaluation, and
+        `revised`, the fraction of allowed revisions that were used."""
         return {"claimed": self.claimed, "revised": self.used / self.most}

@@ -69,9 +69,9 @@ class _Candidate:
 
 
 async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str, Any]:
-    """Search for a proof of `problem`. Returns the best one with its score, whether every
-    verification gave it 1, and the number of rounds and proofs. Raises AuthorLost if the model does
-    not answer."""
+    """Search for a proof of `problem`. Returns the best proof with its score, whether all
+    verifications gave it 1, and the number of rounds and proofs. Raises AuthorLost if the model
+    does not respond."""
     pool: list[_Candidate] = []
     requests = [problem] * limits.pool
     rounds = 0
@@ -128,9 +128,8 @@ async def _verified(
 
 
 def _read_problems(path: Path) -> dict[str, str]:
-    """Read problems from a JSONL file. Each line has a `prompt` or `messages`, and
-    optionally an `id`. Raises
-    ValueError with the number of an invalid line."""
+    """Read problems from JSONL lines with a `prompt` or `messages` and optionally an `id`. Raises
+    ValueError naming the first invalid line."""
     problems: dict[str, str] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():

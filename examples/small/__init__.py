@@ -1,4 +1,2 @@
-"""Small tasks for each agent family, for very small models and for trying out recipes.
-
-They are generated from a seed within seconds.
-"""
+"""Small tasks for each agent family, for very small models and for trying out recipes. They are
+generated from a seed in seconds."""

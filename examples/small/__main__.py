@@ -62,7 +62,7 @@ def make(
 
 
 def _made(folder: Path, write: Callable[[Path], None]) -> None:
-    """Create a folder with all its contents, or not at all if creating them fails."""
+    """Create a folder and all its contents atomically. If writing fails, no folder is left."""
     if folder.exists():
         print(f"{folder} is there already")
         return

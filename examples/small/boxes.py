@@ -1,4 +1,4 @@
-"""Scripted conversations about `keel.agents.environments.boxes`, for a cold start."""
+"""Scripted conversations of `keel.agents.environments.boxes` for cold starts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SEEN = 4
 
 
 def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> list[Demonstration]:
-    """Return conversations that open boxes in a random order, and hasty ones that guess. One in
-    three ends with a summary, and one in three starts with one."""
+    """Generate conversations that open boxes in random order, and hasty ones that guess. Some of
+    them start or end with a summary, as after a full context."""
     made: list[Demonstration] = []
     for number in range(count):
         draw = random.Random(f"boxes shown {seed} {number}")

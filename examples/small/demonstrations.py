@@ -1,9 +1,7 @@
-"""Scripted conversations about the small tasks, for cold starts and for `keel sft`.
-
-Each task is solved twice: once properly with tools, and once by guessing. Recipes select these
-functions with `data.sources[].environment.demonstrations`. Names and numbers are drawn
-separately for the tasks, so no conversation is about a training or held-out task.
-"""
+"""Scripted conversations of the small tasks, for cold starts and `keel sft`. Each task is solved
+twice: properly with tools, and hastily by guessing. Recipes select these functions with
+`data.sources[].environment.demonstrations`. Names and numbers are drawn separately from the tasks,
+so the conversations never contain a training or held-out task."""
 
 from __future__ import annotations
 
@@ -30,13 +28,12 @@ from keel.synthesis.code.pipeline import PROMPT
 _SUM = "State the final answer to the following arithmetic problem: {sum} ="
 """The prompt of the task chain_sum in reasoning_gym."""
 _Draw = Callable[[random.Random, Mapping[str, Any]], Demonstration]
-"""Draws a task and returns its two conversations. The mapping contains the arguments of the
-environment."""
+"""Draws a task and returns its two conversations. The mapping holds the environment's arguments."""
 
 
 class _Stand:
-    """Runs the tools of an environment in this process. Their results are the same as for the
-    policy."""
+    """Runs the tools of an environment in this process, with the same results that the policy would
+    get."""
 
     def __init__(
         self,
@@ -85,7 +82,7 @@ def _answers(text: str) -> Calls:
 
 @_demonstrations("prices")
 def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations about prices. In the hasty ones, the answer is a guess."""
+    """Generate conversations about looking up prices. The hasty ones guess the answer."""
     (spec,) = (tool.spec for tool in tools_of(tasks.PRICE_TOOLS, {}).values())
     keys = ("name", "description", "parameters")
     specs = [{key: one[key] for key in keys} for one in (spec, SUBMIT)]
@@ -115,7 +112,7 @@ def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> D
 
 @_demonstrations("towers")
 def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations about towers. In the hasty ones, the name is invented."""
+    """Generate conversations about finding the builder of a tower. The hasty ones invent a name."""
     (tower, builder), (_, wrong) = tasks.draw_towers(draw, 2).items()
     options = {key: arguments[key] for key in ("results", "cite") if key in arguments}
     search = Search(ready=_OneDocument(tasks.tower_document(tower, builder)), **options)
@@ -145,7 +142,8 @@ class _OneDocument:
 
 @_demonstrations("pace")
 def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations about paces. In the hasty ones, a file is edited without being read."""
+    """Generate conversations about changing a number in a repository. The hasty ones edit a file
+    without reading it."""
     is_now, expected = tasks.draw_paces(draw, 2)
     text = tasks.PACE_SOURCE.format(pace=is_now)
 
@@ -174,7 +172,7 @@ def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> De
 
 @_demonstrations("sums")
 def sum_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations that solve chain_sum from reasoning_gym with an interpreter. The hasty
+    """Generate conversations that solve chain_sum from reasoning_gym with an interpreter. The hasty
     ones leave out the last number."""
     numbers = [draw.randrange(100, 1000) for _ in range(3)]
     signs = [draw.choice("+-") for _ in numbers[1:]]
@@ -196,15 +194,15 @@ def sum_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Dem
 
 
 LOOK, GUESS = "look", "guess"
-"""The thinking of careful and of hasty conversations. It tells which kind follows, so that
-reinforcement learning can also act on the thinking."""
+"""Thinking texts that announce a careful or a hasty conversation, so that reinforcement learning
+can also act on the thinking."""
 _WORKED = 0.6
 _SEARCH = {"results": 1, "cite": False}
 """The arguments for the search environment in the recipes."""
 
 
 def write_lessons(folder: Path, count: int, seed: int) -> None:
-    """Write `count` conversations into a new folder, for each family with and without thinking."""
+    """Write `count` conversations for each family, with and without thinking, into a new folder."""
     folder.mkdir(parents=True)
     # Disjoint from the seeds of cold starts, which start at 0.
     far = (1 << 20) + seed

@@ -23,7 +23,7 @@ _CONSONANTS, _VOWELS = "BDFGKLMNPRSTVZ", "aeiou"
 
 
 def _name(draw: random.Random) -> str:
-    """Return a random name of four letters, such as `Bako`."""
+    """Draw a random name of four letters, such as `Bako`."""
     letters = "".join(draw.choice(_CONSONANTS) + draw.choice(_VOWELS) for _ in range(2))
     return letters.capitalize()
 
@@ -54,7 +54,7 @@ def price(item: str) -> int:
 
 @dataclass(frozen=True)
 class _PriceQuestion:
-    """A question about the price of an item, or about which of two items is cheaper."""
+    """A question about the price of an item, or about the cheaper of two items."""
 
     items: tuple[str, ...]
 
@@ -70,7 +70,8 @@ class _PriceQuestion:
         return min(self.items, key=lambda item: prices[item])
 
     def code(self, price: str) -> str:
-        """Return Python code for the right answer. `price` is the code for the price of an item."""
+        """Return a Python expression for the right answer. `price` is the expression for the price
+        of an item."""
         one, *other = map(price.format, self.items)
         return f"{self.items[0]!r} if {one} < {other[0]} else {self.items[1]!r}" if other else one
 
@@ -84,7 +85,7 @@ def draw_question(draw: random.Random, prices: Mapping[str, int]) -> _PriceQuest
 
 
 def write_prices(folder: Path, count: int, seed: int) -> None:
-    """Write an environment with `count` different tasks into a new folder."""
+    """Write an environment with `count` distinct tasks into a new folder."""
     draw = random.Random(f"prices {seed}")
     prices = draw_prices(draw)
     questions: dict[_PriceQuestion, None] = {}
@@ -146,7 +147,7 @@ def write_towers(folder: Path, count: int, seed: int) -> None:
 
 _GIT_S = 60.0
 PYTHON = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
-"""The path of the Python interpreter of this environment, with symbolic links resolved."""
+"""Path of the Python interpreter of this environment, with symbolic links resolved."""
 PACE_SOURCE = "def pace():\n    return {pace}\n"
 _PACE_TESTS = """\
 from pace import pace
@@ -176,7 +177,7 @@ def pace_issue(pace: int) -> str:
 
 
 def draw_paces(draw: random.Random, count: int) -> list[int]:
-    """Return random two-digit numbers. Each differs from the one before it."""
+    """Draw two-digit numbers, each different from the previous one."""
     paces = [draw.randrange(10, 100)]
     while len(paces) < count:
         if (pace := draw.randrange(10, 100)) != paces[-1]:
@@ -185,8 +186,7 @@ def draw_paces(draw: random.Random, count: int) -> list[int]:
 
 
 def write_repository(folder: Path, count: int, seed: int) -> None:
-    """Write a git repository with `count` changes into a new folder. Raises OSError or
-    CalledProcessError."""
+    """Create a git repository with `count` changes. Raises OSError or CalledProcessError."""
     folder.mkdir(parents=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     user = ["-c", "user.name=keel", "-c", "user.email=keel@localhost", "-c", "core.hooksPath=/"]
@@ -242,7 +242,7 @@ class _NumberProgram:
 
 
 def draw_programs(draw: random.Random) -> list[_NumberProgram]:
-    """Return all programs with a two-digit operand, in random order."""
+    """Return all programs with a two-digit operand, shuffled."""
     programs = [_NumberProgram(sign, number) for sign in _SIGNS for number in range(10, 100)]
     draw.shuffle(programs)
     return programs

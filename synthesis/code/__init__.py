@@ -1,1 +1,2 @@
-"""Creates tasks from real code changes: an issue, the change that resolved it, and its tests."""
+"""Creates coding tasks from real code changes: an issue, the change that resolved it, and its
+tests."""

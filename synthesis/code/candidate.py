@@ -1,4 +1,4 @@
-"""Finds code changes in git repositories that could become tasks."""
+"""Finds code changes in git repositories that can become tasks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from keel.configs.synthesis import CodeSourceConfig
 from keel.synthesis.ledger import Rejected
 
 _NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "tasks", "versioneer")
-"""Modules in the root folder that are not part of the installed project."""
+"""Modules in the root folder that do not belong to the installed project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A repository before and after a change, and the issue that the change resolves."""
+    """A repository before and after a code change, and the issue that the change resolves."""
 
     key: str
     source: CodeSourceConfig
@@ -50,8 +50,8 @@ class Candidate:
 
     @property
     def gold(self) -> dict[str, Entry | None]:
-        """Return the gold patch: the part of the change that solves the task. It excludes tests and
-        the files that decide how tests run."""
+        """Return the gold patch, that is, the change without tests and without files that decide
+        how tests run."""
         return self.changed(lambda path: not is_grading(self.language, path))
 
     @property
@@ -112,9 +112,9 @@ _NUMBER = re.compile(r"\s*\((?:#|gh-)\d+\)\s*$", re.IGNORECASE)
 
 
 class GitSource:
-    """Takes candidates from the first-parent commits of a git repository that refer to an issue. No
-    code from the repository is run. Only plumbing commands are used, since even `git log` may run a
-    configured program."""
+    """Finds candidates among the first-parent commits of a git repository that refer to an issue.
+    No code of the repository is run: only plumbing commands are used, because even `git log` can
+    run a configured program."""
 
     def __init__(self, source: CodeSourceConfig) -> None:
         self._source = source
@@ -171,8 +171,7 @@ class GitSource:
         return version[0] if version else "1.0"
 
     def _tree(self, commit: str, env: Mapping[str, str] = {}) -> Tree:
-        """Read the files of a commit. `git archive` is not used because it honours
-        export-ignore."""
+        """Read the files of a commit. `git archive` is avoided because it honours export-ignore."""
         modes: dict[str, tuple[str, str]] = {}
         for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit, env=env).split("\0")[
             :-1
@@ -197,8 +196,8 @@ class GitSource:
         return tree
 
     def _log_fields(self, what: Sequence[str], *which: str) -> list[list[str]]:
-        """Return the formatted fields of each commit. Fields are separated by NUL bytes, which
-        commit messages cannot contain."""
+        """Return the requested fields of each commit. They are separated by NUL bytes in the output
+        of git, because commit messages cannot contain NUL."""
         form = "".join(f"%x00{word}" for word in what)
         parts = self._git("rev-list", f"--format={form}%x00", *which).split("\0")
         size = len(what) + 1  # plus the line with the commit hash
@@ -223,8 +222,8 @@ class GitSource:
 
 
 class PairSource(GitSource):
-    """Takes candidates from a JSONL file of issues and pull requests, in the format of SWE-bench.
-    The repository must contain each `base_commit`."""
+    """Reads candidates from a JSONL file of issues and pull requests in the format of SWE-bench.
+    The repository must contain every `base_commit`."""
 
     def _read_keys(self) -> list[str]:
         super()._read_keys()  # checks that the repository can be read
@@ -283,7 +282,7 @@ class PairSource(GitSource):
 
 
 def _issue_text(message: str) -> str:
-    """Turn a commit message into an issue by removing trailers, the merge line and its own
+    """Convert a commit message to an issue: drop trailers, the merge line and the issue's own
     number."""
     lines = [
         line.rstrip()

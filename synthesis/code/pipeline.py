@@ -57,7 +57,7 @@ not count. There is no network."""
 
 
 class CodePipeline:
-    """Creates code tasks. Implements `keel.commands.synthesize.Pipeline`."""
+    """Creates coding tasks. Implements `keel.commands.synthesize.Pipeline`."""
 
     def __init__(self, config: CodeTasksConfig, author: Author, folder: Path) -> None:
         if not config.sources:
@@ -150,7 +150,7 @@ class CodePipeline:
         return outcomes
 
     async def _proved(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
-        """Check that the gold patch scores 1 when it is applied with the policy's own tools."""
+        """Check that the gold patch scores 1 when applied with the policy's own tools."""
         async with self._rooms.episode(reward) as hosted:
             for call in _calls_of(candidate):
                 reply = await hosted.call(call, timeout_s=AROUND_S)
@@ -165,7 +165,7 @@ class CodePipeline:
             raise Rejected("verdict", f"the gold patch scores 0: {dict(judged.facts)}")
 
     def _write_lines(self) -> None:
-        """Write the lines in order. While tasks are being created, new lines are only appended."""
+        """Write the lines in order. While tasks are still being created, only append new lines."""
         lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
         if lines:
             write(self._folder / _TASKS, lines.encode())
@@ -195,17 +195,17 @@ _Results = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcomes:
-    """Test names grouped by outcome before and after the change, such as fail-to-pass (`f2p`). A
-    test that is missing from a run counts as failed in that run."""
+    """Tests grouped by their outcome before and after the change, such as fail-to-pass (`f2p`). A
+    test that is missing from a run counts as failed."""
 
     f2p: list[str]
     p2p: list[str]
     p2f: list[str]
     flaky: list[str]
     canary: bool
-    """True if the canary tests, whose results are known, gave the expected results in every run."""
+    """True if the canary tests had the expected results in every run."""
     inside: bool
-    """True if the canary tests inside the hidden test files gave the expected results."""
+    """True if the canary tests inside hidden test files had the expected results in every run."""
     seconds: float
     about: str
 
@@ -309,10 +309,10 @@ def _added_and_removed(patch: str) -> tuple[list[str], list[str]]:
 
 
 def _check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
-    """Check that installed packages and files left by the set-up do not contain the changed lines.
-    A prefix is built from one commit and reused for earlier commits with the same manifests, so it
-    may contain the solution. `most` is the largest fraction of the lines that one file may contain.
-    Raises Rejected if a file contains more."""
+    """Check that the installed packages and the files left by the set-up do not contain the change.
+    They could, because a prefix built from one commit is reused for earlier commits with the same
+    manifests. Raises Rejected if a file contains more than the fraction `most` of the changed
+    lines."""
     added, _ = _added_and_removed(candidate.patch(list(candidate.gold)))
     every = {line.strip().encode() for line in added if len(line.strip()) >= _MIN_LINE}
     before = [entry[1] for entry in candidate.base.values()]

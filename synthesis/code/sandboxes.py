@@ -1,8 +1,8 @@
 """Runs task candidates, stored as encrypted instance files, in sandboxes with their prefixes.
 
 A prefix holds a project's dependencies, installed once for all candidates with the same manifests.
-The language's own set-up is tried first. If no test passes with it, a set-up agent with bash in the
-same sandbox submits scripts. Each script starts from a clean state.
+The default set-up of the language is tried first. If no test passes with it, a set-up agent submits
+scripts, using bash in the same sandbox. Each script starts from a clean state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from keel.synthesis.ledger import Rejected
 
 _OPEN_S = 180.0
 AROUND_S = 180.0
-"""Seconds added to the test timeout of a call, for the work before and after the tests."""
+"""Seconds added to the test timeout, for work before and after the tests."""
 _SETUP_FILES_MIB = 2048
 
 
@@ -84,18 +84,17 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
 
 
 def _split(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the new entries as JSON, and the removed paths."""
+    """Split a change into its new entries, as JSON, and its removed paths."""
     tree = {path: entry for path, entry in changed.items() if entry is not None}
     return tree_as_json(tree), [path for path in changed if path not in tree]
 
 
 class CodeSandboxes:
-    """Opens the sandboxes for one folder of tasks. There are sandboxes for episodes, and sandboxes
-    with network access for set-ups."""
+    """Opens sandboxes for a folder of tasks: for episodes, and with network access for set-ups."""
 
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
-        """Prepare the sandboxes. They can read only `folder/environment`. Raises ConfigError if
-        this machine cannot run them."""
+        """Create sandboxes that can only read `folder/environment`. Raises ConfigError if this
+        machine cannot run them."""
         self.folder = (folder / "environment").absolute()
         for name in ("sealed", "prefixes", "packages"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -120,8 +119,8 @@ class CodeSandboxes:
     async def workshop(
         self, instance: Mapping[str, Any], candidate: Candidate, *, sets_up: bool = False
     ) -> AsyncGenerator[Hosted]:
-        """Open a workshop, the environment in which set-ups and tests run with the candidate's gold
-        patch. If `sets_up` is set, it has network access and may write to the prefix."""
+        """Open an environment that runs set-ups and tests with the candidate's gold patch. With
+        `sets_up`, it has network access and can write to the prefix."""
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:
@@ -189,7 +188,7 @@ async def call_workshop(
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file atomically and make it readable by everyone."""
+    """Write a file atomically, readable for everyone."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.chmod(0o644)
@@ -252,7 +251,8 @@ class PrefixBuilder:
         self._projects = {normalize_name(source.name) for source in config.sources}
 
     async def of(self, candidate: Candidate) -> Prefix:
-        """Return a candidate's prefix, building it if needed. Raises Rejected if no test passes."""
+        """Return the prefix for a candidate, building it if necessary. Raises Rejected if no test
+        passes."""
         name = self._name(candidate)
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"
@@ -318,9 +318,8 @@ class PrefixBuilder:
     async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
-        """Run the set-up script of `expected` in the sandbox `hosted`, then run the tests in the
-        same way as episodes will. Returns the finished prefix, or None and the reason for the
-        failure."""
+        """Run the set-up script of `expected` in the sandbox `hosted`, then run the tests exactly
+        as episodes will. Returns the finished prefix, or None and the reason for the failure."""
         within_s = self._config.setup_s
         result = await call_workshop(
             hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s

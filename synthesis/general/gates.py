@@ -1,4 +1,4 @@
-"""Gates for environments and tasks. Each gate raises `Rejected` with its own name."""
+"""Gates that environments and tasks have to pass. A gate raises `Rejected` with its own name."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _Leaf = Callable[[Any], Any]
 _EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
 _MAX_MUTATIONS = 60
 _PLAUSIBLE = 24
-"""Number of random answers with the same structure as the right one."""
+"""Number of random answers with the same structure as the true one."""
 _PROBES = 5
 _MAX_CALLS, _MAX_REPLAYED, _MAX_TEXTS, _MAX_MESSAGE = 1000, 200, 400, 300
 _HASH_SEEDS = (1, 2)
 
 
 async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
-    """Check that all tools have type hints, docstrings and valid schemas. Returns their specs."""
+    """Check that all tools have type hints, docstrings and valid schemas, and return their
+    specs."""
     specs: dict[str, dict[str, Any]] = await rooms.workshop(
         "typed", environment, "describe", each_s=rooms.config.call_s
     )
@@ -50,7 +51,7 @@ async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
 
 
 def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
-    """Open the environment in the same way as an episode of the policy."""
+    """Open the environment exactly as an episode of the policy does."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
@@ -58,7 +59,7 @@ def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDraft:
-    """A task in an environment's folder that still has to pass the gates."""
+    """A new task in the folder of an environment, which has not passed the gates yet."""
 
     rooms: GeneralSandboxes
     path: Path
@@ -70,10 +71,10 @@ class TaskDraft:
     async def check(
         self, earlier: Sequence[Any], before: int | None, reference: _Reference
     ) -> tuple[Any, int, int]:
-        """Check the task with every gate. Returns the solution's answer, the number of its calls,
-        and how many attempts passed. `earlier` contains the answers to earlier tasks. `before` says
-        how many attempts at the previous task passed. Raises Rejected if a gate rejects the task,
-        or RecursionError if values are nested too deeply."""
+        """Run all gates on the task. Returns the solution's answer, its number of tool calls, and
+        how many reference attempts passed. `earlier` holds the answers of earlier tasks, and
+        `before` is the number of attempts that passed the previous task. Raises Rejected if a gate
+        rejects the task, and RecursionError if values are nested too deeply."""
         answer, results = await self.solve()
         again, _ = await self.solve(self.seed + 1)
         await self._verified([answer, again])
@@ -109,8 +110,8 @@ class TaskDraft:
         return answer, len(results), passed
 
     async def solve(self, seed: int = 0) -> tuple[Any, _Results]:
-        """Run the solution in a process that has only the tools. Returns its answer, and its calls
-        with their results. The calls go through the environment like a policy's calls."""
+        """Run the solution in a process that has only the tools. Returns its answer, and its tool
+        calls with their results. The calls go through the environment, like a policy's."""
         results: list[tuple[ToolCall, Mapping[str, str]]] = []
         with lost_to("solution"):
             async with general(self.rooms, self.path, self.number, seed=seed) as (policy, _):
@@ -176,10 +177,9 @@ class TaskDraft:
                 )
 
     async def _grounded(self, answer: Any, results: _Results) -> None:
-        """Check that the answer changes if the tools return other names, other numbers or fewer
-        entries. The author has seen the database and could have hard-coded the answer in the
-        solution. A solution that fails on changed results passes this gate, because the failure
-        proves nothing."""
+        """Check that the answer depends on the tool results: it must change if they contain other
+        names, other numbers or fewer entries. The author has seen the database and could have
+        hard-coded the answer. A solution that fails on altered results passes."""
 
         async def outcome(change: _Leaf, entries: _Leaf = lambda value: value) -> str:
             try:
@@ -200,9 +200,8 @@ class TaskDraft:
             )
 
     async def _deterministic(self, calls: Sequence[ToolCall]) -> None:
-        """Check that tools return the same results in two processes with different hash seeds. The
-        gate repeats the solution's calls, and makes further calls with arguments drawn from the
-        database."""
+        """Check that tools return the same results in two processes with different hash seeds, for
+        the solution's calls and for random calls with arguments from the database."""
         texts, draw = await self._texts(), random.Random(self.seed)
         request = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         request = request[:_MAX_REPLAYED]
@@ -292,9 +291,9 @@ def _short(value: Any) -> str:
 
 
 def _replay(results: _Results, change: _Leaf, entries: _Leaf) -> _CallAnswerer:
-    """Answer a solution's calls with altered versions of the recorded results. `entries` alters
-    whole results. `change` then alters their leaves. If an argument repeats an altered value, it is
-    mapped back to the true value."""
+    """Answer a solution's tool calls with altered copies of the recorded results: `entries` alters
+    a whole result, then `change` each of its leaves. Altered values in the arguments are mapped
+    back to the true ones."""
 
     def key(name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps([name, dict(arguments)], sort_keys=True)
@@ -368,8 +367,9 @@ _HOLLOW: Sequence[_Leaf] = (
 
 
 def _mutations(answer: Any) -> list[tuple[str, Any]]:
-    """Return (description, answer) pairs that each change one value, key or entry of the answer. If
-    there are more than `MAX_MUTATIONS`, an evenly spaced selection is returned."""
+    """List wrong answers that each differ from the true one in a single value, key or entry, as
+    (description, answer). If there are more than `_MAX_MUTATIONS`, they are sampled at equal
+    intervals."""
     every = list(_changed(answer))
     step = max(1.0, len(every) / _MAX_MUTATIONS)
     return [every[int(n * step)] for n in range(min(len(every), _MAX_MUTATIONS))]
@@ -415,8 +415,8 @@ def _other_leaves(value: Any) -> list[Any]:
 
 
 def _plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
-    """Return answers with the same structure as the true answer. Their strings are drawn from
-    `texts`, and their numbers are near the true ones."""
+    """Draw wrong answers with the structure of the true one, with strings from `texts` and numbers
+    close to the true ones."""
     draw = random.Random(seed)
 
     def other_leaf(value: Any) -> Any:

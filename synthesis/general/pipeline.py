@@ -42,8 +42,8 @@ from keel.synthesis.ledger import Rejected
 
 
 class GeneralPipeline:
-    """Creates general tasks. Implements `keel.commands.synthesize.Pipeline`. A key consists of a
-    category and a number."""
+    """Creates tasks for general agents. Implements `keel.commands.synthesize.Pipeline`. A key
+    consists of a category and a number."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class GeneralPipeline:
         reference: Author,
         seed: int,
     ) -> None:
-        """Prepare the pipeline. `reference` attempts tasks to measure their difficulty. Raises
-        ConfigError if a setting cannot be used."""
+        """Set up the pipeline. `reference` attempts tasks to measure their difficulty. Raises
+        ConfigError if a setting is invalid."""
         if not config.categories:
             raise ConfigError("general.categories is empty. Name the topics of the tasks")
         self.keys: Sequence[str] = [
@@ -116,8 +116,8 @@ _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.
 
 @dataclass(kw_only=True)
 class _EnvironmentWriter:
-    """Builds one environment in a folder under `rooms.making`. The author's code never runs in this
-    process. `reference` attempts the tasks to measure their difficulty."""
+    """Lets the author build one environment, in a folder below `rooms.making`. The author's code
+    never runs in this process. `reference` attempts the tasks to measure their difficulty."""
 
     rooms: GeneralSandboxes
     path: Path
@@ -346,9 +346,8 @@ def _put(path: Path, data: bytes) -> None:
 def sections(
     reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Split a reply into sections at its headings. A section's content is the first code block
-    under its heading, or the text if there is no code block. Raises Rejected if a required section
-    is missing."""
+    """Split a response into sections at its headings. The content of a section is its first code
+    block, or its text if it has none. Raises Rejected if a required section is missing."""
     if reply.cut:
         raise Rejected("form", "the reply was cut off by author.max_tokens or the context")
     # Blank out the code blocks, so that comments in code are not taken for headings.
@@ -367,8 +366,8 @@ def sections(
 
 
 def renamed(source: str, name: str, number: int) -> str:
-    """Rename the function `name` so that its name includes the task's `number`. Raises Rejected
-    unless the code contains exactly one such function."""
+    """Append the number of the task to the name of the function `name`. Raises Rejected unless the
+    code defines it exactly once."""
     changed, count = re.subn(
         rf"^def {name}(?=\s*\()", f"def {name}_{number}", source, flags=re.MULTILINE
     )

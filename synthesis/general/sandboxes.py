@@ -1,4 +1,4 @@
-"""Runs code written by the author model in sandboxes."""
+"""Runs the author's code in sandboxes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGE = "keel.agents.environments.general"
 _MEMORY_MIB = 2048
 _STARTING = 8
 SLACK_S = 30.0
-"""Seconds added to the timeouts that apply inside the sandbox."""
+"""Seconds added to the time limits inside the sandbox."""
 
 
 def _sandbox(network: Network) -> EnvSandbox:
@@ -39,7 +39,7 @@ def _sandbox(network: Network) -> EnvSandbox:
 
 
 class GeneralSandboxes:
-    """Opens sandboxes that can read only the folder `making`. Use it as an async context
+    """Opens sandboxes that can only read the folder `making`. Use it as an async context
     manager."""
 
     def __init__(self, making: Path, config: GeneralConfig) -> None:
@@ -90,8 +90,8 @@ class GeneralSandboxes:
         network: bool = False,
         seed: int = 0,
     ) -> AsyncGenerator[tuple[Hosted, Opening]]:
-        """Open an environment from the package, and yield it with its first messages and tools.
-        `hash_seed` sets the Python hash seed of its process. Raises EnvironmentLost if the
+        """Open an environment of the package and yield it with its first messages and tools.
+        `hash_seed` is the Python hash seed of its process. Raises EnvironmentLost if the
         environment crashes or hangs."""
         program = self._program(target, arguments or {}, hash_seed, network)
         parent = self._parent if hash_seed is None and not network else None
@@ -119,9 +119,9 @@ class GeneralSandboxes:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Call a method of `AuthorWorkshop` on an environment and return its result. The method
-        runs the author's code `times` times, each with the timeout `each_s`. Raises Rejected,
-        naming the gate `gate`, if that code fails."""
+        """Call a method of `AuthorWorkshop` in a sandbox and return its result. The method runs the
+        author's code `times` times, each with the timeout `each_s`. Raises Rejected with the name
+        `gate` if that code fails."""
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
         with lost_to(gate):
@@ -136,7 +136,7 @@ class GeneralSandboxes:
 
 @contextmanager
 def lost_to(gate: str) -> Generator[None]:
-    """Raise Rejected, naming the gate `gate`, if code in a sandbox crashes or hangs the sandbox."""
+    """Convert a crash or hang of the sandbox to Rejected with the name `gate`."""
     try:
         yield
     except EnvironmentLost as error:

@@ -1,2 +1,2 @@
-"""Creates questions that need several documents from a corpus (`keel synthesize`, family
+"""Creates questions that need several documents of a corpus (`keel synthesize`, family
 `search`)."""

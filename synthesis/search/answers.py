@@ -1,5 +1,5 @@
-"""Agents that try to answer a question, the verifier that judges all of their answers, and the gain
-of answers to open requests that are written with search."""
+"""Agents that answer a question, the verifier that judges their answers, and the measurement of how
+much search improves the answers to open requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
 _MAX_ANSWER = 300
 _UNKNOWN = "unknown"
 _READS = 3
-"""Maximum number of the judge's replies to try to parse."""
+"""Maximum number of responses of the judge to try to parse."""
 _SYSTEM = """\
 Answer the question between the fences{how}. End with the answer alone, a name or a number as the \
 source spells it, between <answer> and </answer>; if you cannot find it, write \
@@ -44,8 +44,8 @@ class Answerer:
 async def answer(
     desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
-    """Ask an agent and return its answer, or "" if it gives none. If `at_length` is set, the answer
-    is a whole text rather than a name."""
+    """Ask an agent and return its answer, or "" if it has none. With `at_length`, the answer is a
+    full text instead of a name."""
     expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=_UNKNOWN)
     worked = await desk.work(
         answerer.author,
@@ -66,7 +66,7 @@ async def candidates(
     desk: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
     """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts one of
-    the answers, or if no agent answers."""
+    them, or if no agent answers."""
     reply = await gather_or_cancel(*(answer(desk, one, question) for one in answerers))
     if easy := [one for one in reply if one and right(one)]:
         raise Rejected(
@@ -88,7 +88,7 @@ meets all of the question, and "wrong" only if they show that it does not; other
 Submit a verdict for each answer with the tool `decide`: the reason, a document that you opened, \
 and the words in it that decide."""
 _LABELS = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)]
-"""Labels for the answers. There are enough of them for all spellings and agents."""
+"""Labels for the answers, enough for all spellings and agents."""
 _DECIDE = ToolSpec(
     name="decide",
     description="Submit the verdicts.",
@@ -118,10 +118,9 @@ async def verify(
     passes: int,
     seed: str,
 ) -> list[dict[str, _Verdict]]:
-    """Ask the verifier in several passes and return its verdict on each answer. `truths` contains
-    the accepted spellings of the author's answer. The verifier cannot distinguish them from the
-    other answers. Raises Rejected unless every pass finds every truth right and every candidate
-    wrong."""
+    """Ask the verifier about all answers in several passes and return its verdicts. `truths` are
+    the accepted spellings of the author's answer, shuffled among the other answers. Raises Rejected
+    unless every pass finds all truths right and all candidates wrong."""
     answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, _Verdict]]()
     for number in range(passes):
@@ -170,8 +169,8 @@ async def _pass(
 async def check_gain(
     desk: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the mean scores of answers to the request `text`, written with and without tools.
-    Raises Rejected if the difference is below `search.least_gain`."""
+    """Return the mean scores of answers to the request `text`, with and without tools. Raises
+    Rejected if the difference is below `search.least_gain`."""
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
         *(answer(desk, one, text, at_length=True) for one in answerers)

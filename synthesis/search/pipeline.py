@@ -60,8 +60,8 @@ class SearchPipeline:
         *,
         seed: int,
     ) -> None:
-        """Set up the pipeline. `another` is a factory for authors with other settings. Raises
-        ValueError if these settings are invalid."""
+        """Set up the pipeline. `another` is a factory for authors with different settings. Raises
+        ValueError if those settings are invalid."""
         self._config, self._author, self._folder, self._seed = config, author, folder, seed
         self._answerers = [
             Answerer(
@@ -235,7 +235,7 @@ class SearchPipeline:
         return starts
 
     def _read_kept(self) -> None:
-        """Read the tasks accepted in earlier runs of the command, and remove an incomplete last
+        """Read the tasks accepted by earlier runs of the command, and drop an incomplete last
         line."""
         if not self._file.exists():
             return
@@ -272,7 +272,7 @@ class SearchPipeline:
 _MAX_DOCUMENTS = 50_000
 _MAX_NAME = 60
 _MIN_LETTERS, _MIN_SIGNS = 4, 2
-"""Minimum number of letters in a name, and minimum number of characters in a CJK name."""
+"""Minimum length of a name in letters, or in characters of a script without spaces."""
 _QUOTED = re.compile(r"[《「『“]([^《》「」『』“”\n]{2,40})[》」』”]")
 _KATAKANA = re.compile(r"[ァ-ヺー][ァ-ヺー・]{2,30}[ァ-ヺー]")
 _WORD = re.compile(r"[^\W\d_][\w'’-]*")
@@ -308,8 +308,8 @@ def _candidates(index: SearchIndex) -> set[str]:
 
 
 def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
-    """Yield runs of capitalized words. Lower-case words are added to `plain`, and single-word names
-    to `alone`."""
+    """Yield runs of capitalized words. Collects lower-case words in `plain` and names of one word
+    in `alone`."""
     run: list[re.Match[str]] = []
     for word in [*_WORD.finditer(text), None]:
         if word is not None and (capital := word[0][0].isupper()) is False:

@@ -1,5 +1,5 @@
-"""Lets an author write questions and open requests with their evidence, checks them, and creates
-the rule that rewards an answer."""
+"""Lets an author write questions and open requests with evidence, checks them, and derives the rule
+that rewards an answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ that state it. One of the quotes has to contain the answer."""
 
 
 class Start(NamedTuple):
-    """The starting point of one draft."""
+    """What a draft starts from: an entity, a language, and the kind of task."""
 
     entity: str
     language: str
@@ -57,7 +57,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A question, or an open request with the rubric for judging answers to it."""
+    """A drafted question, or an open request with a rubric for its answers."""
 
     text: str
     evidence: tuple[Evidence, ...]
@@ -71,7 +71,7 @@ class Draft:
 
     @property
     def spellings(self) -> list[str]:
-        """All correct spellings that the rule distinguishes, starting with the answer itself."""
+        """All distinct correct spellings of the answer. The first is the answer itself."""
         result: dict[str, str] = {}
         for one in (self.answer, *self.also):
             result.setdefault(normalize_answer(one), one)
@@ -127,9 +127,8 @@ _SUBMIT_REQUEST = ToolSpec(
 async def write_draft(
     desk: Workspace, author: Author, start: Start, accepted: AcceptedQuestions
 ) -> Draft:
-    """Ask the author for a question, or an open request, that passes all gates and is not among the
-    accepted ones. Raises Rejected if a gate rejects the draft, or AuthorLost or BudgetSpent if a
-    call to the author fails."""
+    """Ask the author for a new question or open request that passes all gates. Raises Rejected if a
+    gate rejects it, and AuthorLost or BudgetSpent if a call fails."""
     drafts: list[Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -203,14 +202,14 @@ _FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize an answer so that equivalent spellings become equal."""
+    """Normalize white space, quotes, dashes and case, so that equivalent spellings become equal."""
     reply = unicodedata.normalize("NFC", " ".join(text.split())).translate(_FIRST)
     return "".join(low if len(low := sign.lower()) == 1 else sign for sign in reply)
 
 
 def rule_of(right: Sequence[str]) -> dict[str, str]:
-    """Return the JSONL keys that judge an answer. Numbers are compared by value. Other answers are
-    compared with the accepted spellings."""
+    """Return the JSONL keys of the rule that grades answers: numbers by value, all others by the
+    accepted spellings."""
     by_value = {"answer": right[0], "match": "math"}
     if all(map(_NUMBER.fullmatch, right)) and all(map(accepts(by_value), right)):
         return by_value
@@ -254,8 +253,8 @@ _UNLIKELY = 0.02
 def _check_evidence(
     evidence: Sequence[Evidence], search: Search, config: SearchTasksConfig
 ) -> None:
-    """Check that every fact is quoted from a document that the author opened. Raises Rejected if
-    one is not."""
+    """Check that every fact quotes a document that the author opened, and that there are enough
+    facts and documents. Raises Rejected otherwise."""
     for one in evidence:
         check_quote("evidence", one.document, one.quote, search)
     facts = _separate_quotes(evidence, search)
@@ -272,8 +271,8 @@ def _check_evidence(
 
 
 def check_quote(gate: str, name: str, quote: str, search: Search) -> None:
-    """Check that a quote occurs in an opened document. Raises Rejected, naming `gate`, if it does
-    not."""
+    """Check that a quote occurs in the opened document `name`. Raises Rejected with the name `gate`
+    otherwise."""
     document = search.opened.get(name)
     if document is None:
         raise Rejected(gate, f"{name!r} was not opened; name documents you read")
@@ -295,8 +294,8 @@ def _separate_quotes(evidence: Sequence[Evidence], search: Search) -> int:
 
 
 def _check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
-    """Check that the documents are linked: a rare term quoted from one must appear in another.
-    Raises Rejected if they are not."""
+    """Check that the documents are linked: a rare term quoted from one must occur in another.
+    Raises Rejected otherwise."""
     documents = {one.document: search.opened[one.document] for one in evidence}
     most = max(2, int(_RARE * len(index)))
     rare: dict[str, set[str]] = {name: set() for name in documents}
@@ -319,9 +318,8 @@ def _check_chain(evidence: Sequence[Evidence], search: Search, index: SearchInde
 
 
 def _check_answer(draft: Draft, library: Library, *, depth: int) -> None:
-    """Check that the answer appears in the evidence but is not given away. It must appear neither
-    in the question nor in the first result of a search for the question. Raises Rejected
-    otherwise."""
+    """Check that the evidence contains the answer, but neither the question nor the first search
+    result for it does. Raises Rejected otherwise."""
     spellings = [squeeze(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")

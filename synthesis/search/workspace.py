@@ -1,9 +1,6 @@
-"""Lets an agent work with a corpus and submit a result.
-
-The agent searches, opens documents and finds text in them with the same tools as the policy.
+"""Lets an agent research a corpus and submit a result, with the same search tools as the policy.
 Documents are untrusted, so control tokens and invisible characters are escaped. A submission is
-accepted only after a gate has checked it.
-"""
+accepted only if it passes a gate."""
 
 from __future__ import annotations
 
@@ -33,8 +30,8 @@ _ENDED = {
     "length": "the reply was cut off",
 }
 _HandIn = Callable[[Mapping[str, Any], Search], None]
-"""Checks and stores a submission. `Search` belongs to the agent and knows which documents it
-opened. Raises Rejected if the submission is not accepted."""
+"""Checks and stores a submission. `Search` is the agent's own and knows which documents it opened.
+Raises Rejected if the submission fails the gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +50,10 @@ class Workspace:
         tools: bool = True,
         hand_in: tuple[ToolSpec, _HandIn] | None = None,
     ) -> ToolLoopResult:
-        """Run an agent on a task. `material` is the untrusted text that the task is about.
-        `hand_in` is the tool that ends the work, together with its check. The agent may repeat a
-        rejected submission up to `tries` times. Raises Rejected if no submission is accepted, or
-        AuthorLost or BudgetSpent if a model call fails."""
+        """Let an agent work on a task about the untrusted text `material`. `hand_in` is the tool
+        that submits the result, and its check. A rejected submission can be repeated, up to `tries`
+        attempts in total. Raises Rejected if none is accepted, and AuthorLost or BudgetSpent if a
+        model call fails."""
         search = Search(
             ready=self.library,
             results=self.config.results,
