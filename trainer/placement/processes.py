@@ -63,15 +63,6 @@ def _thread_state(pid: int, tid: int) -> _ThreadState:
     )
 
 
-def _thread_states(pid: int) -> dict[int, _ThreadState]:
-    """Return the state of each thread. Raises one of `_EXITED` if the process has exited."""
-    states: dict[int, _ThreadState] = {}
-    for task in _tasks(pid).iterdir():
-        with suppress(*_EXITED):
-            states[int(task.name)] = _thread_state(pid, int(task.name))
-    return states
-
-
 def _children(pid: int) -> Iterator[int]:
     """Yield the ids of the child processes. The kernel may omit some if others are exiting."""
     with suppress(*_EXITED):
@@ -161,7 +152,10 @@ class _ProcessHealth:
                 now = self._threads[self._active] = _thread_state(pid, self._active)
                 if now != before:
                     return True
-        known, self._threads = self._threads, _thread_states(pid)
+        known, self._threads = self._threads, {}
+        for task in _tasks(pid).iterdir():
+            with suppress(*_EXITED):
+                self._threads[int(task.name)] = _thread_state(pid, int(task.name))
         ran = [n for n, now in self._threads.items() if now.debugged or now != known.get(n)]
         self._active = ran[0] if ran else self._active
         return bool(ran)

@@ -25,11 +25,13 @@ _STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py
 def silence_ray() -> None:
     """Hide Ray's messages about tokens, dead processes and signal handlers."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    logging.getLogger(_WORKER).addFilter(_not_about_sigterm)
     worker: Any = import_module(_WORKER)
     printed = worker.print_to_stdstream
     if getattr(printed, "of_keel", False):
         return
+    logging.getLogger(_WORKER).addFilter(
+        lambda record: "SIGTERM handler is not set" not in record.getMessage()
+    )
 
     def brief(data: Mapping[str, Any], *rest: Any, **named: Any) -> None:
         if not "".join(map(str, data.get("lines", ()))).startswith(_DEATHS):
@@ -37,10 +39,6 @@ def silence_ray() -> None:
 
     brief.of_keel = True  # pyright: ignore[reportFunctionMemberAccess]
     worker.print_to_stdstream = brief
-
-
-def _not_about_sigterm(record: logging.LogRecord) -> bool:
-    return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:

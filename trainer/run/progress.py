@@ -113,7 +113,8 @@ class _Display:
                 now, first = wait.seconds, wait not in self._printed and not wait.quiet
                 since = now - self._printed.get(wait, 0.0)
                 if since >= (_FIRST_LINE_S if first else _LINE_EVERY_S):
-                    _print(f"{wait.what} …" if first else wait.text())
+                    with suppress(OSError, ValueError):  # the reader is gone
+                        print(f"{wait.what} …" if first else wait.text(), flush=True)
                     self._printed[wait] = now
 
     def _open_live(self) -> Any:
@@ -136,11 +137,6 @@ class _Display:
         live = Live(console=console, get_renderable=draw, refresh_per_second=5, transient=True)
         live.start()
         return live
-
-
-def _print(text: str) -> None:
-    with suppress(OSError, ValueError):  # the reader is gone
-        print(text, flush=True)
 
 
 DISPLAY = _Display()
