@@ -1,1 +1,1 @@
-"""The `keel` command. `cli.py` parses arguments, and each other file implements one command."""
+"""The `keel` command line. `cli.py` parses the arguments; every other module is one command."""

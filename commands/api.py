@@ -48,9 +48,8 @@ from keel.trainer.run.view import View
 
 Reward = Callable[[Any, Any], Any]
 Callback = Callable[[int, Mapping[str, float]], object]
-"""A function called after each step with the step number (starting at 1) and its metrics as in
-`metrics.jsonl`. If it returns a true value or raises an exception, the run saves a checkpoint and
-ends."""
+"""A function called after each training step with the step number (from 1) and the step's metrics,
+as in `metrics.jsonl`. If it returns a true value or raises, the run saves a checkpoint and ends."""
 _PASSED = "passed"
 """Subfolder of the run folder for recipes and prompts passed from Python."""
 _PROMPTS, _SOURCES = "keel.train(prompts=…)", "data.sources"
@@ -62,14 +61,14 @@ _RESUME = "progress is saved; the same call resumes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The result of `keel.train`: a run's metrics and trained model."""
+    """The metrics and the trained model returned by `keel.train`."""
 
     folder: Path
     metrics: Sequence[Mapping[str, float]]
-    """One mapping of metrics per step, including `step` and `time` (seconds since 1970). Step 0
-    holds the evaluation before training."""
+    """The metrics of each step, including `step` and `time` (Unix time in seconds). Step 0 is the
+    evaluation before training."""
     model: Path | None
-    """Folder of the trained model. None if the run was stopped early; such a run can be resumed."""
+    """Folder of the trained model, or None if the run stopped early and can be resumed."""
 
 
 def train(
@@ -192,7 +191,8 @@ def _plain_data(value: Any, argument: str) -> Any:
 
 
 def _weights(rewards: Any) -> list[tuple[Any, Any]]:
-    """Return (reward function or part name, weight) pairs. Functions may be unhashable."""
+    """Convert the `rewards` argument to (function or part name, weight) pairs, because functions
+    can be unhashable."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(rewards, Mapping):
         pairs = list(cast(Mapping[Any, Any], rewards).items())
@@ -228,8 +228,7 @@ def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
 
 @contextmanager
 def _by_row(file: Path) -> Iterator[None]:
-    """Rewrite errors so that they name the caller's rows and arguments instead of lines in
-    `file`."""
+    """Rewrite config errors about lines of `file` to name the caller's rows and arguments."""
     try:
         yield
     except ConfigError as error:
@@ -265,7 +264,8 @@ def _as_jsonl(prompts: Any) -> str:
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values of numpy, and drop missing ones: None, NaN, and pandas' NaT or NA."""
+    """Drop the null values (None, NaN, pandas NaT and NA) that tabular formats use for missing
+    columns, and convert numpy values to Python objects."""
     columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
     return {
         key: one
@@ -277,8 +277,8 @@ def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
-    """Write `text` to a file named after a hash of it, and return the file. Repeating the same call
-    therefore resumes the same run."""
+    """Write `text` to a file named after its hash and return the path, so that calling `keel.train`
+    again with the same input resumes the same run."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = folder / f"{digest}-{name}"
     try:
@@ -293,8 +293,8 @@ def _kept(folder: Path, text: str, name: str) -> Path:
 
 
 class _Callbacks:
-    """A progress view that also calls the callbacks after each training step. Standalone
-    evaluations do not trigger them."""
+    """A progress view that also runs the callbacks after each training step, but not after
+    standalone evaluations."""
 
     view: View
 
@@ -310,7 +310,7 @@ class _Callbacks:
                 raise ConfigError(f"keel.train(callbacks=…): {one!r} must not be async")
         self.enough = False
         self.error: Exception | SystemExit | None = None
-        """The first exception raised by a callback. It is raised once the run has been saved."""
+        """The first exception raised by a callback, re-raised once the run is saved."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.view, name)

@@ -1,8 +1,5 @@
-"""The `keel` command line.
-
-Heavy libraries are imported only after the recipe has been checked. `keel --help` and errors in a
-recipe therefore do not wait for torch.
-"""
+"""The `keel` command line. Heavy libraries are imported only after the recipe is checked, so `keel
+--help` and recipe errors do not wait for torch."""
 
 from __future__ import annotations
 
@@ -185,11 +182,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status. The status is 0 for success, 1 for a failure while
-    running, and 2 for an invalid recipe or invalid data. It is 130 if Ctrl-C was pressed before the
-    start or twice. After SIGTERM, SIGHUP or SIGUSR1 it is 143, and the same command resumes the
-    run. If `argv` is None, the arguments come from the command line and the process exits
-    afterwards."""
+    """Run a command and return its exit status: 0 on success, 1 if it fails while running, 2 for an
+    invalid recipe or invalid data, 130 for Ctrl-C before the start or a second Ctrl-C, and 143
+    after SIGTERM, SIGHUP or SIGUSR1 (repeat the command to resume).
+
+    If `argv` is None, parse `sys.argv` and exit the process.
+    """
     if argv is not None:
         return _command(argv, lambda _: None)
     sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
@@ -311,8 +309,8 @@ _LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
     "synthesize": ("commands.synthesize", lambda module, a: module.synthesize(a.config)),
     "watch": ("commands.report.page", lambda module, a: module.watch(a.run, a.port)),
 }
-"""The module and function of each command that does not wait for torch and Ray. Each function
-returns an exit status, None, or text to print."""
+"""Module and function of each command that needs neither torch nor Ray. The function returns an
+exit status, None, or text to print."""
 
 
 def _parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -338,12 +336,12 @@ def _step(word: str) -> int | str:
 
 
 def _shown(message: object) -> str:
-    """Escape control characters in a message, because the message may quote untrusted files."""
+    """Escape control characters in a message, which may quote untrusted files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
 def _refused(arguments: argparse.Namespace) -> int:
-    """Check the recipe and print its error, if any. Returns the exit status, 0 if it is valid."""
+    """Check the recipe and print its error. Returns the exit status, 0 if the recipe is valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return 0
     # OmegaConf: a tenth of a second

@@ -1,5 +1,4 @@
-"""Runs the commands that need the trainer's libraries and converts their errors to exit
-statuses."""
+"""Run the commands that import the training libraries, and turn their errors into exit statuses."""
 
 from __future__ import annotations
 

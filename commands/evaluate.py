@@ -27,8 +27,8 @@ from keel.trainer.run.signals import Interrupt
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
-    """Score a checkpoint, the base model or an endpoint for each variant in `eval.variants`. The
-    prompts are the held-out sets or the training prompts."""
+    """Score a checkpoint, the base model or an endpoint on the held-out or the training prompts,
+    once for each variant in `eval.variants`."""
     config = load_config(recipe, overrides)
     variants = config.eval.each_variant
     for variant in variants:
@@ -156,8 +156,8 @@ def _variant_runtime(
 
 
 def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
-    """Measure how often the policy solves each training prompt, and keep the prompts worth training
-    on. The policy is a checkpoint, the base model or an endpoint."""
+    """Measure how often a checkpoint, the base model or an endpoint solves each training prompt,
+    and keep the prompts worth training on."""
     config = load_config(recipe, overrides)
     policy = choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
     with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:
@@ -182,9 +182,8 @@ def _check_room(
     sets: Mapping[str, Sequence[Prompt]],
     count_tokens: Callable[[Prompt], int],
 ) -> None:
-    """Raise ConfigError for the first prompt that does not fit into the context with this variant.
-    The variant's extra line and token limit need additional space. The unchanged prompts have
-    already been checked."""
+    """Raise ConfigError if a prompt with this variant's extra line and token limit does not fit in
+    the context. The unchanged prompts have already been checked."""
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"

@@ -1,8 +1,8 @@
 """`keel new`: write a commented recipe from flags or from the answers to a few questions, and check
 it.
 
-Knobs for the hardware layout stay `auto`. This module does not load torch, so the first question
-appears at once.
+Knobs for the hardware layout stay `auto`. This module does not import torch, so the first question
+appears immediately.
 """
 
 from __future__ import annotations
@@ -52,38 +52,39 @@ rollout:
 algorithm: {algorithm}  # {completions} completions per step
 trainer: {trainer}
 """
-"""Template for the recipe. Lines without a value and empty comments are omitted."""
+"""Template of the recipe. Lines without a value and empty comments are omitted."""
 _COMMENT_COLUMN = 33
 _SMALL_MODEL = "Qwen/Qwen3-0.6B"
 _TINY_TASK = "spell_backward"
 _ASSUMED_GIB = 80.0
 """GPU memory in GiB to assume on a machine without a GPU."""
 _EPISODE_PROMPT_TOKENS = 3072
-"""Assumed number of tokens in an episode before its last turn. This includes tool descriptions and
+"""Assumed number of tokens in an episode before its last turn, including tool descriptions and tool
 results."""
 _EXTRA_REWARD = 0.2
-"""Weight for a reward function that is used in addition to a correctness check."""
+"""Weight of a reward function used in addition to a correctness check."""
 _STOPPED = 130
 _MAX_ROWS = 2_000
-"""Maximum number of rows to read."""
+"""Maximum number of rows to inspect."""
 _PROMPTS = (
     *("prompt", "messages", "question", "problem", "query", "instruction", "input", "task"),
     *("conversation", "conversations", "text"),
 )
-"""Column names that probably contain the prompt, most likely first."""
+"""Likely names of the prompt column, most likely first."""
 _ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "expected_answer"),
     *("target", "label", "solution", "gold", "output", "response", "completion", "reply"),
 )
-"""Column names that probably contain the answer, most likely first."""
+"""Likely names of the answer column, most likely first."""
 _JUDGED = ("tests", "criteria", "refuse", "reward")
-"""Keys other than `answer` that can be used to judge a completion."""
+"""Keys other than `answer` that define how to judge a completion."""
 _MARKS = ("####", "Answer:", "answer is")
-"""Markers that precede the answer in worked solutions."""
+"""Markers before the final answer in worked solutions."""
 _MIN_SHARE = 0.9
 """Minimum fraction of answers that must be mathematical or contain a marker."""
 _PROSE_CHARACTERS = 100
-"""Answers with at least this average length count as prose, which cannot be compared as text."""
+"""Average length in characters at which answers count as prose, which cannot be compared as
+text."""
 _NUMBER = re.compile(
     r"[-+−$€£(\[{]*\s*(\\[a-zA-Z]+|\d|\.\d|[a-zA-Z](?![a-zA-Z])).{0,60}", flags=re.DOTALL
 )
@@ -127,9 +128,11 @@ class _Source:
 
 
 def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
-    """Write a recipe, run `keel check` on it, and return the exit status of the check. Raises
-    ConfigError if the file already exists, or if a required value is missing and cannot be asked
-    for without a terminal."""
+    """Write a recipe, run `keel check` on it and return the exit status of the check.
+
+    Raises ConfigError if the file already exists, or if a required value is missing and there is no
+    terminal to ask for it.
+    """
     if flags.file:
         _free(flags.file)
     terminal = not flags.yes and sys.stdin.isatty() and sys.stdout.isatty()
@@ -277,7 +280,7 @@ def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
 def _rows(
     data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, heldout: int
 ) -> _Source:
-    """Suggest a source from the first rows of a file, a folder or a dataset on the hub."""
+    """Suggest a data source from the first rows of a file, a folder or a hub dataset."""
     from keel.data.rows.places import rows_of  # noqa: PLC0415  takes half a second
     from keel.data.rows.read import BadLine, kind_of_file  # noqa: PLC0415
 
@@ -366,8 +369,8 @@ def _rows(
 def _judged(
     records: Sequence[Mapping[str, Any]], names: Sequence[str], answer: str
 ) -> tuple[str, str, str]:
-    """Return how to judge completions ("mathematics", "text", a key in `_JUDGED` or "" if nothing
-    is known), the column of the answers, and the mark before them."""
+    """Detect how to judge completions: "mathematics", "text", a key in `_JUDGED`, or "" if unknown.
+    Also returns the answer column and the marker before the answer."""
     if not answer and "answer" not in names:
         for key in _JUDGED:
             if key in names:
@@ -426,7 +429,7 @@ def _weights(reward: str, *, judged: bool) -> dict[str, float]:
 
 
 def _gpus_here() -> tuple[int, float]:
-    """Return the number of GPUs listed by nvidia-smi, and the smallest GPU memory in GiB."""
+    """Return the number of GPUs and the smallest GPU memory in GiB, as reported by nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0, 0.0
@@ -471,7 +474,7 @@ def _flow(value: object) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Format text as a YAML scalar, quoted if YAML would otherwise read a different value."""
+    """Format text as a YAML scalar, with quotes if YAML would otherwise parse a different value."""
     reserved = ("null", "true", "false", "yes", "no", "on", "off", "inf", "nan", "~")
     if re.fullmatch(r"[A-Za-z_~./][\w~./:-]*(?<!:)", text) and text.lower() not in reserved:
         return text

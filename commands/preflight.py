@@ -1,7 +1,4 @@
-"""Quick checks of the files, models and rewards named in a recipe.
-
-They run before torch is loaded.
-"""
+"""Quick checks of the files, models and rewards named in a recipe, run before torch is imported."""
 
 from __future__ import annotations
 
@@ -24,14 +21,17 @@ from keel.rewards.compose import check_weights
 from keel.trainer.run.trackers import check_trackers
 
 SOON = 2**22
-"""Maximum size in bytes of a file or folder to read here. Reading it takes a tenth of a second."""
+"""Maximum size in bytes of a file or folder that is read in these checks. Reading it takes a tenth
+of a second."""
 
 
 def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
     """Check everything in a recipe that can be checked in a fraction of a second. Raises the same
-    ConfigError as the later checks. Hub models, large files and the user's reward functions are
-    left to the later checks. `later` holds the absolute paths that an earlier command of a chain
-    will write."""
+    ConfigError as the full checks.
+
+    Skips hub models, large files and the user's reward functions. `later` holds absolute paths that
+    do not exist yet because an earlier command of a pipeline will write them.
+    """
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
         raise ConfigError("sft.sources: needs at least one source (docs/sft.md, docs/pretrain.md)")
@@ -76,8 +76,8 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
 
 def check_continued(config: Config, auto: Collection[str]) -> None:
     """Check that `keel train` can resume the run in `run.dir` with the current knobs. Raises
-    ConfigError if a knob that must stay the same has changed. `auto` lists the knobs whose values
-    are chosen for the hardware."""
+    ConfigError if a knob that must stay the same has changed. `auto` lists the knobs chosen for the
+    hardware."""
     folder = Path(config.run.dir).expanduser()
     saved = folder / "config.yaml"
     begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
@@ -90,9 +90,8 @@ def check_continued(config: Config, auto: Collection[str]) -> None:
 
 
 def _soon_known(part: str) -> bool:
-    """Return whether a reward part can be checked now. This is the case if it is Keel's own, or if
-    its module does not exist. Other modules are imported later, together with their
-    dependencies."""
+    """Return whether a reward part can be checked without importing user code: it is built in, or
+    its module does not exist."""
     module, dot, _ = part.partition(".")
     if not dot or not module.isidentifier():
         return True

@@ -64,25 +64,26 @@ PAGES = {
     "distill": "distillation",
     "synthesize": "synthesis",
 }
-"""Maps the prefix of a knob to the page in docs/ that explains it. The longest matching prefix is
-used, unless the knob itself names a page."""
+"""Maps the prefix of a knob to the page in docs/ that explains it. The longest matching prefix
+applies, unless the knob names a page."""
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _WHOLE = 3
-"""Maximum number of matching entries to describe in full."""
+"""Maximum number of matches to describe in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Knob:
     name: str
-    """Dotted path of the knob. For `distill` and `synthesize` it starts with the kind of recipe."""
+    """Dotted path of the knob. In recipes for `distill` and `synthesize`, it starts with that
+    word."""
     kind: str
     allowed: str
-    """The allowed choices or bounds."""
+    """Allowed choices or bounds."""
     default: str
     """Default value in YAML, or empty if the knob is required."""
     text: str
     resume: str
-    """Whether a resumed run may change the value: yes, no, or under a condition."""
+    """Whether the value can change when a run resumes: yes, no, or under a condition."""
 
     @property
     def page(self) -> str:
@@ -120,7 +121,7 @@ class _Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Metric:
-    """A metric, or a family of metrics whose name contains `<…>`."""
+    """A metric, or a family of metrics with a placeholder `<…>` in the name."""
 
     name: str
     text: str
@@ -158,7 +159,7 @@ def _metrics() -> list[_Metric]:
 
 
 def find_metric(name: str) -> _Metric | None:
-    """Return the most specific metric description that matches `name`."""
+    """Find the description of the metric `name`. If several match, return the most specific one."""
     matches = [
         metric
         for metric in _metrics()
@@ -169,7 +170,7 @@ def find_metric(name: str) -> _Metric | None:
 
 @cache
 def sections() -> tuple[_Section, ...]:
-    """Return all sections in the order of the schema. Nested sections follow their parent."""
+    """Return all sections in schema order, each followed by its nested sections."""
     return tuple(s for recipe, (root, _) in _RECIPES.items() for s in _sections(recipe, root, ""))
 
 
@@ -286,15 +287,15 @@ def _page_of(knob: str, text: str) -> str:
 
 
 def _normal(name: str) -> str:
-    """Replace list entries in a knob's name with `[]`. For example, `data.sources[sums].size` and
+    """Replace list entries in a knob's name with `[]`: `data.sources[sums].size` and
     `data.sources.0.size` become `data.sources[].size`."""
     name = re.sub(r"\[[^]]*\]", "[]", name)
     return re.sub(r"\.\d+(?=\.|$)", "[]", name).strip(".")
 
 
 def describe(name: str = "") -> str:
-    """Return a description of a section, knob or metric, or of everything whose name contains
-    `name`. Raises ConfigError with a suggestion if nothing matches."""
+    """Describe the section, knob or metric with this name, or all whose names contain it. Raises
+    ConfigError with a suggestion if nothing matches."""
     query = _normal(name)
     if not query:
         return _overview()
@@ -351,7 +352,6 @@ def _entries(entries: Sequence[_Knob | _Metric]) -> str:
 
 
 def _first(text: str) -> str:
-    """Return the first sentence."""
     return re.split(r"(?<=[a-z)`]\.)(?<!Eq\.) (?=[A-Zβ`0-9])", text)[0]
 
 
@@ -397,8 +397,8 @@ the applicable metrics of this page. `<set>`, `<domain>` and `<part>` stand for 
 
 
 def pages() -> Mapping[str, str]:
-    """Return the text of each generated file in docs/, keyed by file name. The text of
-    `coming-from.md` before its first table is kept from the existing page."""
+    """Generate the reference pages in docs/, keyed by file name. `coming-from.md` keeps its text
+    before the first table."""
     knobs, recipe = [_KNOBS], "train"
     for section in sections():
         if section.recipe != recipe:

@@ -1,8 +1,8 @@
-"""`keel replay`: repeat a training step whose gradient was not finite, starting from the nearest
+"""`keel replay`: repeat a training step with a non-finite gradient, starting from the nearest
 checkpoint.
 
-The run folder may come from someone else. The reward functions and environments named in its
-config.yaml are therefore neither imported nor started.
+The run folder may come from someone else, so the reward functions and environments in its
+config.yaml are neither imported nor started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from keel.trainer.run.trajectory_files import BATCHES, list_batches, read_batch,
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
-    """Train on a saved batch again and print the findings. Nothing is written to disk."""
+    """Repeat the training step on a saved batch and print the findings. Writes nothing to disk."""
     folder = Path(run).expanduser()
     path = _find_batch(folder, step)
     groups, findings = read_batch(path)
@@ -90,7 +90,7 @@ def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
 
 
 def _find_batch(folder: Path, step: int | None) -> Path:
-    """Return the batch saved at `step`, or the newest batch if no step is given. Raises ConfigError
+    """Find the batch saved at `step`, or the newest batch if no step is given. Raises ConfigError
     if there is none."""
     batches = {step_of(path): path for path in list_batches(folder)}
     if not (folder / "config.yaml").is_file():
@@ -107,8 +107,8 @@ def _find_batch(folder: Path, step: int | None) -> Path:
 
 
 def _nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
-    """Return the newest intact checkpoint before `step`, or None if only the base model precedes
-    the step. Also returns a description of the starting point."""
+    """Find the newest intact checkpoint before `step`, or None if training has to start from the
+    base model. Also returns a description of the starting point."""
     paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]
     newest = next((path for path in reversed(paths) if not checkpoint.problems(path)), None)
     words = f"from {newest.name if newest else 'the base model'}"

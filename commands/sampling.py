@@ -1,7 +1,7 @@
-"""Code shared by `keel eval` and `keel filter`: the policy to sample from and the sampling loop.
+"""Code shared by `keel eval` and `keel filter`: choose the policy and sample from it.
 
-Completions are sampled in groups of the same size as in training. All engines are therefore used,
-and the timeout for a group has the same meaning.
+Completions are sampled in groups of the training group size, so that all engines are busy and the
+group timeout means the same as in training.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from keel.trainer.run.progress import amount, waiting
 from keel.trainer.run.signals import Interrupt
 
 _POLICY_KNOBS = ("model.", "trainer.")
-"""Knobs that must have the run's own values so that its checkpoint can be loaded."""
+"""Knobs that must match the run for its checkpoint to load."""
 _REWARDS_FOLDER = "rewards"
 """Subfolder of the results for the output of reward functions."""
 _POLL_S = 1.0
 _STOPPING = "Stopping; finished prompts are saved. Press Ctrl-C again to stop at once."
 _PREEMPTED = "{signal}: stopping; finished prompts are saved"
 _MAX_ANSWER = 200
-"""Maximum length in characters of an unmarked answer that is still compared with other answers."""
+"""Maximum length in characters of an unmarked answer that is compared with other answers."""
 
 
 AnyRuntime = Runtime | RemoteRuntime
@@ -57,23 +57,23 @@ class SampledPolicy:
     config: Config
     dataset: Dataset
     identity: str
-    """A text that identifies the policy in saved results, so that results of different policies are
-    not mixed."""
+    """Identifies the policy in saved results, so that results of different policies are not
+    mixed."""
     label: str
     """Name of the policy in messages."""
     name: str
-    """Name for the folder of results."""
+    """Name of the results folder."""
     text: str
-    """A description of the plan for the user."""
+    """Description of the plan to show to the user."""
     sampling: Callable[[Path], AbstractContextManager[AnyRuntime]]
-    """Start the processes that sample and score. The output of reward functions goes to a subfolder
+    """Start the processes that sample and score. Reward functions write their output to a subfolder
     of the given folder."""
     tokenizer_digest: str = ""
     """Digest of the tokenizer, or empty for an endpoint."""
     count_tokens: Callable[[Prompt], int] | None = None
-    """Returns the number of tokens in a prompt. None for an endpoint."""
+    """Count the tokens of a prompt. None for an endpoint."""
     thinking_length: Callable[[Trajectory], int] = lambda trajectory: len(_thinking_of(trajectory))
-    """Returns the thinking length of a completion, in tokens. Counts characters for an endpoint."""
+    """Return the length of a completion's thinking in tokens, or in characters for an endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
@@ -94,8 +94,8 @@ class SampledPolicy:
 def choose_policy(
     recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
 ) -> SampledPolicy:
-    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`. `checkpoint`
-    is the value of the knob named `knob`. Raises ConfigError if the policy cannot be used."""
+    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`, the value of
+    the knob named `knob`. Raises ConfigError if the policy cannot be used."""
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
         return _endpoint_policy(config)
@@ -200,8 +200,8 @@ def _endpoint_policy(config: Config) -> SampledPolicy:
 
 
 def _max_prompts_in_flight(config: Config, samples: int) -> int:
-    """Return how many prompts to sample at the same time. This is twice the capacity of all engines
-    or of the endpoint, and at least 2."""
+    """Return the number of prompts to sample concurrently: twice the capacity of all engines or of
+    the endpoint, and at least 2."""
     capacity = config.rollout.engines * config.rollout.max_num_seqs
     if config.endpoint.base_url:
         capacity = config.endpoint.max_concurrent
@@ -231,12 +231,13 @@ def sample_prompts(
     note: Callable[[], str],
     stop: Callable[[], bool],
 ) -> None:
-    """Sample and score `samples` completions for each prompt. Returns when all are done, or soon
-    after `stop` returns true. `record` is called once per prompt, on this thread, unless an
-    overloaded endpoint has dropped some of its completions. Such a prompt is sampled again when the
-    command is repeated. `note` returns text to add to the progress line. Errors from sampling or
-    scoring are passed on. Raises TimeoutError if no group arrives for longer than all timeouts
-    together."""
+    """Sample and score `samples` completions per prompt, until all are done or `stop` returns true.
+
+    `record` is called on this thread once per finished prompt. Prompts that lost completions to an
+    overloaded endpoint are not recorded, so they are sampled again when the command is repeated.
+    `note` returns text for the progress line. Raises TimeoutError if no group finishes within the
+    sum of all timeouts.
+    """
     should_stop = runtime.with_watchdog(stop)
     count_steps = None if isinstance(runtime, RemoteRuntime) else lambda: runtime.pool.steps
     size = config.algorithm.group_size
@@ -291,8 +292,8 @@ def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
 
 
 def answer_of(trajectory: Trajectory) -> str:
-    """Return the marked answer in a completion. If no answer is marked, the final text is returned
-    if it is short."""
+    """Return the marked answer in a completion. If no answer is marked, return the final text if it
+    is short, otherwise ""."""
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:
@@ -301,5 +302,4 @@ def answer_of(trajectory: Trajectory) -> str:
 
 
 def _thinking_of(trajectory: Trajectory) -> str:
-    """Return the thinking from all turns of a completion."""
     return every_turn(thinking_text, trajectory.messages)

@@ -1,7 +1,5 @@
-"""`keel serve` and `keel chat`: serve a trained model with vLLM, and talk to it in the terminal.
-
-This module imports no heavy library.
-"""
+"""`keel serve` and `keel chat`: serve a trained model with vLLM, and chat with it in the terminal.
+This module imports no heavy library."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from keel.trainer.run.progress import waiting
 
 HOST, PORT = "127.0.0.1", 8000
 _START_S = 1800.0
-"""Maximum number of seconds to wait until vLLM has loaded the model and responds."""
+"""Timeout in seconds for vLLM to load the model and respond."""
 POLL_S = 0.5
 SAMPLING = ("temperature", "top_p", "top_k")
 _THINKING_KEYS = ("enable_thinking", "thinking")
-"""Names of the chat template variables that turn thinking on or off."""
+"""Chat template variables that turn thinking on or off."""
 FIXED = ("model", "host", "port", "served_model_name")
 """vLLM options that the user cannot set, because the model folder or Keel's own arguments determine
 them."""
@@ -41,21 +39,21 @@ them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ServedModel:
-    """A model folder with default sampling parameters for requests."""
+    """A model folder and the default sampling parameters for requests."""
 
     path: Path
     name: str
-    """Name of the model in requests."""
+    """Model name in requests."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of the parameters in `SAMPLING`. Missing values come from generation_config.json."""
+    """Values of the parameters in `SAMPLING`. Missing ones come from generation_config.json."""
     thinking: bool | None = None
-    """True if the model thinks before it answers. If None, the chat template decides."""
+    """Whether the model thinks before it answers. None: the chat template decides."""
 
 
 def _find_model(folder: Path) -> _ServedModel:
-    """Return the model in a run folder or model folder. A model from a run uses the sampling
-    parameters of its recipe. Raises ConfigError if the folder is neither, or if the run has not
-    exported a model yet."""
+    """Find the model in a run folder or model folder. A run's model uses the sampling parameters of
+    its recipe. Raises ConfigError if the folder is neither, or if the run has not exported a model
+    yet."""
     exported = (folder / "config.json").exists()
     run, path = (folder.resolve().parent, folder) if exported else (folder, folder / "model")
     if not (run / "config.yaml").exists():
@@ -83,7 +81,7 @@ def _find_model(folder: Path) -> _ServedModel:
 
 
 def _parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` words with YAML values. Raises ConfigError for any other word."""
+    """Parse `key=value` arguments with YAML values. Raises ConfigError for any other argument."""
     options: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -107,8 +105,7 @@ def _parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _server_options(model: _ServedModel, chosen: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
-    """Return all vLLM options except the address. `chosen` contains the user's options from
-    `parse_options`."""
+    """Return all vLLM options except the address. `chosen` holds the user's options."""
     chosen = dict(chosen)
     sampling = {**model.sampling, **{n: chosen.pop(n) for n in SAMPLING if n in chosen}}
     thinking = chosen.pop("thinking", model.thinking)
@@ -135,9 +132,9 @@ def _serving(
     port: int = 0,
     key: str = "",
 ) -> Iterator[VllmServer]:
-    """Run a vLLM server for `model` until the context ends. Port 0 selects a free port. Raises
-    ConfigError if the address is not available, or RuntimeError with the last lines of the log if
-    the server does not start."""
+    """Run a vLLM server for `model` until the context exits. Port 0 selects a free port. Raises
+    ConfigError if the address is not available, or RuntimeError with the end of the log if the
+    server does not start."""
     handle, name = tempfile.mkstemp(prefix="keel-serve-", suffix=".log")
     os.close(handle)
     log = Path(name)
@@ -186,9 +183,9 @@ def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool
 
 
 _REPLY_S = 300.0
-"""Maximum number of seconds to wait for the next token of an answer."""
+"""Timeout in seconds for the next token of a response."""
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
-"""Control characters to remove before printing, because the terminal would interpret them."""
+"""Control characters that the terminal would interpret. They are removed before printing."""
 _HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
 
 
@@ -200,9 +197,9 @@ class _ChatSession:
         self.messages: list[Any] = []
 
     def ask(self, text: str) -> None:
-        """Print the answer as it arrives, and add the question and the answer to the conversation.
-        Ctrl-C stops the answer and keeps the part that has arrived. If the endpoint fails, the
-        question is dropped and openai.OpenAIError is raised."""
+        """Stream the answer to the terminal and append question and answer to the conversation.
+        Ctrl-C stops the answer and keeps the received part. If the endpoint fails, the question is
+        dropped and openai.OpenAIError is raised."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         try:
@@ -222,8 +219,8 @@ class _ChatSession:
 
 @contextmanager
 def _connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSession]:
-    """Yield a conversation with the model at `url`. Without a URL, the model in `folder` is served
-    until the context ends."""
+    """Open a chat with the model at `url`. Without a URL, serve the model in `folder` until the
+    context exits."""
     if url:
         key = os.environ.get("VLLM_API_KEY", "none")
         with OpenAI(base_url=url, api_key=key, timeout=_REPLY_S, max_retries=0) as client:
@@ -257,10 +254,12 @@ def chat(
     gpu: bool,
     read: Callable[[str], str] = input,
 ) -> None:
-    """Answer `prompt` if it is given. Otherwise answer each line that the user types until Ctrl-D.
-    If there is no `url`, `folder` is served for the duration of the chat. `read` returns the next
-    line or raises EOFError. Raises ConfigError, or RuntimeError if the server or the answer to
-    `prompt` fails."""
+    """Answer `prompt` if given, otherwise every line that the user types until Ctrl-D. Without a
+    `url`, the model in `folder` is served during the chat.
+
+    `read` returns the next line or raises EOFError. Raises ConfigError, or RuntimeError if the
+    server or the answer to `prompt` fails.
+    """
     with _connected(folder, url, gpu=gpu) as conversation:
         if prompt is not None:
             try:

@@ -1,5 +1,4 @@
-"""`keel synthesize`: create tasks concurrently within a budget. A new start continues where the
-last one stopped."""
+"""`keel synthesize`: create tasks concurrently within a budget. Repeat the command to resume."""
 
 from __future__ import annotations
 
@@ -19,11 +18,14 @@ from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 from keel.trainer.run.progress import Wait, waiting
 
 Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
-"""Creates the task for a key and writes it to the folder, either completely or not at all. Returns
-the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost if a model does not
-answer, or BudgetSpent if the next call could exceed the budget."""
+"""Create the task for a key and write it to the folder, completely or not at all. Returns the
+rejected drafts.
+
+Raises Rejected if a check rejects the task, AuthorLost if a model does not respond, or BudgetSpent
+if the next call could exceed the budget.
+"""
 _MOST_LOST = 5
-"""Stop after this many consecutive tasks for which the author model did not answer."""
+"""Stop after this many consecutive tasks without a response from the author model."""
 
 
 async def _make_all(
@@ -35,8 +37,8 @@ async def _make_all(
     say: Callable[[str], object],
     stop: asyncio.Event,
 ) -> str:
-    """Create all tasks that the ledger does not list yet. Returns the reason for stopping early, or
-    "" if all tasks were processed."""
+    """Create all tasks that are not in the ledger yet. Returns the reason for stopping early, or ""
+    if all were processed."""
     remaining = [key for key in keys if key not in ledger.outcomes]
     if made := len(keys) - len(remaining):
         say(f"{made:,} of {len(keys):,} tasks already made")
@@ -107,17 +109,17 @@ async def _make_all(
 
 
 class _Pipeline(Protocol):
-    """Creates the tasks of one family. Use it as an async context manager."""
+    """Create the tasks of one family. Used as an async context manager."""
 
     keys: Sequence[str]
-    """Return the keys of all tasks in order. The same settings always produce the same keys."""
+    """Keys of all tasks, in order. The same settings always give the same keys."""
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        """Create one task as described in `Make`."""
+        """Create one task, as described in `Make`."""
         ...
 
 
@@ -147,8 +149,8 @@ def _open_pipeline(
 
 
 def synthesize(config: SynthesisConfig) -> int:
-    """Create the tasks and return the exit status. The status is 0 if all tasks are done and 1 if
-    it stopped early. Raises ConfigError if the recipe or folder cannot be used."""
+    """Create the tasks. Returns exit status 0 if all are done, or 1 if it stopped early. Raises
+    ConfigError if the recipe or folder cannot be used."""
     return asyncio.run(_synthesize(config))
 
 
@@ -203,8 +205,8 @@ def _leave(number: int, _: object) -> None:
 
 
 def _depends_on(config: SynthesisConfig) -> dict[str, Any]:
-    """Return the settings that affect the tasks. Authors and budget are omitted because they may
-    change between starts."""
+    """Return the settings that affect the tasks: all except authors and budget, which can change
+    when the command is repeated."""
     section = asdict(getattr(config, config.family))
     return {"family": config.family, "seed": config.seed, **section}
 

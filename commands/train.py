@@ -1,4 +1,5 @@
-"""`keel train`, `sft` and `pretrain`: run a recipe, and `keel check`, which only validates it."""
+"""`keel train`, `sft` and `pretrain`: run a recipe. `keel check`: validate it without running
+it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def train(
     recipe: str, overrides: Sequence[str], *, drive: _Drive | None = None, again: str = ""
 ) -> None:
     """Train on the recipe, or resume its run. `drive` replaces `run_loop`. `again` tells the user
-    how to resume if that takes a different command."""
+    how to resume if repeating the command is not enough."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     _run_task(
@@ -66,9 +67,8 @@ def _run_task(
     *,
     again: str = "",
 ) -> None:
-    """Run a prepared task in its folder. `start` starts its actors, and `drive` runs its loop.
-    After a failure, the task is restarted with a layout that fits the cluster's remaining
-    resources."""
+    """Run a prepared task in its folder: `start` starts its actors and `drive` runs its loop. After
+    a failure, restart the task with a layout that fits the cluster's remaining resources."""
     layouts = ElasticLayouts(
         task.config,
         Path(task.config.run.dir).expanduser(),
@@ -99,8 +99,8 @@ def run_loop(
     *,
     should_end: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run `keel.trainer.loop.train` on the started actors. Returns the number of the last finished
-    step. If `should_end` returns true after a step, the run saves a checkpoint and ends."""
+    """Run `keel.trainer.loop.train` on the started actors and return the last finished step. If
+    `should_end` returns true after a step, save a checkpoint and end the run."""
     config, dataset, learner = runtime.task.config, runtime.task.dataset, runtime.learner
     failures: list[Exception] = []
 
@@ -108,8 +108,8 @@ def run_loop(
         return interrupt() or bool(journal.ends) or should_end() or bool(failures)
 
     def handle_failure(error: Exception) -> bool:
-        """Record the error, make `should_stop` return True, and return True. If the learner was
-        lost, no checkpoint can be saved. In this case nothing is recorded and False is returned."""
+        """Record the error, so that `should_stop` returns True, and return True. Return False if
+        the learner was lost, because then no checkpoint can be saved."""
         if isinstance(error, LOST) or lost_reason():
             return False
         failures.append(error)
@@ -189,7 +189,7 @@ def _dump_bad_batch(
     groups: Sequence[ScoredGroup],
     findings: Sequence[str],
 ) -> None:
-    """Save the batch of a step whose gradient was not finite, so that `keel replay` can repeat the
+    """Save the batch of a step with a non-finite gradient, so that `keel replay` can repeat the
     step. A full disk does not end the run."""
     for line in findings[:SHOWN_FINDINGS]:
         say(f"step {step}: no finite gradient: {line}")
@@ -298,8 +298,8 @@ def _check_writable(task: Task | SftTask) -> list[str]:
 
 
 def _run_folder(tasks: Sequence[Task | SftTask]) -> RunFolder:
-    """Return the run folder of the first task in `tasks` that can resume it. If none of them can,
-    raises the ConfigError of the first one."""
+    """Return the run folder of the first task in `tasks` that can resume it. If none can, raise the
+    first task's ConfigError."""
     errors: list[ConfigError] = []
     for task in tasks:
         folder = RunFolder(task.config, task.tokenizer_digest)

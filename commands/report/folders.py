@@ -1,7 +1,5 @@
-"""Reads run and evaluation folders and converts them to data for the page.
-
-Files may be incomplete or damaged. Anything that cannot be read is noted.
-"""
+"""Convert run and evaluation folders to data for the report page. Files can be incomplete or
+damaged; unreadable ones are listed in the notes."""
 
 from __future__ import annotations
 
@@ -35,20 +33,19 @@ from keel.trainer.run.journal import HEADER, cost_rows
 
 _METRICS, _CONFIG, _SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
 _MEAN_OF = 10
-"""Maximum number of steps to average for the values at the beginning and end of a run. The average
-covers a tenth of the steps, up to this limit."""
+"""Maximum number of steps to average for a run's first and last values. The average covers a tenth
+of the steps, up to this limit."""
 _ENTRY = re.compile(r"\[[^\]]*\]")
-"""Matches the name of a list entry within a knob, such as `[spiral]` in
-`data.sources[spiral].size`."""
+"""Matches the name of a list entry in a knob, such as `[spiral]` in `data.sources[spiral].size`."""
 _PER_CHUNK = 20
 """Number of evaluation prompts that the page loads at a time."""
 _HEAD, _TAIL = 70, 50
-"""Number of characters to show from the beginning and from the end of a question in the list."""
+"""Number of characters to show from the start and from the end of a question in the list."""
 _UNREADABLE = (
     *(OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError),
     *(OverflowError, RecursionError),
 )
-"""Errors raised when a file is damaged, has unexpected contents, or no longer exists."""
+"""Errors raised if a file is damaged, has unexpected contents or no longer exists."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,11 +54,11 @@ class _Group:
     chunk: str
     """Name of the chunk that contains the trajectories."""
     line: int
-    """Line number within the chunk, counted from 0."""
+    """Line number in the chunk, counted from 0."""
     prompt: str
-    """ID of the prompt."""
+    """Prompt ID."""
     question: str
-    """Beginning and end of the prompt's last message, on one line."""
+    """Start and end of the prompt's last message, on one line."""
     domain: str
     rewards: list[float]
     tokens: list[int]
@@ -70,7 +67,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Compressed JSON lines with one group per line. They are read on demand."""
+    """Compressed JSON lines with one group per line, read on demand."""
 
     read: Callable[[], bytes]
     size: int
@@ -95,13 +92,13 @@ class RunData:
     path: str
     steps: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
-    """End time of each step in `steps`, in seconds since 1970."""
+    """End time of each step in `steps` (Unix time in seconds)."""
     metrics: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
-    """The values of each metric, one per step in `steps`. A missing value is None."""
+    """Values of each metric, one per step in `steps`. Missing values are None."""
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Step, time, kind and text of each event."""
     knobs: dict[str, str] = field(default_factory=dict[str, str])
-    """The value of each knob as JSON."""
+    """Value of each knob as JSON."""
     changed: list[str] = field(default_factory=list[str])
     """Names of the knobs that differ from their defaults."""
     summary: dict[str, str] = field(default_factory=dict[str, str])
@@ -119,8 +116,7 @@ class RunData:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain data. Each metric becomes its values and the positions of these values
-        in `steps`."""
+        """Convert to plain data. Each metric becomes its values and their positions in `steps`."""
         metrics: dict[str, dict[str, list[Any]]] = {}
         for name, values in self.metrics.items():
             at = [place for place, value in enumerate(values) if value is not None]
@@ -134,9 +130,9 @@ class _StepFile:
     """Modification time in nanoseconds and size in bytes when the file was read."""
     groups: Sequence[_Group] = ()
     as_is: bool = True
-    """True if a browser can parse the file without changes."""
+    """True if browsers can parse the file without changes."""
     wrong: str = ""
-    """The reason the file cannot be read, or empty if it can be read."""
+    """Why the file cannot be read, or empty if it can."""
 
 
 Known = MutableMapping[Path, _StepFile]
@@ -145,7 +141,7 @@ Known = MutableMapping[Path, _StepFile]
 
 def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chunks]:
     """Read what `keel train` or `keel eval` has written so far. Raises ConfigError for any other
-    kind of folder."""
+    folder."""
     try:
         if (folder / _METRICS).exists() or (folder / _CONFIG).exists():
             return _read_run(folder, {} if known is None else known)
@@ -218,8 +214,8 @@ def _defaults() -> Mapping[str, str]:
 
 
 def _changed(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
-    """Return the names of the knobs that differ from their defaults. The names of sources, and
-    knobs that Keel chose for the hardware, are omitted."""
+    """Return the names of the knobs that differ from their defaults, except source names and knobs
+    that Keel chose for the hardware."""
     return [
         name
         for name, value in knobs.items()
@@ -230,8 +226,8 @@ def _changed(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
 
 
 def _read_metrics(path: Path, run: RunData) -> None:
-    """Read the steps, times and metrics of a run into `run`. If a step has several lines, for
-    example because of a late evaluation, they are merged."""
+    """Read a run's steps, times and metrics into `run`. Multiple lines for the same step, for
+    example from a late evaluation, are merged."""
     by_step: dict[int, dict[str, float | None]] = {}
     for line in _json_lines(path, run.notes):
         step = line.get("step")
@@ -432,8 +428,8 @@ def _question(group: Mapping[str, Any]) -> str:
 
 
 def _loads(text: str | bytes) -> Any:
-    """Parse JSON written by Python. Numbers such as NaN become None. Raises one of `_UNREADABLE` if
-    the text cannot be parsed."""
+    """Parse JSON written by Python. NaN and infinities become None. Raises one of `_UNREADABLE` if
+    the text is invalid."""
     return json.loads(text, parse_constant=lambda _: None)
 
 

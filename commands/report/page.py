@@ -1,9 +1,8 @@
-"""`keel report`: write one HTML file that opens without a network and never executes text from a
-policy.
+"""`keel report`: write one HTML file that opens offline and never executes text from a policy.
 
 The page holds the run's files as JSON and base64 in elements that browsers do not execute, with
 every `<` escaped. Its scripts display them through `textContent` only. A Content-Security-Policy
-lists the digests of Keel's own scripts, so no other script would run even if it got into the page.
+lists the digests of Keel's own scripts, so that no injected script can run.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from keel.data.results import aligned
 from keel.trainer.run.journal import cost_rows
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
-"""Script files in `commands/report/page`, in the order in which they run."""
+"""Script files in `commands/report/page`, in execution order."""
 MOST_BYTES = 64 * 2**20
 """Maximum size in bytes of the compressed trajectories in one page."""
 PARTS = 500
-"""Number of intervals into which a curve is divided to find its extremes. This is about the width
-of the curve in pixels."""
+"""Number of intervals of a curve in which to find the extremes, about the curve's width in
+pixels."""
 _STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
-"""Metrics that are drawn stacked on each other. They all need a value at the same steps."""
+"""Metrics drawn as a stacked chart, so they need values at the same steps."""
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
-    """Return the page's HTML. A `live` page fetches trajectories and updates from the server it
-    came from."""
+    """Return the HTML of the page. A `live` page fetches trajectories and updates from its
+    server."""
     try:
         from plotly.offline import get_plotlyjs  # pyright: ignore  # noqa: PLC0415  optional
     except ImportError as error:
@@ -82,7 +81,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
 
 
 def _state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
-    """Return everything on the page except the trajectories, as JSON."""
+    """Return the page's data except trajectories, as JSON."""
     plain = [_fewer_points(run).plain() for run, _ in runs]
     return as_json({"live": live, "written": time.time(), "runs": plain})
 
@@ -112,8 +111,7 @@ def _fewer_points(run: RunData) -> RunData:
 
 
 def _extremes(values: Sequence[float | None]) -> set[int]:
-    """Return the positions of the lowest and the highest value in each interval, and those of the
-    first and the last value."""
+    """Return the positions of the first, the last, and each interval's lowest and highest value."""
     known = {at: value for at, value in enumerate(values) if value is not None}
     places = [*known]
     if len(places) <= 2 * PARTS:
@@ -126,7 +124,7 @@ def _extremes(values: Sequence[float | None]) -> set[int]:
 
 
 def _fewer_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
-    """Keep only every n-th chunk if all chunks together would exceed `MOST_BYTES`."""
+    """Keep only every n-th chunk if all chunks together exceed `MOST_BYTES`."""
     total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
     every = -(-total // MOST_BYTES)
     for run, chunks in runs if every > 1 else ():
@@ -173,18 +171,18 @@ def _name_apart(runs: Sequence[RunData]) -> None:
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
-"""Host names that requests may use. Any other name belongs to a foreign page whose DNS entry points
+"""Allowed host names in requests. Any other name belongs to a foreign page whose DNS entry points
 to this machine."""
 _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves run folders, and reads a folder again when its contents change."""
+    """Serve run folders, and read a folder again when its contents change."""
 
     daemon_threads = True
 
     def __init__(self, folders: Sequence[str], port: int) -> None:
-        """Read the folders and listen on `port`, or on any free port if it is 0. Raises ConfigError
+        """Read the folders and listen on `port`, or on a free port if it is 0. Raises ConfigError
         if a folder contains no run, or if the port is in use."""
         self.token = secrets.token_urlsafe(24)
         self._folders = [Path(folder) for folder in folders]
@@ -199,7 +197,7 @@ class _Server(ThreadingHTTPServer):
             raise ConfigError(f"--port {port}: {error}") from error
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """Return the current runs, and a version that changes whenever the runs change."""
+        """Return the current runs and a version that changes whenever they change."""
         with self._lock:
             stamps: list[str] = []
             for folder in self._folders:
@@ -224,8 +222,8 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET requests. `/` returns the page, `/data` returns everything on it except
-    trajectories, and `/chunk` returns one chunk of trajectories."""
+    """Answer GET requests: `/` for the page, `/data` for its data without trajectories, and
+    `/chunk` for one chunk of trajectories."""
 
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 30
