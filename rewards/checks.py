@@ -1,4 +1,4 @@
-"""Checks the rewards of a recipe before the run starts."""
+"""Checks the rewards of a recipe before a run starts."""
 
 import json
 import time
@@ -23,7 +23,7 @@ _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")  # bugs in th
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Check a reward spec without running anything. Raises ValueError if it is invalid."""
+    """Validate a reward spec without running anything. Raises ValueError if it is invalid."""
     kind = spec.get("kind")
     if kind in (ENVIRONMENT, FUNCTIONS):
         return
@@ -45,10 +45,14 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 def try_functions(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, timeout_s: float
 ) -> dict[str, str]:
-    """Call each of the user's reward functions on made-up completions of the first prompt, in a
-    worker: once to load models, and again within `timeout_s`. Returns a message for each function.
-    Failures are only reported there, because the function may not support made-up completions.
-    Raises ValueError for errors that would occur for every completion, such as a NameError."""
+    """Test the user's reward functions in a worker process, on made-up completions of the first
+    prompt.
+
+    Each function is called twice: the first call may load models, the second must finish within
+    `timeout_s`. Returns one message per function. Because a function may not support made-up
+    completions, most failures are only reported in its message. Raises ValueError for errors that
+    every completion would cause, such as a NameError.
+    """
     names = [name for name in weights if is_function(name)]
     if not names or not prompts:
         return {}
@@ -97,9 +101,12 @@ def try_functions(
 def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
-    """Check that the prompts of a source fit its reward weights, and run reference solutions.
-    Returns a summary of the runs, or "" without programming tasks. Raises ValueError naming the
-    first invalid prompt, or if this machine cannot isolate programs."""
+    """Check that the prompts of a data source fit its reward weights, and run the reference
+    solutions of its programming tasks.
+
+    Returns a summary of these runs, or "" if there are none. Raises ValueError naming the first
+    invalid prompt, or if this machine cannot isolate programs.
+    """
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
     for kind, first in kinds.items():
         try:

@@ -1,4 +1,4 @@
-"""Combines the components of a reward (its "parts") into a single number."""
+"""Combines the components of a reward into a single number."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ JUDGED_PARTS = {
 """Maps each kind of judged spec to its reward components. All kinds also have the component
 `correct`, which is the total score."""
 REFUSAL = "refusal"
-"""The component that is 1 if the judge finds that the completion declines the task."""
+"""Name of the component that is 1 if the judge finds that the completion declines the task."""
 PARTS = (
     "correct",
     "format",
@@ -31,9 +31,9 @@ PARTS = (
     *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )
 """Built-in reward components that a recipe can list in `data.sources[].rewards`. A recipe can also
-list functions there. Their names contain a dot."""
+list functions there; their names contain a dot."""
 ERROR = "error"
-"""The component that is 1 if a verifier crashed or timed out. It never has a weight."""
+"""Name of the component that is 1 if a verifier crashed or timed out. It never has a weight."""
 _ROUNDING = 1e-12  # a reward below this fraction of its largest term is treated as a rounding error
 
 
@@ -50,10 +50,10 @@ class Score:
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Check that the reward components of each domain exist and that all functions can be loaded.
+    """Check that the reward components of each domain exist and that all reward functions can be
+    loaded. Raises ValueError otherwise.
 
-    `environments` contains the domains whose environments define their own components. Raises
-    ValueError if a component is unknown or a function cannot be loaded.
+    `environments` contains the domains whose environments define their own components.
     """
     for domain, parts in weights.items():
         for name in parts:
@@ -72,8 +72,8 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Return an error message if a weighted component is not among the components that an
-    environment returned (`known`). Returns "" if there is no such component."""
+    """Return an error message if a weighted component is not among those that an environment
+    returned (`known`), or "" if all are."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -100,9 +100,11 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
 def compose(
     parts: Mapping[str, float], weights: Mapping[str, float], *, cut_off: bool = False
 ) -> Score:
-    """Compute the reward as the weighted sum of its components. If only a rounding error remains,
-    the reward is exactly 0, because otherwise the error could become an advantage. A completion
-    that was `cut_off` counts as wrong, and its reward is at most 0."""
+    """Compute a reward as the weighted sum of its components.
+
+    A sum that differs from 0 only by rounding is set to exactly 0, so that the error cannot turn
+    into an advantage. A `cut_off` completion counts as wrong and gets at most 0.
+    """
     parts = {**parts, "correct": 0.0} if cut_off else parts
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)

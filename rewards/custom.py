@@ -1,17 +1,17 @@
-"""Calls reward functions that users define, as in `rewards: {my_module.my_reward: 0.5}`.
+"""Calls user-defined reward functions, as in `rewards: {my_module.my_reward: 0.5}`.
 
     def my_reward(prompt, trajectory):
         return 1.0 if trajectory.answer.endswith(".") else 0.0
 
-The function takes a `keel.rl.types.Prompt` and a `TextTrajectory`. It returns a number from 0 to 1.
-It runs in the worker processes and has the same time limit as the verifiers. Its output goes to
-`rewards/worker_*.log` in the run folder.
+A function takes a `keel.rl.types.Prompt` and a `TextTrajectory`, and returns a number from 0 to 1.
+It runs in the worker processes, with the same time limit as the verifiers. Its output goes to
+`rewards/worker_*.log` in the run folder. It may be async. All async calls in a process share an
+event loop and run one after another.
 
-The function may be async. All async calls in a process share an event loop and run one after
-another. If the second parameter of a function is called `trajectories`, it gets a whole group and
-returns one number for each trajectory.
+If the second parameter of a function is called `trajectories`, the function scores a whole group at
+once and returns one number per trajectory.
 
-Functions given to `keel.train` are pickled into a folder, from which the worker processes load
+Functions passed to `keel.train` are pickled into a folder, from which the worker processes load
 them. `FailureBudget` reports each kind of error once, and stops the run if a function fails too
 often.
 """
@@ -50,11 +50,10 @@ FOLDER = "KEEL_PASSED_FUNCTIONS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTrajectory:
-    """The text of a trajectory. It contains no arrays, so that workers do not need to import
-    numpy."""
+    """A trajectory as text. It contains no arrays, so that workers do not need to import numpy."""
 
     messages: Sequence[Mapping[str, Any]]
-    """The conversation, in the same form as `keel.rl.types.Trajectory.messages`."""
+    """The conversation, in the format of `keel.rl.types.Trajectory.messages`."""
     finish_reason: str
     """`length` if the completion was truncated at a limit, and `stop` otherwise."""
     sampled_tokens: int
@@ -74,17 +73,17 @@ class TextTrajectory:
 
     @property
     def all_said(self) -> str:
-        """The policy's text in all turns, without thinking and tool calls."""
+        """The text of all policy turns, without thinking and tool calls."""
         return every_turn(final_text, self.messages[self.opening :])
 
     @property
     def all_thinking(self) -> str:
-        """The policy's thinking in all turns."""
+        """The thinking of all policy turns."""
         return every_turn(thinking_text, self.messages[self.opening :])
 
     @property
     def raw(self) -> str:
-        """The policy's last message verbatim, with the thinking marked by `<think>`."""
+        """The policy's last message verbatim, with its thinking in `<think>` tags."""
         return raw_text(self.messages)
 
     def dumps(self) -> str:
@@ -101,8 +100,8 @@ class TextTrajectory:
 
 
 def named(function: Callable[..., Any]) -> str:
-    """Return the name by which recipes refer to a function. Raises ValueError if the function has
-    no name, like a lambda or a partial."""
+    """Return the name of a function in recipes. Raises ValueError if it has none, like a lambda or
+    a partial."""
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ValueError(f"reward {name}: the function has no name; define it with def")
@@ -111,8 +110,8 @@ def named(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Make `functions` available to worker processes that are started inside the `with` block.
-    Raises ValueError if two functions have the same name or a function cannot be pickled."""
+    """Pickle `functions` for the worker processes that start inside the `with` block. Raises
+    ValueError if two functions have the same name or one cannot be pickled."""
     with TemporaryDirectory() as folder:
         for function in functions:
             name = named(function)
@@ -133,14 +132,14 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
 
 
 def passed() -> dict[str, bytes]:
-    """Return the pickled functions of `passing` by file name, to send them to another node."""
+    """Return the functions pickled by `passing`, by file name, to send them to another node."""
     folder = os.environ.get(FOLDER)
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()} if folder else {}
 
 
 def receive(functions: Mapping[str, bytes]) -> None:
-    """Make functions from another node (see `passed`) available to worker processes that are
-    started by this process."""
+    """Store functions pickled on another node (see `passed`) for the worker processes that this
+    process starts."""
     if functions:
         folder = os.environ[FOLDER] = mkdtemp(prefix="keel-functions-")
         for name, pickled in functions.items():
@@ -175,19 +174,20 @@ def _passed(name: str) -> Any:
 _FOREIGN = frozenset(
     "prompts completions queries responses solution_str data_source ground_truth".split()  # noqa: SIM905
 )
-"""Parameter names of reward functions written for TRL, verl or OpenRLHF."""
+"""Parameter names that reward functions have in TRL, verl or OpenRLHF."""
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward component is a user's function: only these have a dot in their
-    names."""
+    """Return whether a reward component is a user-defined function. Only their names contain a
+    dot."""
     return "." in part
 
 
 def load_function(name: str) -> Callable[[Any, Any], Any]:
-    """Import a user's function by its dotted name. The working directory is searched as well.
-    Raises ValueError if the function cannot be imported or cannot be called with `(prompt,
-    trajectory)`."""
+    """Import a user-defined function by its dotted name, searching the working directory as well.
+
+    Raises ValueError if it cannot be imported or does not accept `(prompt, trajectory)`.
+    """
     function = _passed(name) if name.startswith(PREFIX) else _imported(name)
     try:
         names = _parameters(function)
@@ -236,7 +236,7 @@ def _location(function: Callable[..., Any]) -> str:
 
 
 def sees_group(name: str) -> bool:
-    """Return whether a function scores a whole group at once."""
+    """Return whether a reward function scores a whole group at once."""
     return _parameters(load_function(name))[1:2] == ["trajectories"]
 
 
@@ -258,7 +258,8 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 class BadReward(ValueError):
-    """Raised if a function returns no reward. `at` is the location of the function."""
+    """Raised if a reward function does not return a valid reward. `at` is the location of the
+    function."""
 
     def __init__(self, message: str, at: str) -> None:
         super().__init__(message)
@@ -266,11 +267,11 @@ class BadReward(ValueError):
 
 
 def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
-    """Build a verifier that calls the function `spec["name"]` on the output of
-    `TextTrajectory.dumps()`.
+    """Build a verifier that calls the user-defined function `spec["name"]` on a trajectory
+    serialized by `TextTrajectory.dumps`.
 
-    If `spec["group"]` is true, the verifier takes a JSON list of trajectories instead. It returns
-    `{"correct": mean, "0": …, "1": …}`, with the score of each trajectory.
+    If `spec["group"]` is true, the verifier takes a JSON list of serialized trajectories and
+    returns `{"correct": mean, "0": …, "1": …}`, with one score per trajectory.
     """
     # Imports numpy, which workers of runs without user functions do not need.
     from keel.rl.types import Prompt  # noqa: PLC0415
@@ -321,8 +322,8 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """The event loop of this process. Never closed, so that async clients in globals keep
-    working."""
+    """Return the event loop of this process. It is never closed, so that async clients in globals
+    keep working."""
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
 
@@ -349,14 +350,15 @@ class RewardStopped(RuntimeError):
 
 
 class FailureRate:
-    """Tracks the failure rate over the last `WINDOW` completions. It is not thread-safe."""
+    """Tracks the failure rate over the last `WINDOW` completions. Not thread-safe."""
 
     def __init__(self, max_fraction: float) -> None:
         self._max_fraction = max_fraction
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, failed: bool) -> str:
-        """Record a completion. Returns a summary if the failure rate is too high, else ""."""
+        """Record a completion. Returns a summary if the failure rate is too high, and ""
+        otherwise."""
         self._failed.append(failed)
         failures, total = sum(self._failed), len(self._failed)
         if not failed or failures <= self._max_fraction * max(total, _MIN_WINDOW):
@@ -365,7 +367,7 @@ class FailureRate:
 
 
 class FailureBudget:
-    """Counts and reports the reward errors of a run. It is thread-safe."""
+    """Counts and reports the reward errors of a run. Thread-safe."""
 
     def __init__(self, max_fraction: float, report: Callable[[str], None]) -> None:
         self._max_fraction = max_fraction
@@ -377,9 +379,12 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record the error and its location for each completion of a prompt, or "" for none. Raises
-        RewardStopped if `counted` is set and the function has failed too often. Verifiers are not
-        counted, because they usually fail on completions that cannot be parsed."""
+        """Record the result of a reward component for each completion of a prompt: an error and its
+        location, or two empty strings.
+
+        Raises RewardStopped if `counted` is set and the component has failed too often. Verifiers
+        are not counted, because they usually fail on completions that cannot be parsed.
+        """
         lines: list[str] = []
         stop = ""
         with self._lock:
@@ -408,7 +413,8 @@ class FailureBudget:
 
 
 def error_location(error: BaseException) -> str:
-    """Return the innermost frame of user code, such as `my_rewards.py:12 in brief`."""
+    """Return the innermost frame of user code in a traceback, such as `my_rewards.py:12 in
+    brief`."""
     frames = traceback.extract_tb(error.__traceback__)
     return _innermost([(f.filename, f.lineno or 0, f.name) for f in reversed(frames)])
 

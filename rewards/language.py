@@ -1,17 +1,17 @@
-"""Measures what fraction of a completion's words is in the language of the prompt.
+"""Measures what fraction of a completion is in the language of the prompt.
 
-Code, formulas, links, tags, identifiers and single Latin letters do not count. Running text inside
-them does count: `$Das ist die Antwort$` is a sentence. Running text is
+Code, formulas, links, tags, identifiers and single Latin letters are ignored. Running text inside
+them is not: `$Das ist die Antwort$` is a sentence. In scripts other than Latin, a few words are
+running text, since keywords and variables are not written in them. In Latin script, it takes three
+or more words separated only by spaces and commas. At least two of them, and a minimum fraction,
+must be function words ("the", "und", "que") or, outside a list, have non-ASCII letters.
 
-- in scripts other than Latin: a few words, since keywords and variables are not written in them;
-- in Latin script: three or more words separated only by spaces and commas. At least two of them,
-  and a minimum fraction, must be function words ("the", "und", "que") or, outside a list, have
-  non-ASCII letters.
+The remaining text is split into sentences. Each sentence contributes its letters in the prompt's
+script, or none if a language detector (py3langid) is sure that it is in another language. Short
+sentences are judged by their script only. If the prompt or the completion has too few words, the
+result is 1.
 
-The text that counts is split into sentences. Each sentence contributes its letters in the prompt's
-script. If a language detector (py3langid) is sure that a sentence is in another language, it
-contributes none. For short sentences only the script matters. If the prompt or the completion has
-too few words, the result is 1. All functions accept untrusted text and run in linear time.
+All functions accept untrusted text and run in linear time.
 """
 
 import re
@@ -53,15 +53,18 @@ _KIN = (
     {"pt", "gl"},
     {"ru", "bg"},
 )
-"""Groups of related languages, which cannot be distinguished by a short sentence."""
+"""Groups of related languages that a short sentence cannot tell apart."""
 _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "vo", "wa"})
-"""Never detected, because short sentences in other languages are mistaken for them."""
+"""Languages that are never reported, because short sentences in other languages are mistaken for
+them."""
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Build a verifier that measures how much of a trajectory is in the language of
-    `spec["prompt"]`, over all turns. `spec["of"]` is "answer", "thinking", or "both" for their
-    mean."""
+    `spec["prompt"]`, over all turns.
+
+    `spec["of"]` is "answer", "thinking", or "both" for their mean.
+    """
     prompt, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the deadline of the first completion starts
 
@@ -98,7 +101,8 @@ def _language_share(prompt: str, text: str) -> float:
 
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
-    """Return the scripts and the language to answer in, or nothing if the prompt is too short."""
+    """Return the scripts and the language that an answer to the prompt should use, or empty values
+    if the prompt is too short."""
     words = _words_of(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())
@@ -128,7 +132,7 @@ def _script(character: str) -> str:
 
 
 def detected(text: str) -> tuple[str, Mapping[str, float]]:
-    """Return the most likely language of a text, and the probabilities of all languages."""
+    """Return the most likely language of a text, and the probability of every language."""
     probabilities = dict(_detector()(text[:_MAX_DETECTED]))
     return max(probabilities, key=lambda name: probabilities[name]), probabilities
 
@@ -169,13 +173,13 @@ _MIN_LETTERS = 6
 
 
 def _words_of(text: str) -> str:
-    """Return a text without its code, formulas, links, tags and identifiers."""
+    """Remove code, formulas, links, tags and identifiers from a text."""
     return "".join(_prose_and_code(text))
 
 
 def _prose_and_code(text: str) -> tuple[str, str]:
-    """Split a text into the words outside code blocks and the running text inside them. A formula
-    must end in its paragraph. A code block may also end at the end of the text."""
+    """Split a text into the prose outside code blocks and the running text inside them. A formula
+    must end in its paragraph, while a code block can also end with the text."""
     prose: list[str] = []
     code: list[str] = []
     aside: list[str] = []  # consecutive formulas and code spans without words in between
@@ -217,7 +221,8 @@ def _prose_and_code(text: str) -> tuple[str, str]:
 
 
 def _without_identifiers(text: str) -> str:
-    """Remove identifiers, links and tags, unless they form running text such as `DAS IST ES`."""
+    """Remove identifiers, links and tags from a text, unless they form running text such as `DAS
+    IST ES`."""
 
     def words_in(row: re.Match[str]) -> str:
         words: list[str] = []

@@ -1,24 +1,23 @@
-"""Adjusts rewards for the length of completions, and handles completions that were truncated.
+"""Adjusts rewards for the length of completions, and handles truncated completions.
 
-There are two costs, measured in units of reward. n is the number of tokens sampled in all turns:
+There are two length penalties, in units of reward. With n tokens sampled in all turns:
 
-    linear:   linear  · max(0, n − target) / (limit − target)
-    overlong: overlong · clip((n − (limit − margin)) / margin, 0, 1)
+    linear:    linear · max(0, n − target) / (limit − target)
+    overlong:  overlong · clip((n − (limit − margin)) / margin, 0, 1)
 
-`linear` is centred over the right completions of a group, c_i = mean(cost) − cost_i. With
+`linear` is centred over the right completions of a group: c_i = mean(penalty) − penalty_i. With
 `wrong_too`, it is also centred over the wrong ones. Centring leaves the mean reward of right and of
-wrong completions unchanged. It changes nothing in a group whose completions all have the same
-length.
+wrong completions unchanged, and changes nothing if all completions of a group have the same length.
 
 `overlong` is the soft overlong punishment of DAPO (arXiv 2503.14476, Eq. 13), with L_max = limit
 and L_cache = margin. DAPO subtracts it from every completion. `overlong_charges: all` centres it
 over the whole group, which gives the same advantages. `overlong_charges: right` is not in DAPO. It
-centres the cost like `linear`, so that truncation costs a wrong completion nothing.
+centres the penalty like `linear`, so that a wrong completion loses nothing by being truncated.
 
-If necessary, all c of a group are then scaled down until every right completion keeps half of its
-lead over each wrong one. This is not in DAPO either. With `may_outweigh` there is no scaling, and
-both costs are centred over the whole group. A short wrong completion may then beat a long right
-one.
+If necessary, all adjustments c of a group are then scaled down until every right completion keeps
+half of its lead over each wrong one. This is not in DAPO either. With `may_outweigh`, nothing is
+scaled, and both penalties are centred over the whole group. A short wrong completion can then beat
+a long right one.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _LENGTH, _LENGTH_COST = "length", "length_cost"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRule:
-    """The length rule of a domain. See `keel.configs.schema.LengthConfig` for the fields."""
+    """The length penalties of a domain. See `keel.configs.schema.LengthConfig` for the fields."""
 
     linear: float = 0.0
     overlong: float = 0.0
@@ -64,8 +63,8 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`. `limit` is used if they do not set a
-        limit."""
+        """Create the rule from the fields of `LengthConfig`. `limit` is the default for limits that
+        they leave unset."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -76,8 +75,8 @@ class LengthRule:
         return self.linear > 0 or self.overlong > 0
 
     def cost(self, tokens_G: NDArray[np.int64]) -> Floats:
-        """Return the sum of the linear and the overlong penalty of each completion, in units
-        of reward, [G] ≥ 0."""
+        """Return the linear plus the overlong penalty of each completion, in units of reward, [G] ≥
+        0."""
         linear, overlong = self._costs(tokens_G)
         return linear + overlong
 
@@ -90,7 +89,7 @@ class LengthRule:
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
-        """Return the amounts to add to the rewards, [G]. `correct_G` is the component `correct` of
+        """Return the amount to add to each reward, [G]. `correct_G` is the component `correct` of
         each completion, from 0 to 1."""
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
@@ -115,8 +114,8 @@ class LengthRule:
 def with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """Apply a length rule to the scores of a group. This adds the components `length` and
-    `length_cost`."""
+    """Apply a length rule to the scores of a group, and add the components `length` and
+    `length_cost` to them."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
     tokens[crashed] = tokens.max(initial=0)  # a crash must not gain by being short

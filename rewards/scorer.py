@@ -57,7 +57,8 @@ class _Draft:
 _Started = tuple[
     dict[str, list[Future[Judged | Failed]]], dict[str, list[Future[list[VerifierScore]]]]
 ]
-"""For each reward component, the futures of the judge, and of the worker processes."""
+"""The futures of each reward component: first those from the judge, then those from the worker
+processes."""
 
 
 class Scorer:
@@ -79,11 +80,14 @@ class Scorer:
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         pool: WorkerPool | None = None,
     ) -> None:
-        """Check the weights and start the workers. `weights` maps each domain to its reward
-        components and their weights, and `lengths` to its length rule. `environments` contains the
-        domains whose environments define their own components. A `pool` replaces the workers,
-        and `close` closes it. The caller must close `judge`. `say` is called with each line of an
-        error report. Raises ValueError if a component is unknown."""
+        """Check the reward weights and start the workers. Raises ValueError if a component is
+        unknown.
+
+        `weights` maps each domain to its reward components and their weights, and `lengths` maps it
+        to its length rule. `environments` contains the domains whose environments define their own
+        components. If `pool` is given, it is used instead of new workers, and `close` closes it.
+        The caller must close `judge`. `say` is called with each line of an error report.
+        """
         compose.check_weights(weights, environments)
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
@@ -99,11 +103,14 @@ class Scorer:
         self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
-        """Start scoring all trajectories of a group. If a verifier fails on a completion, its
-        component is 0 and the component `error` is 1. Completions that the judge could not score
-        are dropped and, in training, truncated ones if the length rule requires it. The future
-        raises ValueError if the domain has no weights or the reward spec is malformed, and
-        JudgeStopped or RewardStopped if too many completions could not be scored."""
+        """Start scoring all trajectories of a group.
+
+        If a verifier fails on a completion, its component is 0 and the component `error` is 1.
+        Completions that the judge could not score are dropped. In training, truncated ones are
+        dropped too if the length rule requires it. The future raises ValueError if the domain has
+        no weights or the reward spec is malformed, and JudgeStopped or RewardStopped if too many
+        completions could not be scored.
+        """
         try:
             started = self._start(group)
         except ValueError as error:
@@ -116,7 +123,7 @@ class Scorer:
         return [future.result() for future in futures]
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the judge's metrics since the last call, or an empty dict if there is no judge."""
+        """Return the judge's metrics since the last call, or an empty dict without a judge."""
         if self._judge is None:
             return {}
         previous, self._reported_counts = self._reported_counts, self._judge.counts()
@@ -192,7 +199,8 @@ class Scorer:
         return [jobs[text] for text in completions]
 
     def _drafts(self, group: Group, started: _Started) -> list[_Draft]:
-        """Collect all components of a group. Raises ValueError if its input is invalid."""
+        """Collect all reward components of a group. Raises ValueError if its prompt or verdict is
+        invalid."""
         prompt, weights = group.prompt, self._weights[group.prompt.domain]
         kind, drafts = prompt.reward.get("kind"), [_Draft(one) for one in group.trajectories]
         for draft in drafts:
@@ -275,7 +283,8 @@ class Scorer:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a draft has every weighted component, or set the worst values after a crash."""
+    """Check that a trajectory has every weighted component. After a crash, set all components to
+    their worst values."""
     if draft.trajectory.finish_reason == "crash":
         parts = {name: float(weight < 0) for name, weight in weights.items()}
         draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""
@@ -293,7 +302,7 @@ def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
 
 
 def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages before the policy's first turn. An environment may have written them."""
+    """Return the messages before the policy's first turn, which an environment may have written."""
     messages = trajectory.messages if prompt.environment else ()
     roles = [message.get("role") for message in messages]
     first = trajectory.opening or (roles.index("assistant") if "assistant" in roles else 0)
@@ -301,7 +310,8 @@ def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any],
 
 
 def _text(trajectory: Trajectory, *, sampled: bool = False) -> str:
-    """Serialize a trajectory. If `sampled` is set, leave out the agent program's own messages."""
+    """Serialize a trajectory for the workers. If `sampled` is set, leave out messages that the
+    agent program wrote itself."""
     messages = trajectory.messages
     if sampled:
         ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]

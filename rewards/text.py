@@ -1,6 +1,9 @@
-"""Finds the answer in a completion. Text inside `<think>` is never part of it. In rollouts, the
-thinking of all model families is marked with `<think>`. All functions accept untrusted text and run
-in linear time. The lists of words distinguish running text from code, formulas and units."""
+"""Finds the answer in a completion. Text inside `<think>` is never part of it.
+
+In rollouts, the thinking of all model families is marked with `<think>`. All functions accept
+untrusted text and run in linear time. The lists of words distinguish running text from code,
+formulas and units.
+"""
 
 import re
 import unicodedata
@@ -39,12 +42,13 @@ def outside_think(text: str) -> str:
 
 
 def blank(text: str) -> bool:
-    """Return whether a text consists only of white space, control characters and fillers."""
+    """Return whether a text contains only white space, control characters and other invisible
+    characters."""
     return all(unicodedata.category(c)[0] in "ZC" or c in _INVISIBLE for c in text)
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message verbatim, with thinking in `<think>` tags."""
+    """Return the policy's last message verbatim, with its thinking in `<think>` tags."""
     message = _last_turn(messages)
     if isinstance(message.get("raw"), str):
         return message["raw"]
@@ -66,13 +70,14 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `final_text` or `thinking_text` to each turn, and join the results as paragraphs."""
+    """Apply `final_text` or `thinking_text` to each policy turn, and join the results as
+    paragraphs."""
     turns = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}` or, if there is none, of the last `<answer>`.
+    r"""Return the content of the last `\boxed{…}`, or of the last `<answer>` if there are no boxes.
     Returns None if nothing is marked or the last box is not closed."""
     start = text.rfind(BOXED)
     if start >= 0:
@@ -83,8 +88,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[str]:
-    r"""Return the contents of all outermost `\boxed{…}` or, if there are none, of all
-    `<answer>`."""
+    r"""Return the contents of all outermost `\boxed{…}`, or of all `<answer>` if there are no
+    boxes."""
     boxes: list[str] = []
     starts: list[int] = []  # of the open braces' contents
     box_depth = -1  # of the outermost open box
@@ -112,7 +117,8 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def answer_in(text: str) -> str:
-    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or else the whole text."""
+    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or the whole text if nothing is
+    marked."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 

@@ -1,1 +1,1 @@
-"""Rewards for programs that pass hidden tests."""
+"""Rewards programs that pass hidden tests."""

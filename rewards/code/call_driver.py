@@ -1,13 +1,13 @@
 # pyright: basic
 """Calls functions of a program inside the sandbox, and prints their results.
 
-This module cannot import the rest of the package, and its output is as untrusted as the program's.
+The script cannot import the rest of the package. Its output is as untrusted as the program's.
+Standard input is a JSON list of `[name, args, kwargs]`. Standard output has one line of JSON per
+call: `{"returned": …}` or `{"raised": "…"}`. If the source cannot be loaded, the only line is
+`{"broken": "…"}`. Everything that the program itself prints is discarded.
 
-Standard input is a JSON list of `[name, args, kwargs]`. Standard output has one line of JSON for
-each call: `{"returned": …}` or `{"raised": "…"}`. If the source cannot be loaded, there is a single
-line `{"broken": "…"}`. Everything that the program itself prints is discarded. Values that JSON
-does not support are encoded as in `keel.data.procedural`. Programs can use the names in `_PREAMBLE`
-like built-ins.
+Values without a JSON equivalent are encoded as in `keel.data.procedural`. Programs can use the
+names in `_PREAMBLE` without importing them.
 """
 
 import builtins
@@ -28,13 +28,12 @@ from operator import *
 from string import *
 from typing import *
 """
-"""Names that LeetCode solutions use without importing them. Built-in functions take precedence: for
-example, `pow` is the built-in function and not `math.pow`."""
+"""Names that LeetCode solutions use without importing them. Built-in functions take precedence:
+`pow`, for example, is the built-in function and not `math.pow`."""
 
 
 def from_jsonable(value: object) -> object:
-    """Decode a value that `keel.data.procedural` has encoded as JSON. Verifiers use this as
-    well."""
+    """Decode a value that `keel.data.procedural` encoded as JSON."""
     if isinstance(value, list):
         return [from_jsonable(item) for item in value]
     if isinstance(value, dict):

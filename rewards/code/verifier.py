@@ -39,7 +39,7 @@ from keel.rl.strict_json import allow_long_integers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Language:
-    """The commands to compile and run programs in a language. They are run with `Sandbox.run`."""
+    """The commands that compile and run programs in a language, for `Sandbox.run`."""
 
     source: str
     run: tuple[str, ...]
@@ -82,7 +82,7 @@ _LANGUAGES: dict[str, _Language] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CodeTest:
-    """A test of a program's output or, if `call` is set, of a function's return value."""
+    """A test of what a program prints or, if `call` is set, of what a function returns."""
 
     stdin: bytes = b""
     stdout: str = ""
@@ -96,8 +96,6 @@ class _CodeTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CodeTask:
-    """A programming task, parsed from its reward spec."""
-
     language: _Language
     tests: tuple[_CodeTest, ...]
     partial: bool  # if True, the score is the fraction of tests that pass
@@ -111,7 +109,8 @@ class _CodeTask:
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return all fenced code blocks, or an empty list if the last one is cut off."""
+    """Return the contents of all fenced code blocks, or an empty list if the last one is not
+    closed."""
     blocks: list[str] = []
     fence: re.Match[str] | None = None
     inside: list[str] = []
@@ -147,7 +146,8 @@ _CALL_TEST: _Kinds = {
 
 
 def read_task(spec: Mapping[str, Any]) -> _CodeTask:
-    """Parse a reward spec. Raises ValueError with the name of the invalid key or test."""
+    """Parse the reward spec of a programming task. Raises ValueError naming the invalid key or
+    test."""
     fields = _checked(spec, _TASK, "code reward")
     name, tests = fields.get("language", "python"), fields.get("tests")
     if name not in _LANGUAGES:
@@ -209,8 +209,8 @@ def _subtasks(points: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str
 
 
 def _checked(fields: Any, kinds: _Kinds, where: str) -> dict[str, Any]:
-    """Check that an object has only the keys in `kinds`, with values of these types, and that
-    numbers are positive."""
+    """Validate the keys and value types of an object against `kinds`. Numbers must be positive.
+    Raises ValueError naming the first invalid key."""
     if not isinstance(fields, Mapping):
         raise ValueError(f"{where} must be an object")
     values = dict(cast(Mapping[str, Any], fields))
@@ -236,12 +236,12 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def _same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
-    """Return whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
+    """Compare two values in the JSON form of `keel.rewards.code.call_driver`.
 
-    A list equals a tuple with the same items. The order of sets and dicts does not matter. A number
-    never equals a boolean. Two integers must be exactly equal. Other numbers may differ by up to
-    `tolerance` or, unless the expected number is an integer, by up to `tolerance` times that
-    number. Values that would need more than `_MAX_COMPARISONS` comparisons count as different.
+    A list equals a tuple with the same items, and the order of sets and dicts does not matter. A
+    number never equals a boolean. Integers must match exactly. Other numbers may differ by
+    `tolerance`, which is relative unless the expected number is an integer. Values that need more
+    than `_MAX_COMPARISONS` comparisons count as different.
     """
     return _Comparison(tolerance).same(expected, value)
 
@@ -267,7 +267,8 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Match the items after sorting, and those that rounding has moved one by one."""
+        """Compare two collections after sorting both. Items that rounding moved to another place
+        are matched one by one."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
@@ -288,9 +289,8 @@ class _Comparison:
 
 
 def _same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
-    """Return whether two outputs are equal, ignoring white space at the end of lines and of the
-    text. If `tolerance` is set, the outputs are compared word by word, and numbers may differ as in
-    `same_value`."""
+    """Compare two outputs, ignoring trailing white space. If `tolerance` is set, compare them word
+    by word, and let numbers differ as in `_same_value`."""
     if tolerance is None:
         return _lines(expected) == _lines(output)
     left, right = expected.split(), output.split()
@@ -345,7 +345,8 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:
-    """Return the kind of a collection ("" for other values, "?" if malformed) and its items."""
+    """Return the kind and the items of a collection. The kind is "" for any other value and "?" for
+    a malformed collection."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):
@@ -367,7 +368,7 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 
 def _sort_key(item: Any) -> tuple[int, Any]:
-    """Return a sort key that sorts numbers by value, so that 9.999999 is next to 10.0."""
+    """Return a sort key that orders numbers by value, so that 9.999999 is next to 10.0."""
     if _is_number(item):
         return 0, math.inf if math.isnan(item) else item
     kind, inside = _items_of(item)
@@ -383,12 +384,12 @@ _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(
     time_s=20.0, memory_mib=2048, processes=16, files_mib=256, output_kib=64 << 10
 )
-"""Resource limits for compilers. Compilers are trusted, but the source code is not."""
+"""Resource limits for compilers, which are trusted, unlike the source code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSettings:
-    """The settings under `rewards.code` in the recipe."""
+    """Settings for running programs, from `rewards.code` in the recipe."""
 
     isolation: str = "bubblewrap"
     completion_s: float = 10.0  # time limit for all tests of a completion
@@ -409,15 +410,17 @@ class _CodeVerdict(NamedTuple):
     failures: tuple[str, ...]  # the reason each test of the spec failed, or "" if it passed
     parts: Mapping[str, float]
     """Additional reward components. `samples` is 1 if the program passed all tests that the task
-    shows. `subtask/NAME` is the share of the score that the program earned for a subtask."""
+    shows, and `subtask/NAME` is the part of the score earned in a subtask."""
 
 
 def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
 ) -> _CodeVerdict:
     """Run the last code block of an answer on the hidden tests. Code in the thinking is ignored.
+
     Raises ValueError if the spec is malformed or this machine cannot isolate programs, and
-    RuntimeError if the sandbox itself fails."""
+    RuntimeError if the sandbox itself fails.
+    """
     settings = settings or CodeSettings()
     task = read_task(spec)
     sandbox = open_sandbox(settings.isolation)
@@ -432,7 +435,7 @@ def verify_code(
 def check_task(
     spec: Mapping[str, Any], settings: CodeSettings, *, name: str, run_reference: bool = False
 ) -> None:
-    """Raise ValueError if an expected output exceeds the output limit for programs, or if the
+    """Raise ValueError if an expected output exceeds the output limit of programs, or if the
     `reference` solution is run and fails a test."""
     limit, task = settings.limits.output_kib, read_task(spec)
     for index, test in enumerate(task.tests):
@@ -523,8 +526,8 @@ class _Attempt:
         return "" if same else "wrong output"
 
     def _call(self, start: int) -> list[str]:
-        """Run consecutive tests that call functions, from test `start` on, in one process. Returns
-        the failures up to the end of the process."""
+        """Run consecutive tests that call functions in one process, beginning with test `start`.
+        Returns the failure of each test that ran before the process exited."""
         tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
         calls = json.dumps([[test.call, test.args, test.kwargs] for test in tests]).encode()
         outcome = self._run(self._task.language.calls, stdin=calls, lines=len(tests))

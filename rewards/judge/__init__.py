@@ -1,1 +1,1 @@
-"""Rewards from a judge model, for rubrics and proofs."""
+"""Computes rewards with a judge model, for rubrics and proofs."""

@@ -1,5 +1,5 @@
-"""Sends requests to the judge's endpoint and caches the replies. The number, duration and size of
-requests are limited."""
+"""Sends requests to the judge's endpoint and caches the responses. Limits the number, duration and
+size of requests."""
 
 import asyncio
 import importlib
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class _ReplyCache:
-    """Keeps replies in memory or in a SQLite file on a local disk, which several runs can share.
+    """Caches responses in memory or in a SQLite file on a local disk, which several runs can share.
     Errors are logged and treated as cache misses."""
 
     def __init__(self, folder: str) -> None:
@@ -92,7 +92,8 @@ class _ReplyCache:
 
 @dataclass(slots=True, eq=False)
 class _Backend:
-    """A server of the judge: either the endpoint or one of the run's own servers."""
+    """A server that requests are sent to: the configured endpoint or one of the run's own
+    servers."""
 
     key: str
     server: ServedJudge | None = None
@@ -103,16 +104,18 @@ class _Backend:
 
 
 class JudgeEndpoint:
-    """Sends questions to one or several OpenAI-compatible servers, and caches the replies. It is
-    used on one event loop."""
+    """Sends questions to one or more OpenAI-compatible servers and caches the responses. Use it
+    from a single event loop."""
 
     def __init__(
         self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
-        """Open the cache and the HTTP client. The URLs of `servers` replace `settings.base_url`. A
-        server's URL is looked up before its first call, and again after each call without an
-        answer. `backoff_s` is the pause before the first retry, which doubles for each further one.
-        Raises ValueError if the endpoint, its key or a file cannot be used."""
+        """Open the cache and the HTTP client. Raises ValueError if the endpoint, its API key or a
+        file cannot be used.
+
+        If `servers` is given, their URLs replace `settings.base_url`. `backoff_s` is the delay
+        before the first retry, and doubles with each further retry.
+        """
         if not (settings.base_url or servers) or not settings.model:
             raise ValueError("a rubric needs a judge; set rewards.judge.base_url and model")
         self._settings = settings
@@ -131,8 +134,8 @@ class JudgeEndpoint:
         self._idle_limit_s = (
             attempt_s * (settings.retries + 1) + settings.server.startup_timeout_s + _IDLE_GRACE_S
         )
-        """A waiting call fails if no slot has become free, and no server available, for this many
-        seconds."""
+        """Seconds after which a waiting call fails if no slot became free and no server
+        available."""
         self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
         if settings.chats:
@@ -147,14 +150,17 @@ class JudgeEndpoint:
         self.counts = Counts()
 
     def stop(self, reason: str) -> JudgeStopped:
-        """Refuse all further calls. Returns the error that these calls will raise."""
+        """Reject all further calls. Returns the error that they will raise."""
         self._stopped = self._stopped or reason
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """Return the judge's reply to a question. Later calls with the same `sample` get the cached
-        one, unless `fresh` is set. Raises Unjudged if all attempts failed, and JudgeStopped if no
-        more calls are allowed."""
+        """Return the judge's response to a question. Later calls with the same `sample` return the
+        cached response, unless `fresh` is set.
+
+        Raises Unjudged if all attempts fail, and JudgeStopped if the endpoint accepts no more
+        calls.
+        """
         s = self._settings
         key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)
         cached = None if fresh else self._cache.get(key)
@@ -184,7 +190,8 @@ class JudgeEndpoint:
             self._chats.close()
 
     async def locate_all(self) -> int:
-        """Wait for all servers, and return how many there are. Raises JudgeStopped if one fails."""
+        """Wait until all servers are up, and return their number. Raises JudgeStopped if one
+        fails."""
         await asyncio.gather(*(self._locate(backend) for backend in self._backends))
         if self._stopped:
             raise JudgeStopped(self._stopped)
@@ -203,7 +210,7 @@ class JudgeEndpoint:
         )
 
     def _locate(self, backend: _Backend) -> asyncio.Task[None]:
-        """Start looking up the URL of a server, which restarts it if it has died."""
+        """Start looking up the URL of a server. This restarts the server if it has died."""
         if backend.locating is None:
             backend.locating = asyncio.create_task(self._located(backend))
         return backend.locating
@@ -224,7 +231,8 @@ class JudgeEndpoint:
         await self._notify(len(self._in_flight))
 
     def _choose(self, avoided: _Backend | None) -> _Backend | None:
-        """Return the server with the fewest calls in flight, or None if all are full or down."""
+        """Return the server with the fewest calls in flight, or None if all servers are full or
+        down."""
         ready: list[_Backend] = []
         for backend in self._backends:
             if not backend.url:
@@ -235,7 +243,7 @@ class JudgeEndpoint:
 
     @asynccontextmanager
     async def _slot(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
-        """Wait for a server that can take a call, preferably another one than `avoided`."""
+        """Wait for a server with a free slot, if possible a different one than `avoided`."""
         started, backend = time.monotonic(), None
         async with self._changed:
             while not self._stopped and (backend := self._choose(avoided)) is None:
@@ -255,7 +263,7 @@ class JudgeEndpoint:
             await self._notify(1 if not self._stopped else len(self._in_flight))
 
     async def _notify(self, calls: int) -> None:
-        """Let up to `calls` waiting calls look for a server again."""
+        """Wake up to `calls` calls that wait for a free server."""
         self._changed_at = time.monotonic()
         async with self._changed:
             self._changed.notify(calls)
@@ -281,8 +289,8 @@ class JudgeEndpoint:
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
-        """Append a chat for `keel sft`, in a single call, because several runs can share the
-        file."""
+        """Append a chat in the format of `keel sft`, with a single write, because several runs can
+        share the file."""
         if self._chats is None:
             return
         chat = {"messages": [*messages, {"role": "assistant", "content": reply}]}
@@ -386,7 +394,7 @@ _ByteStream: Any = importlib.import_module(_BASE.__module__.partition(".")[0]).A
 
 
 class _ReplyTooLarge(APIConnectionError):
-    """Raised if a reply is compressed or larger than the size limit."""
+    """Raised if a response is compressed or exceeds the size limit."""
 
 
 class _BoundedStream(_ByteStream):
@@ -416,8 +424,8 @@ async def _bound(response: Any) -> None:
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
     """Return an HTTP client that caps the size of responses, for `AsyncOpenAI(http_client=…)`.
 
-    It does not follow redirects, because they could lead to addresses that are not in the recipe.
-    If `trust_env` is set, it uses the proxies from the environment.
+    It never follows redirects, which could lead to hosts that are not in the recipe. If `trust_env`
+    is set, it uses the proxies from the environment.
     """
     return DefaultAsyncHttpxClient(
         trust_env=trust_env,

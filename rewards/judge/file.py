@@ -3,9 +3,9 @@ run.
 
     {"prompt": "…", "answer": "…", "criteria": [{"name": "…", "text": "…", "weight": 1}]}
 
-A line may contain `messages` instead of `prompt`, and a complete spec as `reward` instead of
-`criteria`. If there is a rubric for all lines, `criteria` and `reward` can be left out.
-`reference`, `thinking` and `id` are optional.
+A line can have `messages` instead of `prompt`, and a complete spec as `reward` instead of
+`criteria`. Both can be left out if there is a common rubric for all lines. `reference`, `thinking`
+and `id` are optional.
 """
 
 import difflib
@@ -39,8 +39,8 @@ class _Answer:
 
 
 def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
-    """Read the answers from a JSONL file. Lines without criteria use the file `rubric`. Raises
-    ValueError with the file and the line number."""
+    """Read answers from a JSONL file. `rubric` is a file with criteria for the lines that have
+    none. Raises ValueError naming the file and the line."""
     common: Mapping[str, Any] | None = None
     if rubric is not None:
         try:
@@ -119,9 +119,12 @@ def judge_answers(
     ),
 ) -> int:
     """Judge all answers, write the results to `out` as JSON lines, and print a summary table.
-    `show(what, total=…)` opens a progress display with an attribute `done`. Returns the number of
-    answers that could not be judged. Raises ValueError if the judge cannot be used, and
-    JudgeStopped if it stops early; `out` then has the results so far."""
+    Returns the number of answers that could not be judged.
+
+    `show(what, total=…)` opens a progress display with an attribute `done`. Raises ValueError if
+    the judge cannot be used. Raises JudgeStopped if it stops early; `out` then contains the results
+    so far.
+    """
     with JudgeService(settings, servers=servers) as judge:
         with show("starting the judge" if servers else "connecting to the judge"):
             judge.check_reachable()

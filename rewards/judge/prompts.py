@@ -1,12 +1,11 @@
-"""Builds the questions for the judge and strictly parses its replies.
+"""Builds questions for the judge, and parses its responses strictly.
 
 Trusted text is kept separate from the policy's text. The system message contains the instructions,
-the task and the criteria. The user message contains only the answer, encoded so that a judge cannot
-mistake it for instructions (`as_json`): one line of JSON, without control tokens and lossless. This
-line is enclosed by two lines with a random word, which is new for each call.
-
-The system message starts with the text that is the same for all answers in a group, so that their
-requests can share a prefix cache.
+the task and the criteria. The user message contains only the answer, encoded as one line of JSON
+without control tokens, so that the judge cannot mistake it for instructions (`as_json`). The line
+is enclosed in two fences with a random word that changes with each call. The system message starts
+with the text that all answers of a group have in common, so that their requests can share a prefix
+cache.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 class BadReply(ValueError):
-    """Raised if a reply does not match its schema."""
+    """Raised if a response does not match its schema."""
 
 
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -61,7 +60,7 @@ def _read(schema: Mapping[str, Any], content: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A question for the judge. It is answered in a single call."""
+    """A question that the judge answers in a single call."""
 
     instructions: str
     material: Mapping[str, str]
@@ -69,14 +68,15 @@ class Question(Generic[T]):
     read: Callable[[str], T]  # parses a reply, and raises BadReply if it does not match the schema
 
     def messages(self, fence: str) -> list[dict[str, str]]:
-        """Return a system and a user message, the two roles that every chat template supports."""
+        """Return a system message and a user message, the two roles that every chat template
+        supports."""
         return [
             {"role": "system", "content": f"{self.instructions}\n\n{_GUARD.format(fence=fence)}"},
             {"role": "user", "content": fenced(as_json(dict(self.material)), fence)},
         ]
 
     def key(self, *settings: Any) -> str:
-        """Return the cache key, a hash of everything that affects the reply except the random
+        """Return the cache key, a hash of everything that affects the response except the random
         fence."""
         content = [_TEMPLATE_VERSION, self.messages("fence"), self.schema, settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -168,7 +168,7 @@ class Verification(NamedTuple):
 
 
 class MetaCheck(NamedTuple):
-    """A check of whether the flaws claimed in an evaluation are real."""
+    """The result of checking whether the flaws claimed in an evaluation are real."""
 
     analysis: str
     score: float
@@ -180,8 +180,11 @@ def rubric_question(
     reference: str,
     material: Mapping[str, str],
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """Build a question about which criteria (ID: text) an answer meets. The reply is a score and a
-    reason for each ID. If `material` has thinking, the criteria apply to it."""
+    """Build a question about which criteria an answer meets. The response has a score and a reason
+    for each criterion ID.
+
+    If `material` contains thinking, the criteria are about the thinking.
+    """
     instructions = _RUBRIC.format(
         task=_task(task),
         reference=_reference(reference),
@@ -201,7 +204,8 @@ def rubric_question(
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
-    """Ask for the flaws of a proof and a score (DeepSeekMath-V2, section 2.1)."""
+    """Build a question that asks for the flaws of a proof and a score (DeepSeekMath-V2, section
+    2.1)."""
     flaws = {"type": "array", "items": _TEXT}
     schema = _object({"evaluation": _TEXT, "flaws": flaws, "score": _choice(SCORES)})
 
@@ -219,7 +223,8 @@ def verify_question(
 def meta_question(
     task: Sequence[Mapping[str, Any]], solution: str, evaluation: str
 ) -> Question[MetaCheck]:
-    """Ask whether the flaws claimed in an evaluation are real (DeepSeekMath-V2, section 2.1)."""
+    """Build a question that asks whether the flaws claimed in an evaluation are real
+    (DeepSeekMath-V2, section 2.1)."""
     schema = _object({"analysis": _TEXT, "score": _choice(SCORES)})
 
     def read(content: str) -> MetaCheck:
@@ -256,22 +261,23 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """Encode a value as one line of JSON, with only visible characters and no control tokens."""
+    """Encode a value as one line of JSON that contains only visible characters and no control
+    tokens."""
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
 def inert(text: str) -> str:
-    """Escape text like `as_json`, but keep its line breaks."""
+    """Escape control tokens and invisible characters like `as_json`, but keep line breaks."""
     return _ESCAPED.sub(_escape, text)
 
 
 def size(text: str) -> int:
-    """Return the length of a text when it is encoded as JSON, without the quotes."""
+    """Return the length of a text once it is encoded as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
 def tail(text: str, max_size: int) -> str:
-    """Return the end of a text, with at most `max_size` characters when it is encoded as JSON."""
+    """Return the end of a text, cut to at most `max_size` characters of JSON."""
     text = text[-max_size:]
     while size(text) > max_size:
         text = text[len(text) // 4 + 1 :]
@@ -289,5 +295,5 @@ def new_fence() -> str:
 
 
 def fenced(text: str, fence: str) -> str:
-    """Enclose a single line of text in two lines that contain the fence."""
+    """Enclose a line of text in two lines that contain the fence."""
     return f"<<<DATA {fence}\n{text}\nDATA {fence}>>>"

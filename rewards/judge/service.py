@@ -1,4 +1,4 @@
-"""Judges completions in a background thread, using the reward specs of their prompts."""
+"""Judges completions on a background thread, using the reward specs of their prompts."""
 
 from __future__ import annotations
 
@@ -48,18 +48,20 @@ class JudgeService:
     def submit_text(
         self, prompt: Prompt, answer: str, *, thinking: str = ""
     ) -> Future[Judged | Failed]:
-        """Start judging an answer by the spec in `prompt.reward`. `thinking` is only for criteria
-        that apply to it. Thinking inside `answer` is removed. The future raises ValueError if the
-        spec is malformed, and JudgeStopped if the call limit is reached or too many completions
-        could not be judged."""
+        """Start judging an answer by the spec in `prompt.reward`. Thinking inside `answer` is
+        removed. `thinking` is used only for criteria about the thinking.
+
+        The future raises ValueError if the spec is malformed, and JudgeStopped if the call limit is
+        reached or too many completions could not be judged.
+        """
         if self._closed:
             raise RuntimeError("the judge is closed")
         judgement = self._judgement(prompt, answer, thinking)
         return asyncio.run_coroutine_threadsafe(judgement, self._loop)
 
     def check_reachable(self) -> None:
-        """Send a test request to each server. Raises ValueError if one fails, and JudgeStopped if
-        one of this run's own servers does not start."""
+        """Send a test request to each server. Raises ValueError if a request fails, and
+        JudgeStopped if one of this run's own servers does not start."""
         task = [{"role": "user", "content": "Name a colour."}]
         criteria, material = {"c1": "The answer names a colour."}, {"answer": "Blue."}
         question = rubric_question(task, criteria, "", material)
@@ -139,7 +141,8 @@ class JudgeService:
         return self._count(result)
 
     async def _samples(self, judge_sample: Callable[[int], Awaitable[Any]]) -> list[Any]:
-        """Sample several judgements. Raises Unjudged unless more than half of them succeed."""
+        """Judge a completion several times. Raises Unjudged unless more than half of the attempts
+        succeed."""
         count = self._settings.samples
         results = await asyncio.gather(*map(judge_sample, range(count)), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]

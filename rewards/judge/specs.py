@@ -4,15 +4,16 @@ A proof is rewarded as in DeepSeekMath-V2 (2025). The policy writes a proof Y an
 Z, which ends in a score s'. A verifier gives the proof a score s. A meta-check scores whether the
 flaws claimed in an evaluation are real. The reward is
 
-    R = R_format · (α · R_Y + (1 − α) · R_Z),    R_Z = (1 − |s' − R_Y|) · R_meta(Z)
+    R   = R_format · (α · R_Y + (1 − α) · R_Z),
+    R_Z = (1 − |s' − R_Y|) · R_meta(Z)
 
 as in section 2.2, with α = 0.76. A policy that admits a flaw earns more than one that claims to be
 right, and less than one that repairs the flaw.
 
 In the paper, R_Y = s, and the verifier is trained against a meta-verifier. Here any model can be
-the verifier. Its criticism is therefore meta-checked too, as in the paper's automatic labelling
-(section 2.3). Only confirmed flaws reduce the reward: R_Y = 1 − m · (1 − s), where m is the
-meta-check of the verifier's evaluation.
+the verifier, so its criticism is meta-checked too, as in the paper's automatic labelling (section
+2.3). Only confirmed flaws reduce the reward: R_Y = 1 − m · (1 − s), where m is the meta-check of
+the verifier's evaluation.
 
 A policy can also be trained as a verifier (section 2.1). It then evaluates the proof in its prompt,
 whose score s is known:
@@ -46,8 +47,8 @@ from keel.rewards.text import BOXED, marked_answer
 from keel.rl.metrics import Mean, Metric, Sum
 
 FailureKind = Literal["timeout", "unreachable", "busy", "server", "too_long", "refused", "invalid"]
-"""Why a call failed. In order: no reply in time, no connection, status 429, status 5xx, a request
-that exceeds the judge's context, another HTTP error, or a reply that does not match its schema."""
+"""Why a call failed. In order: timeout, no connection, status 429, status 5xx, a request that
+exceeds the judge's context, any other HTTP error, or a response that does not match its schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +66,26 @@ class Judged:
 
     value: float  # the total score, from 0 to 1
     parts: Mapping[str, float]
-    """The reward components, each from 0 to 1. They are the same for all prompts of one kind.
+    """The reward components, each from 0 to 1. Prompts of the same kind have the same components.
     `disagreement` measures how much the samples differ."""
     verdicts: tuple[_CriterionVerdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Returned if a completion could not be judged. The completion is dropped from its group."""
+    """The result for a completion that could not be judged. The completion is dropped from its
+    group."""
 
     kind: FailureKind
     reason: str
 
 
 class Unjudged(Exception):
-    """Raised if a call to the judge gave no usable result. `after_s` is the time that the endpoint
-    asks to wait, and `thinking` the number of characters of thinking in the request."""
+    """Raised if a call to the judge gave no usable response.
+
+    `after_s` is the delay before a retry that the endpoint asked for, and `thinking` the number of
+    characters of thinking in the request.
+    """
 
     def __init__(
         self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0, thinking: int = 0
@@ -96,7 +101,7 @@ class JudgeStopped(RuntimeError):
 
 @dataclass(slots=True)
 class Counts:
-    """Counts the work of the judge. Each integer is reported as a metric `judge/NAME`."""
+    """Counters of the judge. Each integer is reported as a metric `judge/NAME`."""
 
     completions: int = 0  # answers judged, including cached ones and those without a call
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])  # answers, by kind
@@ -111,7 +116,7 @@ class Counts:
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
 
     def since(self, previous: Counts) -> dict[str, Metric]:
-        """Return metrics for the time since the counts in `previous` were recorded."""
+        """Return metrics for the time since the counters were `previous`."""
         metrics: dict[str, Metric] = {
             f"judge/{name}": Sum(count - getattr(previous, name))
             for name in self.__slots__
@@ -133,12 +138,12 @@ class ServedJudge(Protocol):
 
     @property
     def key(self) -> str:
-        """The API key that the server expects."""
+        """The API key that clients of the server must send."""
         ...
 
     def url(self) -> str:
-        """Return the URL of the server. This starts or restarts it if necessary, and blocks until
-        it is ready. Raises RuntimeError if it does not start."""
+        """Return the URL of the server, starting or restarting it if necessary. Blocks until the
+        server is ready. Raises RuntimeError if it does not start."""
         ...
 
 
@@ -148,10 +153,12 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class _Spec(BaseModel):
-    """A reward spec for a judge. `read` parses an answer, or returns the reason it is malformed.
-    `sample` judges it once, and raises Unjudged if the judge gives no usable reply. `judged`
-    combines several samples into a reward. `missed` is the result for an answer that scores 0
-    without being judged."""
+    """Base class of the reward specs for a judge.
+
+    `read` parses an answer, or returns the reason it is malformed. `sample` judges it once, and
+    raises Unjudged if the judge gives no usable response. `judged` combines several samples into a
+    reward. `missed` is the result for an answer that scores 0 without being judged.
+    """
 
     model_config = _STRICT
     kind: str = ""
@@ -160,7 +167,7 @@ class _Spec(BaseModel):
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
-        """Parse a reward spec. Raises ValueError with the name of the invalid field."""
+        """Parse a reward spec. Raises ValueError naming the invalid field."""
         try:
             return cls.model_validate(dict(spec))
         except ValidationError as error:
@@ -190,7 +197,7 @@ _Verdicts = Mapping[str, tuple[float, str]]
 
 
 class Rubric(_Spec):
-    """Criteria for an answer, which can meet each of them fully (1), partly (0.5) or not at all
+    """Criteria for an answer, which can meet each criterion fully (1), partly (0.5) or not at all
     (0)."""
 
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
@@ -212,8 +219,9 @@ class Rubric(_Spec):
     async def sample(
         self, ask: _Ask, task: _Task, answer: Mapping[str, str], thinking: str, number: int
     ) -> _Verdicts:
-        """Ask one question with the criteria for the answer and one with those for the thinking.
-        Their order influences the judge, so it is rotated from sample to sample."""
+        """Judge an answer once, with one question for the criteria about the answer and one for
+        those about the thinking. The order of the criteria influences the judge, so it is rotated
+        from sample to sample."""
         ids = {f"c{place}": criterion for place, criterion in enumerate(self.criteria, 1)}
         questions: list[Question[_Verdicts]] = []
         for about_thinking in (False, True):
@@ -232,8 +240,8 @@ class Rubric(_Spec):
         return {ids[k].name: verdict for one in verdicts for k, verdict in one.items()}
 
     def judged(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
-        """Return the weighted sum of the criteria's mean scores. `disagreement` is the weighted
-        mean of max − min over the samples."""
+        """Average each criterion's scores over the samples and return the weighted sum.
+        `disagreement` is the weighted mean of max − min over the samples."""
         total = sum(c.weight for c in self.criteria)
         value = spread = 0.0
         verdicts: list[_CriterionVerdict] = []
@@ -293,7 +301,7 @@ _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
 
 
 class Proof(NamedTuple):
-    """A solution to a proof problem, with the policy's own evaluation of it."""
+    """A solution to a proof problem, and the policy's own evaluation of it."""
 
     solution: str
     evaluation: str
@@ -301,9 +309,11 @@ class Proof(NamedTuple):
 
 
 def read_proof(answer: str) -> Proof | str:
-    """Split an answer into its solution, its self-evaluation and its score. The solution must come
-    first, and each of the two titles must occur exactly once. If the answer is malformed (R_format
-    = 0), returns the reason instead."""
+    """Split an answer into its solution, its self-evaluation and its score. If the answer is
+    malformed (R_format = 0), returns the reason instead.
+
+    The solution must come first, and both titles must occur exactly once.
+    """
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
     if len(solutions) != 1 or len(evaluations) != 1:
@@ -392,14 +402,15 @@ class ProofSpec(_Spec):
 
 
 class Evaluation(NamedTuple):
-    """A policy's evaluation of the proof in its prompt."""
+    """The policy's evaluation of the proof in its prompt."""
 
     text: str
     score: float  # s', the score that the policy gives to the proof: 0, 0.5 or 1
 
 
 def read_evaluation(answer: str) -> Evaluation | str:
-    """Parse an evaluation. If it is malformed (R_format = 0), returns the reason instead."""
+    """Parse an evaluation of a proof. If it is malformed (R_format = 0), returns the reason
+    instead."""
     score = _boxed_score(answer)
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
 

@@ -1,9 +1,9 @@
 """Parses LaTeX formulas and compares them by their values at sample points.
 
 A formula is accepted only if the grammar covers all of it. Parsing takes linear time. Two formulas
-are equal if they agree to 80 digits at all sample points. The coordinates of these points are
-derived from the names of the symbols. Formulas are never expanded and all numbers are bounded, so
-evaluating `(x+y+z)^{500}` takes only a single power.
+are equal if they agree to 80 digits at all sample points, whose coordinates are derived from the
+names of the symbols. Formulas are never expanded and all numbers are bounded, so evaluating
+`(x+y+z)^{500}` takes a single power.
 """
 
 import operator
@@ -61,7 +61,8 @@ class Formula:
     imaginary: bool = False
 
     def at(self, point: int) -> Value | None:
-        """Return the value at a sample point, or None if the value is undefined or too large."""
+        """Evaluate the formula at a sample point. Returns None if the value is undefined or too
+        large."""
         try:
             value = self.node(point)
             if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
@@ -89,8 +90,8 @@ def close(left: Value, right: Value) -> bool:
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
-    """Return whether two formulas have the same values, up to a constant factor if `ratio` is
-    set."""
+    """Return whether two formulas have the same values at all sample points, up to a constant
+    factor if `ratio` is set."""
     symbols = bool(one.names or other.names)
     for digits in (_DIGITS, _MOST_DIGITS):
         with _context.workdps(digits):
@@ -117,7 +118,7 @@ def _agree(one: Formula, other: Formula, points: range, *, ratio: bool) -> bool:
 
 
 def read(text: str) -> Formula:
-    """Parse a text as a formula. Raises Unreadable if the grammar does not cover all of it."""
+    """Parse a formula. Raises Unreadable if the grammar does not cover all of the text."""
     reader = _Reader(text)
     try:
         node = reader.expression()
@@ -129,7 +130,8 @@ def read(text: str) -> Formula:
 
 
 class _Reader:
-    """A recursive-descent parser. Each method returns a node for the text that it has parsed."""
+    """A recursive-descent parser for formulas. Each method parses one construct and returns its
+    node."""
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
@@ -162,11 +164,8 @@ class _Reader:
         return True
 
     def expression(self, level: int = 0) -> Node:
-        r"""Parse an expression and return its node.
-
-        `level` is 0 for a sum, 1 for a product, 2 for the argument of a function without brackets
-        such as `\sin`, and 3 for a power.
-        """
+        r"""Parse an expression and return its node. `level` is 0 for a sum, 1 for a product, 2 for
+        the argument of a function without brackets such as `\sin`, and 3 for a power."""
         symbols = self.symbols
         if self.token in ("+", "-"):
             negative = self.take() == "-"
@@ -316,14 +315,15 @@ class _Reader:
                 return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
     def worked(self, name: str, symbols: int, node: Node) -> Node:
-        """Record an operation on constants, and return its node."""
+        """Add the operation `name` to `work` if it contains no symbols, and return its node."""
         if self.symbols == symbols:
             self.work.add(name)
         return node
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """Return the value of a symbol, drawn from its name, and positive at points 0 and 3."""
+    """Return a symbol's value at a sample point, derived from a hash of its name. The values at
+    points 0 and 3 are positive."""
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

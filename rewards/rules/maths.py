@@ -1,12 +1,11 @@
 r"""Compares an answer with the right one by value, so that `\frac12`, `1/2` and `0.5` are equal.
 
 Both texts go through the same steps. `plain` normalizes the notation. `_parse` reads the text as a
-number, formula, list, set, region or relation. If it cannot read all of the text, it returns the
-text unchanged. `_same` then compares the two results.
-
-Numbers are stored as exact fractions. `keel.rewards.rules.formula` evaluates formulas. Text that
-could not be parsed is equal only to the same text. Sums, integrals and determinants are evaluated
-by math-verify's parser, but only in the right answer and only once, never in a completion.
+number, formula, list, set, region or relation, or returns it unchanged if it cannot read all of it.
+`_same` then compares the two results. Numbers are stored as exact fractions, and
+`keel.rewards.rules.formula` evaluates formulas. Text that could not be parsed equals only the same
+text. Sums, integrals and determinants are evaluated by math-verify's parser, but only in the right
+answer and only once, never in a completion.
 """
 
 from __future__ import annotations
@@ -30,21 +29,20 @@ _PLACES = 6  # decimal places that are compared, or as many digits below 1e-5
 def mathematical(
     right: str, *, tolerance: float | None = None, ready: bool = True
 ) -> Callable[[str], bool]:
-    r"""Build a verifier that compares an answer with `right` by value.
+    r"""Build a verifier that compares an answer with `right` by value. Numbers, formulas, sets and
+    intervals may be written in any form. Words are compared as text.
 
-    Numbers, formulas, sets and intervals may be written in any form. Words are compared as text. If
-    part of a completion is marked with `\boxed{}`, all of the marked text must be the answer.
-    Several boxes form a list, unless words between them correct an earlier one. In a completion
-    without marks, the last statement counts, and it must assert a single answer.
+    All of the text that a completion marks with `\boxed{}` must be the answer. Several boxes form a
+    list, unless words between them correct an earlier one. In a completion without marks, the last
+    statement counts, and it must assert a single answer.
 
     If `right` is a number, the answer must be a number too: `70 - 67` is not accepted for 3, but
     `i^2` is accepted for -1. Decimals are compared to six places, or to six digits below 1e-5. A
     unit or remark after a number is ignored. If `right` has a percent sign, 50 % equals both 50 and
-    1/2.
+    1/2. `tolerance` is relative to the right number, or absolute if that number is 0.
 
-    `tolerance` is relative to the right number, or absolute if that number is 0. If `ready` is set,
-    the right answer is parsed immediately, so that parsing does not use up the time limit of a
-    completion. Raises ValueError unless `tolerance` is between 0 and 1.
+    If `ready` is set, the right answer is parsed immediately and not within the time limit of the
+    first completion. Raises ValueError unless `tolerance` is between 0 and 1.
     """
     if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
@@ -108,8 +106,8 @@ def _worked_out(text: str) -> _Answer:
 
 class _Number(NamedTuple):
     """A rational number. `form` says how it was written: integer, decimal, fraction, ratio or
-    scientific. `lowest` is set if a fraction is in lowest terms. `unit` contains the words after
-    the number, in the singular."""
+    scientific. `lowest` is set for a fraction in lowest terms. `unit` contains the words after the
+    number, in the singular."""
 
     value: Fraction
     form: str = "integer"
@@ -135,18 +133,15 @@ _Cut = tuple[float, bool, Formula]  # position, whether the cut lies just after 
 
 
 class _Region(NamedTuple):
-    """A set of real numbers, from the first cut to the second, the third to the fourth, and so
-    on."""
+    """A union of intervals of real numbers: from the first cut to the second, from the third to the
+    fourth, and so on."""
 
     cuts: tuple[_Cut, ...]
 
 
 class _Relation(NamedTuple):
-    """An equation or inequality. `sides` contains its sides, and `signs` the signs between them.
-
-    `name` is the first side if that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last
-    side.
-    """
+    """An equation or inequality with `sides`, and `signs` between them. `name` is the first side if
+    that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last side."""
 
     sides: tuple[str, ...]
     signs: str
@@ -190,8 +185,8 @@ def _number(match: re.Match[str]) -> _Number | str:
 
 
 def _ungrouped(text: str) -> list[_Answer]:
-    """Parse `100,200`, which `_parse` reads as one number, as a list. Returns [] without such a
-    comma."""
+    """Parse `100,200` as a list, where `_parse` reads a single number. Returns [] if the text has
+    no such comma."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
     return [] if spaced == text else [_parse(spaced)]
 
@@ -202,7 +197,7 @@ _BEGIN = re.compile(
 
 
 def _parse(text: str, depth: int = 0) -> _Answer:
-    """Parse an answer that `plain` has normalized. If it cannot be parsed, returns it unchanged."""
+    """Parse an answer normalized by `plain`. Returns the text unchanged if it cannot be parsed."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)
@@ -229,7 +224,8 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """Split a text at all given marks outside brackets. Returns the parts and the marks."""
+    """Split a text at the characters `marks` outside brackets. Returns the parts and the characters
+    at which it was split."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -399,8 +395,8 @@ def _outside(region: _Region) -> _Region:
 
 
 def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[_Region]) -> _Region | None:
-    """Combine several regions. Given a bool for each region, `rule` decides whether a number is in
-    the result. Returns None if an end contains a symbol, or if there are too many ends."""
+    """Combine several regions into one. Given whether each region contains a number, `rule` decides
+    whether the result does. Returns None if an end contains a symbol or there are too many ends."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
@@ -554,8 +550,8 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 
 def _same_number(gold: _Number, given: _Answer, tolerance: float | None) -> bool:
-    """Return whether an answer equals `gold` and is itself written as a number. Scientific notation
-    is accepted only if `gold` is a decimal or in scientific notation."""
+    """Return whether an answer equals `gold` and is written as a number. Scientific notation is
+    accepted only if `gold` is a decimal or in scientific notation."""
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()
@@ -635,8 +631,7 @@ def _same_several(gold: _Several, given: _Answer) -> bool:
 
 
 def _same_item(one: _Answer, other: _Answer) -> bool:
-    """Return whether two list items are equal, with their units if both have one (3 red, 4
-    blue)."""
+    """Compare two list items, and their units if both have one (3 red, 4 blue)."""
     if isinstance(one, _Number) and isinstance(other, _Number) and one.unit and other.unit:
         return one.unit == other.unit and _same(one, other)
     return _same(one, other)
@@ -647,7 +642,7 @@ def _in_order(gold: Sequence[_Answer], given: Sequence[_Answer]) -> bool:
 
 
 def _in_any_order(gold: Sequence[_Answer], given: Sequence[_Answer], *, once: bool) -> bool:
-    """Return whether two lists have the same items, ignoring repeated ones if `once` is set."""
+    """Compare two lists without regard to order, and ignore duplicates if `once` is set."""
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
@@ -659,7 +654,8 @@ def _in_any_order(gold: Sequence[_Answer], given: Sequence[_Answer], *, once: bo
 
 
 def _same_names(gold: _Several, given: _Several) -> bool:
-    """Return whether variables have the same values. Without names, the order counts."""
+    """Return whether two lists assign the same values to the same variables. Without names, the
+    order counts."""
     sides = gold.items, given.items
     named = [{item.name: item.value for item in side if _names(item)} for side in sides]
     if [*map(len, named)] == [*map(len, sides)]:
@@ -700,8 +696,8 @@ def _as_formula(answer: _Answer) -> Formula | None:
 
 
 def _region(answer: _Answer, *, point: bool = False) -> _Region | None:
-    """Convert an interval in brackets to a region, and if `point` is set a number or a set of
-    numbers. Returns None for other answers."""
+    """Convert an interval to a region. If `point` is set, convert a number or a set of numbers too.
+    Returns None for any other answer."""
     if isinstance(answer, _Region):
         return answer
     if point and (end := _as_formula(answer)):

@@ -1,11 +1,11 @@
 """Wraps the verifiers of reasoning_gym and protects them against hostile and padded answers.
 
-Some verifiers call `eval` on the answer. Others call sympy's `parse_expr`, which is just as
-dangerous: it would run `__import__("os").system(…)`. Such verifiers are therefore called only for
-answers that are plain literals or formulas.
+Some verifiers call `eval` on the answer, or sympy's `parse_expr`, which is just as dangerous: it
+would run `__import__("os").system(…)`. They are called only for answers that are plain literals or
+formulas.
 
 Other verifiers search for the right answer in the text, or read only the start of it. They accept
-extra text such as a second answer, a "not" or a list of candidates. For these tasks, an answer gets
+extra text such as a second answer, a "not" or a list of candidates. In their tasks, an answer gets
 full marks only if it contains no other text.
 """
 
@@ -36,7 +36,7 @@ _SYMBOLIC_TASKS = frozenset(
 _NAN_TASKS = frozenset({"complex_arithmetic"})  # accept "nan", as `min(1.0, nan)` is 1.0
 
 _SAME_WORDS_TASKS = frozenset({"knights_knaves", "letter_jumble", "word_sorting"})
-"""Tasks that have only one right answer, but whose verifier ignores some words or trailing text."""
+"""Tasks with a single right answer whose verifier ignores some words or trailing text."""
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"
@@ -66,7 +66,8 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Patterns for the whole `_bare` answer, for tasks whose verifiers ignore extra text."""
+"""Patterns that the whole `_bare` answer must match, for tasks whose verifiers ignore extra
+text."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})  # ignore other items than numbers
 
 _WORD = re.compile(r"\w+")
@@ -102,9 +103,11 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build the verifier for an `entry` of a `task` whose generator has the options `params`. An
-    answer gets full marks if its score is exactly 1 and it contains no extra text. Otherwise, it
-    gets at most `_MOST_PARTIAL`."""
+    """Build the verifier for an `entry` of a `task` whose generator has the options `params`.
+
+    An answer gets full marks if its score is exactly 1 and it contains no extra text. Otherwise, it
+    gets at most `_MOST_PARTIAL`.
+    """
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
     entry = cast(dict[str, Any], entry_data if isinstance(entry_data, dict) else {})
@@ -132,7 +135,7 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """Return the `score_answer` of a task. Cached, because some tasks load a dictionary."""
+    """Return a task's `score_answer` function. Cached, because some tasks load a dictionary."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -147,9 +150,12 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
 
 
 def _may_be_verified(task: str, answer: str, right: str) -> bool:
-    """Return whether it is safe to pass an answer to the verifier of a task. The right answer
-    always is. Parts of it may not be: an integral that sympy could not solve contains `Integral`,
-    and a policy could repeat the question in that form."""
+    """Return whether it is safe to pass an answer to the verifier of a task. The right answer is
+    always safe.
+
+    Parts of the right answer may not be: an integral that sympy could not solve contains
+    `Integral`, and a policy could repeat the question in that form.
+    """
     if right and normalise(answer) == normalise(right):
         return True
     if task in _EVALUATED_TASKS:

@@ -1,8 +1,8 @@
 r"""Finds the answer that a text states, and normalizes the notation of answers.
 
-If nothing in the text is marked, `statements` extracts a number or formula, and `asserts` compares
-words. A text with a negation, an alternative or a question has no answer. `boxes` returns the
-marked answers.
+`boxes` returns the marked answers. If nothing in the text is marked, `statements` extracts a number
+or formula, and `asserts` compares words. A text with a negation, an alternative or a question has
+no answer.
 
 `plain` replaces LaTeX commands with single characters (`\leq` becomes ≤, `\{` becomes ⦃), writes
 letters, functions and numbers in a uniform way, and removes layout. Its result consists of formulas
@@ -54,8 +54,8 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 
 def plain(text: str) -> str:
-    """Normalize the notation of an answer: single characters for LaTeX commands, ordinary letters
-    for upright ones, and digits for numbers."""
+    """Normalize the notation of an answer: single characters instead of LaTeX commands, plain
+    letters instead of upright ones, and digits instead of words like "3 million"."""
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
     text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
@@ -204,7 +204,8 @@ def undressed(text: str) -> str:
 
 
 def spelled(text: str) -> str:
-    """Normalize the spelling of an answer. Answers that look the same when typeset become equal."""
+    """Normalize the spelling of an answer, so that answers that look the same when typeset become
+    equal."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text))
     if "\\" not in text and re.search(r"[^\W\d_]{2}", text):  # \Delta is not \delta, nor R r
@@ -260,7 +261,7 @@ _OPERATOR = re.compile(
 
 
 def boxes(text: str, marked: str) -> list[str]:
-    """Return the last marked answer and all earlier ones that later words do not correct, or [] if
+    """Return the last marked answer and all earlier ones that the text does not correct, or [] if
     the words around the last one deny it."""
     start = text.rfind(BOXED)
     if start < 0:
@@ -316,14 +317,16 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 
 
 def words_of(right: str) -> str:
-    """Return the words of an answer that consists only of words, or "" for other answers."""
+    """Return the normalized words of an answer that consists only of words, or "" for any other
+    answer."""
     spelling = spelled(right)
     is_words = _WORDS.fullmatch(spelling) and not re.search(r"\\(?!text|math)", right)
     return spelling if is_words and not right.isupper() else ""
 
 
 def asserts(text: str, words: str) -> bool:
-    """Return whether the sentence with the answer ends with `words` and expresses no doubt."""
+    """Return whether the sentence that states the answer ends with `words` and expresses no
+    doubt."""
     sentence, doubt = _claim(text.rstrip("! "))
     sentence = undressed(re.sub(r"\$|\\[()\[\]]", "", sentence))
     spelling = spelled(sentence)

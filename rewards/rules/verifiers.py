@@ -72,16 +72,14 @@ def _exclusions(choice: str) -> re.Pattern[str]:
 
 
 def _choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Build a verifier that checks whether a completion selects the choice `spec["answer"]`, which
-    is a letter or a text.
+    r"""Build a verifier that checks whether a completion selects the choice `spec["answer"]`, given
+    by its letter or its text.
 
-    `choices` is a list of texts, which get the letters A, B and so on, or an object that maps
-    letters to texts. Without `choices`, only letters are recognized.
-
-    The verifier reads the marked text (`\boxed{}`, `<answer>`). If there is none, it reads the text
-    after "answer is" or "answer:", then the last line, then the whole text. A completion that names
-    two choices is wrong. Raises ValueError if the choices are malformed or the answer is not among
-    them.
+    `choices` is a list of texts with the letters A, B and so on, or an object that maps letters to
+    texts. Without `choices`, only letters are recognized. The verifier reads the marked text
+    (`\boxed{}`, `<answer>`). If there is none, it reads the text after "answer is" or "answer:",
+    then the last line, then the whole text. A completion that names two choices is wrong. Raises
+    ValueError if the choices are malformed or the answer is not among them.
     """
     texts = _texts(spec.get("choices"))
     letters = set(texts) if texts else set(string.ascii_uppercase)
@@ -187,8 +185,11 @@ def _one_line(text: str) -> str:
 
 Verifier = Callable[[str], float | Mapping[str, float]]
 """Scores the final text of a completion, without thinking, from 0 to 1, or returns several
-components including `correct`. On hostile text it may raise, hang or crash, so
-`keel.rewards.workers.pool` runs it in a separate process."""
+components including `correct`.
+
+On hostile text it may raise, hang or crash, so `keel.rewards.workers.pool` runs it in a separate
+process.
+"""
 
 _MATCH_TIMEOUT_S = 0.5
 
@@ -218,8 +219,8 @@ def verifier_for(
 
 
 KINDS = ("reasoning_gym", "answer", "code")
-"""The kinds of reward specs that have a verifier. `function` and `language` are not listed, because
-data must not be able to name code. They score the output of `TextTrajectory.dumps()`."""
+"""Kinds of reward specs that have a verifier. `function` and `language` are not listed, because
+data must not be able to name code. They score the output of `TextTrajectory.dumps`."""
 
 
 def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
@@ -261,7 +262,8 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Match a regular expression against the whole answer. A timeout counts as wrong."""
+    """Build a verifier that matches a regular expression against the whole answer. A timeout counts
+    as wrong."""
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
 
@@ -387,12 +389,12 @@ _MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
-    """Return whether a completion is well-formed. It must be finished, not blank, and mark at most
-    one answer. With thinking, there must be exactly one closed think block before the answer.
-    Without thinking, there must be none.
+    """Return whether a completion is well-formed: finished, not blank, and with at most one marked
+    answer.
 
-    `raw` is the sampled text. It may lack the opening `<think>`, because many chat templates put it
-    at the end of the prompt.
+    With thinking, there must be exactly one closed think block before the answer. Without thinking,
+    there must be none. `raw` is the sampled text. It may lack the opening `<think>`, because many
+    chat templates put it at the end of the prompt.
     """
     final = outside_think(raw)
     if not finished or blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:

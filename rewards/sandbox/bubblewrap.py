@@ -1,9 +1,9 @@
 """Builds the bubblewrap arguments and the seccomp filter that all sandboxes share.
 
-The filter refuses system calls that would bypass the namespaces and limits. Such calls concern
-memory that no process limit counts (`memfd_create`, System V shared memory), new namespaces,
-sockets, the memory of other processes, and key rings shared between users. Calls to kernel
-interfaces with a history of vulnerabilities are refused too.
+The filter rejects system calls that would bypass the namespaces and limits: calls for memory that
+no process limit counts (`memfd_create`, System V shared memory), new namespaces, sockets, the
+memory of other processes, and key rings shared between users. It also rejects calls to kernel
+interfaces with a history of vulnerabilities.
 """
 
 import errno
@@ -25,7 +25,7 @@ SYSTEM_FILES = [
     for word in ("--ro-bind-try", name, name)
 ]
 PROGRAMS = ("bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share/zoneinfo")
-"""The folders in /usr that programs and compilers need. Other folders may contain answers."""
+"""Folders in /usr that programs and compilers need. The other folders could contain answers."""
 DEVICES = ("null", "full", "random", "urandom")
 
 
@@ -34,8 +34,11 @@ class IsolationError(ValueError):
 
 
 def namespaces(root: bool, *, network: bool = False) -> list[str]:
-    """Return the arguments that run a program in new namespaces without capabilities. As `root`,
-    bubblewrap keeps those that it needs to switch to another user (see `unprivileged`)."""
+    """Return the bubblewrap arguments that run a program in new namespaces without capabilities.
+
+    If `root` is set, bubblewrap keeps the capabilities that it needs to switch to another user (see
+    `unprivileged`).
+    """
     words = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     if not network:
@@ -49,7 +52,8 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
 
 
 def system(folders: Sequence[str] = ()) -> list[str]:
-    """Return the arguments that mount the given folders in /usr, or all of /usr, read-only."""
+    """Return the bubblewrap arguments that mount folders of /usr read-only. Without `folders`, all
+    of /usr is mounted."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]
@@ -65,7 +69,8 @@ def system(folders: Sequence[str] = ()) -> list[str]:
 
 
 def make_folders(folders: Iterable[str]) -> list[str]:
-    """Return the arguments that create mount points. Implicit ones are accessible only to root."""
+    """Return the bubblewrap arguments that create mount points. Folders that bubblewrap creates on
+    its own are accessible only to root."""
     words: list[str] = []
     created: set[str] = set()
     for folder in folders:
@@ -85,7 +90,7 @@ def private_folder(folder: str, mib: int) -> list[str]:
 
 
 def unprivileged(root: bool) -> list[str]:
-    """Return a command prefix that drops the privileges of root inside the sandbox."""
+    """Return a command prefix that drops root privileges inside the sandbox."""
     if not root:
         return []
     # A random unused user ID, so that per-user limits apply to a single run.
@@ -104,7 +109,7 @@ def tool(name: str) -> str:
 
 
 def memory_file(stack: ExitStack, data: bytes) -> int:
-    """Return a read-only file descriptor of a sealed memory file that contains `data`."""
+    """Write `data` to a sealed memory file, and return a read-only file descriptor for it."""
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("keel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", buffering=0) as file:
@@ -170,8 +175,11 @@ os._exit(0)
 
 
 def probe(*, network: str, processes: int, strict: bool) -> str:
-    """Return Python code that tries to break out of the sandbox, and prints `isolated` if it fails.
-    `strict` is for sandboxes of programs, which have no /proc and no sockets."""
+    """Return Python code that tries to break out of the sandbox, and prints `isolated` if it
+    cannot.
+
+    `strict` is for sandboxes of programs, which have no /proc and no sockets.
+    """
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"
 
 
@@ -179,8 +187,8 @@ _Numbers = Mapping[str, tuple[int, ...]]
 
 
 def _table(text: str) -> _Numbers:
-    """Parse entries `name number number;` with the numbers of a call on x86_64 and aarch64 (-1:
-    none), from the kernel's syscall_64.tbl and asm-generic/unistd.h."""
+    """Parse a table with entries `name number number;`, the numbers of a system call on x86_64 and
+    aarch64 (-1: none). They come from the kernel's syscall_64.tbl and asm-generic/unistd.h."""
     rows = (row.split() for row in text.split(";"))
     return {name: tuple(map(int, numbers)) for name, *numbers in rows}
 
@@ -206,12 +214,13 @@ ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setpa
 sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
 setsockopt 54 208
 """)
-"""Calls that are refused if memory and CPU time are measured from outside. A socket pair holds
-about 200 KiB that are not counted, and more with larger buffers or sockets in transit."""
+"""System calls that are rejected if memory and CPU time are measured from outside. A socket pair
+holds about 200 KiB that are not counted, and more with larger buffers or sockets in transit."""
 _PRETENDED = _table("""
 futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
 """)
-"""Calls that succeed without doing anything, because they would change timestamps of devices."""
+"""System calls that succeed without doing anything, because they would change timestamps of
+devices."""
 _MMAP = (9, 222)
 _PRLIMIT64 = (302, 261)
 _RT_SIGACTION = (13, 134)
@@ -240,10 +249,13 @@ def seccomp_filter(
     permitted: Sequence[str] = (),
     counted: bool = False,
 ) -> bytes:
-    """Return a classic BPF program for `bwrap --seccomp`. `sockets` lists the allowed socket
-    families, and `permitted` calls to allow although they are normally refused. If `counted` is
-    set, calls that hide memory or CPU time from measurement are refused too. Raises ValueError if
-    the call numbers of `machine` (`platform.machine()`) are unknown."""
+    """Build a classic BPF program for `bwrap --seccomp`. Raises ValueError if the system call
+    numbers of `machine` (`platform.machine()`) are unknown.
+
+    `sockets` lists the allowed socket families, and `permitted` the system calls to allow although
+    they are normally rejected. If `counted` is set, system calls that hide memory or CPU time from
+    measurement are rejected too.
+    """
     if machine not in _MACHINES:
         raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")
     column = _MACHINES[machine]

@@ -6,8 +6,8 @@ can read its interpreter and the folders that it is given. It may open Unix sock
 kernels need, and has network access if requested. It has a private /proc and pseudo-terminals if
 bubblewrap can mount them on this machine.
 
-The first process in a sandbox is a shell that reaps the processes that the program leaves behind.
-When the shell exits, all other processes in the sandbox are killed. The outer process exits last.
+The first process in a sandbox is a shell that reaps orphaned processes. When the shell exits, all
+other processes in the sandbox are killed. The outer process exits last.
 """
 
 import base64
@@ -58,7 +58,7 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True)
 class _SandboxLaunch:
-    """The command line that starts a sandbox. It implements `LaunchedSandbox` in agents."""
+    """A command line that starts a sandbox. Implements `LaunchedSandbox` in agents."""
 
     command: Sequence[str]
     pass_fds: Sequence[int]
@@ -71,7 +71,7 @@ class _SandboxLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSandbox:
-    """Prepares sandboxes for environments. Create it with `environment_wrap`."""
+    """Creates sandboxes for environments. Use `environment_wrap` to construct it."""
 
     network: Network = "none"  # with `host`, environments can also reach this machine's services
     memory_mib: int | None = 4096  # limit on an episode's resident memory, and on address spaces
@@ -95,7 +95,7 @@ class EnvironmentSandbox:
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[_SandboxLaunch]:
         """Prepare a sandbox for a command line. Raises FileNotFoundError if the program does not
-        exist, and PermissionError if the user inside cannot read or write a folder."""
+        exist, and PermissionError if the user inside the sandbox cannot read or write a folder."""
         return self._launch(command, readable, forking=False)
 
     def parent(
@@ -106,7 +106,8 @@ class EnvironmentSandbox:
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Settings that isolate a forked process like a sandbox, or None without mounts."""
+        """Return the settings that isolate a forked process like a sandbox, or None if this machine
+        does not allow mounts."""
         if not self.mounts:
             return None
         return {
@@ -182,8 +183,8 @@ class EnvironmentSandbox:
             yield _SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Mount readable and writable folders and cover hidden ones. For nested folders, the
-        innermost one counts."""
+        """Return the bubblewrap arguments that mount readable and writable folders and cover hidden
+        ones. For nested folders, the innermost one takes precedence."""
         binds: dict[Path, str] = {}
         for path in _with_targets(readable):
             if path in _RESERVED:
@@ -226,10 +227,13 @@ class EnvironmentSandbox:
 def environment_wrap(
     isolation: str, *, knob: str = "agents.isolation", **settings: Any
 ) -> EnvironmentSandbox | None:
-    """Return a sandbox for environments that was tested on this machine, or None if isolation is
-    turned off. `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting
-    for error messages, or "" if it cannot be turned off. Raises IsolationError if this machine does
-    not support isolation, and ValueError if a setting is invalid."""
+    """Create an `EnvironmentSandbox` and test it on this machine. Returns None if isolation is
+    turned off.
+
+    `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting in error
+    messages, or "" if it cannot be turned off. Raises IsolationError if this machine does not
+    support isolation, and ValueError if a setting is invalid.
+    """
     if isolation not in _ISOLATIONS:
         raise IsolationError(f"{knob} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     if isolation != "bubblewrap":
@@ -346,7 +350,8 @@ def _python(path: Path) -> _Runtime:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """Yield a path, all links on the way to its target, and the target itself, unless in /usr."""
+    """Yield a path, each symbolic link on the way to its target, and the target itself. Paths in
+    /usr are skipped."""
     names, real = [path], path.resolve()
     while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))

@@ -1,8 +1,8 @@
 """Measures, kills and reaps the process trees of sandboxes, and limits their memory.
 
-We do not use psutil here. It cannot set a subreaper, and its `children` reads every process on the
-machine. With 114 processes, this takes 2.3 ms instead of 0.2 ms, and it happens twenty times a
-second for each program.
+psutil is not used here. It cannot set a subreaper, and its `children` reads every process on the
+machine. With 114 processes, that takes 2.3 ms instead of 0.2 ms, twenty times a second for each
+program.
 """
 
 import ctypes
@@ -30,8 +30,9 @@ class _ProcessUsage(NamedTuple):
 
 
 def usage(root: int, *, include_root: bool = True) -> _ProcessUsage:
-    """Measure the processes below `root`, and `root` itself if `include_root` is set. Raises
-    OSError if this process has no file descriptors or memory left."""
+    """Measure the memory, CPU time and number of the processes below `root`, and of `root` itself
+    if `include_root` is set. Raises OSError if this process has no file descriptors or memory left.
+    """
     resident = ticks = processes = 0
     for pid, fields, tasks in _walk(root):
         if pid == root and not include_root:
@@ -61,7 +62,7 @@ def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
 
 
 def _stat(name: str) -> list[bytes]:
-    """Return the fields of `/proc/…/stat` after the process name, which may be any text."""
+    """Return the fields of `/proc/…/stat` after the process name, which can be any text."""
     return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
@@ -114,8 +115,10 @@ def subreaper() -> Generator[None]:
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to exit, and reap it if it is a child. Returns False on timeout. The first
-    process of a PID namespace exits only after all others in it."""
+    """Wait for a process to exit, and reap it if it is a child. Returns False on timeout.
+
+    The first process of a PID namespace exits only after all others in the namespace.
+    """
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -153,8 +156,11 @@ class _MemoryLimiter:
         self._thread: threading.Thread | None = None
 
     def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
-        """Limit the memory of all processes below `pid`, the outer process of a sandbox or, if
-        `inside` is set, the first process in a forked one, whose own memory is not counted."""
+        """Limit the memory of all processes below `pid`.
+
+        `pid` is the outer process of a sandbox. If `inside` is set, it is the first process in a
+        forked sandbox, whose own memory is not counted.
+        """
         with self._lock:
             self._drop(pid)
             self._reasons.pop(pid, None)
@@ -211,7 +217,7 @@ class _MemoryLimiter:
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
-    """Kill the first process inside a sandbox, which ends all others and the outer one."""
+    """Kill the first process inside a sandbox, which ends all other processes of the sandbox."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if inside:
             os.kill(pid, signal.SIGKILL)

@@ -76,7 +76,8 @@ class SandboxOutcome:
         return self.status == "exited" and self.exit_code == 0
 
     def why(self) -> str:
-        """Return a short reason for the failure, or "". It may quote the program's output."""
+        """Return a short reason for the failure, or "" if there was none. It may quote the
+        program's output."""
         if self.status != "exited":
             return f"over its limit of {self.status}"
         if self.exit_code == 0:
@@ -89,8 +90,8 @@ class SandboxOutcome:
 
 
 class _Watch:
-    """Reads the output of a run, and kills the run if it exceeds a limit. Reading ends after
-    `lines` lines, or with the run if `lines` is 0."""
+    """Reads the output of a run, and kills the run if it exceeds a limit. If `lines` is set, the
+    run ends after that many lines of output."""
 
     def __init__(
         self,
@@ -100,7 +101,8 @@ class _Watch:
         lines: int,
         deadline: float,
     ) -> None:
-        """`fds` are bubblewrap's status and a pipe that the first process inside keeps open."""
+        """`fds` are bubblewrap's status pipe and a pipe that the first process in the sandbox keeps
+        open."""
         assert process.stdout is not None and process.stderr is not None
         self._process, self._limits, self._lines = process, limits, lines
         self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
@@ -235,7 +237,8 @@ _ENVIRONMENT = {
 
 
 class _Python(NamedTuple):
-    """The Python interpreter for programs, on which this process's environment is based."""
+    """The Python interpreter for sandboxed programs, the one on which this process's environment is
+    based."""
 
     executable: str
     parts: tuple[str, ...]  # files and folders to mount in addition to `bubblewrap.PROGRAMS`
@@ -259,7 +262,7 @@ def _python() -> _Python:
 
 
 class Sandbox:
-    """Runs programs with a given kind of isolation. Create it with `open_sandbox`."""
+    """Runs programs with a given kind of isolation. Use `open_sandbox` to construct it."""
 
     def __init__(self, isolation: str) -> None:
         self._isolated = isolation == "bubblewrap"
@@ -277,10 +280,13 @@ class Sandbox:
         lines: int = 0,
         within_s: float = math.inf,
     ) -> SandboxOutcome:
-        """Run `command` in an empty, writable folder. `files` are executable and in a read-only
-        folder, `{box}`. `{python}` is the Python interpreter. If `lines` is set, the run ends after
-        that many lines of output, and the wall-time limit applies to each line. `within_s` limits
-        the wall time of the whole run. Raises RuntimeError if the sandbox itself fails."""
+        """Run `command` in an empty, writable folder, and return its output. Raises RuntimeError if
+        the sandbox itself fails.
+
+        `files` are executable and in the read-only folder `{box}`. `{python}` is the Python
+        interpreter. If `lines` is set, the run ends after that many lines of output, and the
+        wall-time limit applies to each line. `within_s` limits the wall time of the whole run.
+        """
         with ExitStack() as stack:
             started, env, folder = time.monotonic(), dict(_ENVIRONMENT), None
             status, status_end = _pipe(stack)
@@ -385,8 +391,8 @@ class Sandbox:
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """Return a sandbox that a probe could not break out of. Raises IsolationError if this machine
-    does not support `isolation`."""
+    """Create a sandbox and check that a probe cannot break out of it. Raises IsolationError if this
+    machine does not support `isolation`."""
     if isolation not in _ISOLATIONS:
         raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     failure = f"{_KNOB} = {isolation!r} does not work here"
