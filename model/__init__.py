@@ -1,1 +1,2 @@
-"""The policy network: model loading, the support head, routing replay and the tiny MoE model."""
+"""The policy network: model loading, log-probabilities over sampling masks, routing replay and the
+tiny MoE model."""

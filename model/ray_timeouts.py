@@ -1,9 +1,9 @@
-"""Adds deadlines to Ray calls that wait for another process.
+"""Add deadlines to Ray calls that wait for another process.
 
 If Ray's node process (raylet) or control service (GCS) hangs, some calls never return, and Ctrl-C
 does not interrupt them: `ray.put`, `ray.nodes`, `ray.shutdown`, and an actor's `method.remote` with
-large arguments. Each call therefore runs on another thread, which is abandoned if the call does not
-return.
+large arguments. Each call therefore runs on another thread, which is abandoned if the call never
+returns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CALL_S = 60.0
 """Maximum number of seconds to wait for an answer from Ray's own processes."""
 POLL_S = 0.2
 _PUT_S = 120.0
-"""A bucket of weights takes about a second."""
+"""Maximum number of seconds to store an object. A bucket of weights takes about a second."""
 _GRACE_S = 10.0
 _NODE_GONE = re.compile(
     r"ip: (?P<address>\S+).*its node has died.*actor's node was terminated \w+: (?P<why>[^.\n]*)",
@@ -54,7 +54,7 @@ class RayLost(RuntimeError):
 
 
 class Unanswered(TimeoutError):
-    """Raised if Ray's own processes on this machine did not answer in time."""
+    """Raised if Ray's own processes on this machine do not answer in time."""
 
 
 GONE = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
@@ -63,17 +63,19 @@ killed the actor because its machine ran out of memory."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether a process, node or object was lost, or Ray did not answer."""
+    """Return True if the error means that a process, node or object was lost, or that Ray did not
+    answer."""
     return isinstance(cause(error), (*GONE, ObjectLostError, Unanswered))
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return the original error of a remote call, or `error` itself."""
+    """Return the original error of a remote call, or `error` itself if it is not from a remote
+    call."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
 def death_reason(error: RayError) -> str:
-    """Return the reason an actor died, or "" if Ray only guesses the reason."""
+    """Return why an actor died, or "" if Ray does not know."""
     text = str(error)
     if isinstance(error, ActorUnavailableError):
         details = text.partition("RPC error: ")[2].partition(" rpc_code")[0]
@@ -90,8 +92,8 @@ class _State:
 
 
 class PollClock:
-    """Measures the time between polls. It counts at most twice the planned interval, so time during
-    which the process was stopped or its machine slept is mostly ignored."""
+    """Measures the time between polls. It counts at most twice the planned interval, which mostly
+    excludes time during which the process was stopped or its machine slept."""
 
     def __init__(self, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock, self._last = 2 * poll_s, clock, clock()
@@ -111,7 +113,7 @@ class Deadline(PollClock):
         self._remaining = seconds
 
     def remaining(self) -> float:
-        """Call this once per poll."""
+        """Return the seconds left. Call this exactly once per poll."""
         self._remaining -= self.elapsed()
         return max(0.0, self._remaining)
 
@@ -122,18 +124,19 @@ def mark_lost(reason: str) -> None:
 
 
 def lost_reason() -> str:
-    """Return the reason passed to `mark_lost`, or "" if Ray has not been marked as lost."""
+    """Return the reason passed to `mark_lost`, or "" if Ray is not lost."""
     return _State.lost
 
 
 def joined() -> None:
-    """Reset the state for a new cluster, or for a new start on the same cluster."""
+    """Reset the state after joining a cluster or restarting on the same one."""
     _State.lost, _State.start, _State.left = "", secrets.token_hex(4), False
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """Leave the cluster by calling `act`, and suppress errors. Other calls then raise `RayLost`
-    until a cluster is joined again, because a late call would make Ray start a new one."""
+    """Leave the cluster by calling `act`, and suppress its errors. Afterwards, other calls raise
+    `RayLost` until a cluster is joined again, because a late call would make Ray start a new one.
+    """
     _State.leaving = _State.left = ray.is_initialized()
     try:
         attempt(act, seconds, what, leaving=True)
@@ -153,15 +156,16 @@ def start() -> str:
 
 
 def process_name(mark: str, start: str) -> str:
-    """Return the actor's name in a `NAME` variable, or "" if it belongs to another start."""
+    """Extract an actor's name from its `NAME` variable. Returns "" if the actor belongs to another
+    start."""
     owner, _, name = mark.partition("/")
     return name if owner == start else ""
 
 
 def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool = False) -> T:
-    """Run `call` on another thread, and return its result or raise its error. Raises `Unanswered`
-    if it takes longer than `seconds`, and `RayLost` as soon as Ray is lost. `what` describes the
-    call. Set `leaving` for a call that shuts Ray down."""
+    """Run `call` on another thread with a deadline, and return its result or raise its error.
+    Raises `Unanswered` after `seconds`, and `RayLost` as soon as Ray is lost. `what` describes the
+    call in errors. Set `leaving` for a call that shuts Ray down."""
     _check_usable(leaving)
     future = on_thread(call, "keel-ray-call")
     deadline = Deadline(seconds, POLL_S)
@@ -178,7 +182,8 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool =
 
 
 def awaited(future: Future[T]) -> T:
-    """Wait for a future that has its own timeout. Raises `RayLost` as soon as Ray is lost."""
+    """Wait for a future that has its own timeout, and return its result. Raises `RayLost` as soon
+    as Ray is lost."""
     while not future.done():
         _check_usable()
         futures.wait([future], POLL_S)
@@ -216,13 +221,14 @@ def put(value: Any) -> Any:
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call `method.remote` of an actor with a deadline, and return the reference to its result."""
+    """Call a method of an actor, with a deadline for submitting the call. Returns a reference to
+    the result."""
     return bounded(lambda: method.remote(*arguments, **named), CALL_S, "accept a call of an actor")
 
 
 def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
     """Run a clean-up call with a deadline and suppress its errors, which would hide the original
-    one. If Ray does not answer, it is marked as lost."""
+    one. If Ray does not answer, mark it as lost."""
     try:
         bounded(act, seconds, what, leaving=leaving)
     except Unanswered as error:
@@ -239,8 +245,8 @@ def kill(actor: Any) -> None:
 def create(
     kind: type[Any], name: str, options: Mapping[str, Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Create an actor with Ray's `options`. The environment variable `NAME` of its process contains
-    its readable `name`."""
+    """Create an actor with Ray `options` and a deadline. The environment variable `NAME` of its
+    process contains `name`."""
     runtime = dict(options.get("runtime_env", {}))
     runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.start}/{name}"}
     remote: Any = ray.remote(kind).options(**{**options, "runtime_env": runtime})

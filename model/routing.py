@@ -2,18 +2,17 @@
 
 DeepSeek-V3.2 (2025), section 3.1. Only the choice of experts is replayed. The experts' weights come
 from the router's current scores at the recorded indices, so gradients reach the router. A row of −1
-means that nothing was recorded, and the live router chooses the experts. `ROUTERS` says how each
+means that nothing was recorded, and the live router chooses the experts. `ROUTERS` defines how each
 kind of router weighs its experts; docs/adding-a-model-family.md shows how to add one.
 
 **Activation recomputation.** A checkpointed layer runs its router again during the backward pass.
 It must then use the same routes as in the forward pass. Autograd numbers its nodes in order of
-creation. A replay context records the range of node numbers created inside it. A router that runs
-in a backward pass uses the number of the running node to find its context. The backward pass may
-therefore run inside the with-block or after it, in any order, with reentrant and non-reentrant
-checkpoints. A layer that ran without replay is also recomputed without replay. The routes from the
-last `_REMEMBERED` closed contexts are kept. Recomputing layers from an older context is an error.
-Nested reentrant checkpoints are not supported, because the nodes of the inner checkpoint are
-created too late.
+creation, and each replay context records its range of node numbers. A router in a backward pass
+finds its context by the number of the running node. The backward pass may therefore run inside the
+with-block or after it, in any order, with reentrant and non-reentrant checkpoints. A layer that ran
+without replay is also recomputed without replay. The routes from the last `_REMEMBERED` closed
+contexts are kept. Recomputing layers from an older context is an error. Nested reentrant
+checkpoints are not supported, because the nodes of the inner checkpoint are created too late.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ _Output = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """Functions for replaying a router class. Its instances must have `top_k` and `num_experts`."""
+    """How to replay a router class. Its instances must have `top_k` and `num_experts`."""
 
     experts: Callable[[_Output], Tensor]
     replay: Callable[[Any, _Output, Tensor], _Output]
     """Takes (router, output, experts [tokens, K] int64) and returns the output for these experts.
-    The weights come from the current scores and are differentiable."""
+    The weights are computed from the current scores and are differentiable."""
     gate: str = ""
-    """The submodule that computes the logits, for routers whose output does not include them. Its
-    logits are prepended to the output. The submodule is not simply called again, because under
-    ZeRO-3 such a call is a collective, and ranks without routes to replay would not take part."""
+    """Submodule that computes the logits, for routers whose output does not include them. The
+    logits are prepended to the output. The submodule is not called again, because under ZeRO-3 such
+    a call is a collective, and ranks without routes to replay would not take part."""
 
 
 def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> _Router:
@@ -74,7 +73,7 @@ def _softmax_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _softmax_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V2. Group limits affect only which experts are chosen."""
+    """DeepSeek-V2. Group limits affect only the choice of experts."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights * router.routed_scaling_factor
 
@@ -84,7 +83,7 @@ def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _sigmoid_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V3. The correction bias affects only which experts are chosen."""
+    """DeepSeek-V3. The correction bias affects only the choice of experts."""
     weights = logits.sigmoid().gather(1, experts)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -97,7 +96,7 @@ def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _autoep(router: Any, output: _Output, experts: Tensor) -> _Output:
-    """DeepSpeed AutoEP's output: (weights, experts, tokens per expert)."""
+    """Output of DeepSpeed AutoEP: (weights, experts, tokens per expert)."""
     logits, weights, _live, counts = output
     logits = logits.float()
     scores = logits.sigmoid() if router.score_func == "sigmoid" else logits.softmax(-1)
@@ -129,20 +128,21 @@ ROUTERS: Mapping[str, _Router] = {
     "Qwen3_5MoeTopKRouter": _triple(_softmax_normalised),
     "TokenChoiceTopKRouter": _Router(experts=lambda output: output[2], replay=_autoep, gate="gate"),
 }
-"""Keyed by the name of the router class, so that no model code has to be imported."""
+"""How to replay each router, by class name, so that no model code has to be imported."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LOOKS_ROUTED = re.compile(r"(Router|Experts|MoE|Moe|MoEBlock|MoeBlock)$")
 
 
 def is_moe(config: Any) -> bool:
-    """Return whether a transformers config describes a mixture of one or more experts."""
+    """Return True if a transformers config describes a mixture of experts, even with a single
+    expert."""
     config = config.get_text_config()
     return any((getattr(config, name, None) or 0) > 0 for name in _EXPERT_COUNTS)
 
 
 def router_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the routers in `module` in layer order. The list is empty for a dense model. Raises
+    """Return the routers in `module` in layer order, or an empty list for a dense model. Raises
     ValueError if the routers or experts belong to a family that is not in `ROUTERS`."""
     kinds = [(type(child).__name__, child) for child in module.modules()]
     routers = [child for kind, child in kinds if kind in ROUTERS]
@@ -168,35 +168,35 @@ _DETECTED = 1024
 """Number of closed contexts for which a late recomputation raises an error."""
 
 _SUSPECT_ROWS = 16
-"""Minimum number of tokens for which a layer of zeros is rejected if there is one expert per token.
-With several experts per token, such a layer is always rejected, because a token cannot have the
-same expert twice."""
+"""Minimum number of tokens for rejecting a layer of zeros if there is one expert per token. With
+several experts per token, such a layer is always rejected, because a token cannot have the same
+expert twice."""
 
 
 @contextmanager
 def replay_routes(
     module: nn.Module, routes: Tensor | NDArray[Any], *, by_token: bool = False
 ) -> Iterator[Replay]:
-    """Replay recorded experts in all forward passes of `module` inside the block.
+    """Replay recorded experts in all forward passes of `module` inside this context.
 
     Args:
         module: a module with routers, such as a transformers model.
-        routes: [tokens, L, K] integers, input-aligned. The tokens are all rows that the routers get
-            (batch × length, flattened), and L counts only MoE layers, in layer order. Rows of −1
-            use the live router. Routes in host memory are validated and copied to the device once.
-            Routes on a device are not validated.
+        routes: [tokens, L, K] integers, input-aligned. The tokens are all rows that the routers
+            receive (batch × length, flattened), and L counts only MoE layers, in layer order. Rows
+            of −1 use the live router. Routes in host memory are validated and copied to the device
+            once. Routes on a device are not validated.
         by_token: if set, also compute `Replay.overlap_N`.
 
     Yields:
         A `Replay` with metrics.
 
     Raises:
-        ValueError: the model family is not in `ROUTERS`, or the routes have a wrong shape, a value
-            out of range, a row that is partly −1, a repeated expert, or a whole layer of zeros. The
-            error names the token and layer. A wrong number of tokens is an error of the forward
-            pass.
-        RuntimeError: one of the routers is already being replayed. Also raised at the end of the
-            block if a router never ran in it, because its routes were then not applied.
+        ValueError: the model family is not in `ROUTERS`, or the routes have a wrong shape, a
+            value out of range, a row that is partly −1, a repeated expert, or a whole layer of
+            zeros. The error names the token and layer. A wrong number of tokens raises in the
+            forward pass instead.
+        RuntimeError: one of the routers is already being replayed, or never ran inside the
+            context, so that its routes were not applied.
     """
     routers = router_modules(module)
     if not routers:
@@ -228,7 +228,8 @@ def replay_routes(
 
 
 class Replay:
-    """One `replay_routes` block. Its metrics can be read during the block or afterwards."""
+    """State and metrics of one `replay_routes` context. The metrics can be read during the context
+    or afterwards."""
 
     def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
@@ -242,18 +243,20 @@ class Replay:
         self._counts: list[Tensor] = []
         self._counts_tokens = by_token
         self._by_token_2N: Tensor | None = None
-        """Per token, the recorded experts that the live router chooses, and the recorded layers."""
+        """Per token, the number of recorded experts that the live router also chooses, and the
+        number of recorded layers."""
 
     def overlap_N(self) -> Tensor | None:
         """Return the fraction of each token's recorded experts that the live router also chooses,
-        over all layers. It is NaN for a token without routes. None unless `by_token` was set."""
+        over all layers. It is NaN for a token without routes. Returns None unless `by_token` was
+        set."""
         if self._by_token_2N is None:
             return None
         same_N, layers_N = self._by_token_2N
         return same_N / (layers_N * self._experts)
 
     def metrics(self, *, ends: int = 0) -> dict[str, Mean]:
-        """Return the metrics for the forward passes, not counting recomputation. Synchronises once.
+        """Return the metrics of the forward passes, excluding recomputation. Synchronises once.
 
         routing/overlap            fraction of recorded experts that the live router also chooses
         routing/fallback_fraction  fraction of (token, layer) rows that were not recorded. The
@@ -298,7 +301,7 @@ class Replay:
         return router in self._layer_of
 
     def close(self) -> bool:
-        """End the block, and return whether a backward pass may still need the routes."""
+        """End the context. Returns True if a backward pass may still need the routes."""
         self._stop = next_node_number()
         self._on_device = None
         return self._stop > self._start

@@ -1,5 +1,4 @@
-"""The private PyTorch APIs (2.11 to 2.13) that the model and trainer use. They are used only in
-this file."""
+"""Private PyTorch APIs (2.11 to 2.13) of the model and the trainer. Only this file uses them."""
 
 from __future__ import annotations
 
@@ -52,24 +51,24 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def next_node_number() -> int:
-    """Return the sequence number that the next autograd node will get."""
+    """Return the sequence number of the next autograd node."""
     return autograd._get_sequence_nr()
 
 
 def running_node() -> int | None:
-    """Return the number of the node whose backward pass is running, or None."""
+    """Return the sequence number of the autograd node whose backward pass is running, or None."""
     if torch._C._current_graph_task_id() == -1:
         return None
     return torch._C._current_autograd_node()._sequence_nr()
 
 
 def storage_id(storage: UntypedStorage) -> int:
-    """Return an id that tensors share while they share a storage."""
+    """Return an id that is equal for tensors with the same storage."""
     return storage._cdata
 
 
 def varlen_operator() -> Any:
-    """Return PyTorch's varlen attention operator as registered with the dispatcher."""
+    """Return PyTorch's operator for variable-length attention as registered with the dispatcher."""
     import torch.nn.attention.varlen  # noqa: PLC0415  (registers it)
 
     return torch.ops.torch_attn._varlen_attn.default
@@ -86,9 +85,9 @@ def flash_gradients(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of causal attention in segments, for a forward pass computed with other
-    kernels. `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of
-    `out` [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32."""
+    """Compute the gradients of causal attention within segments, for a forward pass that other
+    kernels computed. `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the
+    gradient of `out` [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32."""
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state for dropout
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(), query, key, value, out, sums, offsets, offsets, longest, longest,
@@ -97,8 +96,8 @@ def flash_gradients(
 
 
 def all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Send row j to rank j and receive row i from rank i, [n, …] → [n, …]. Unlike the function in
-    `torch.distributed.nn`, this one is both differentiable and compilable."""
+    """Send row j to rank j and receive row i from rank i, [n, …] → [n, …]. Unlike in
+    `torch.distributed.nn`, this function is both differentiable and compilable."""
     return collectives.all_to_all_single_autograd(rows, None, None, group)
 
 
@@ -109,7 +108,6 @@ def limit_all_groups(timeout_s: float) -> None:
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Return options for a `ProcessGroupNCCL`."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
@@ -123,13 +121,13 @@ def on_device(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
 
 _VARIANTS = 64
 """Maximum number of graphs per function. Different layers, rows with one token, shared prompts,
-forward passes without gradients and the reference policy each need their own graph. Beyond the
-limit (8 by default), PyTorch runs the function uncompiled. When that happened on one of two ranks
-under ZeRO 2, gradients were wrong, probably because of their order."""
+forward passes without gradient and the reference policy each need their own graph. Beyond the limit
+(8 by default), PyTorch runs the function uncompiled. When that happened on one of two ranks under
+ZeRO 2, gradients were wrong, probably because of their order."""
 
 
 def specialise_and_recompute() -> None:
-    """Make torch.compile treat floats such as the epsilon of a norm as constants, recompute
+    """Configure torch.compile: treat floats such as the epsilon of a norm as constants, recompute
     elementwise operations in the backward pass wherever this saves memory, and keep `_VARIANTS`
     graphs per function."""
     import torch._dynamo.config as dynamo  # noqa: PLC0415  (slow to load)

@@ -1,5 +1,4 @@
-"""The private APIs of transformers (5.17 to 5.19) and peft (0.21) that Keel uses. They are used
-only in this file."""
+"""Private APIs of transformers (5.17 to 5.19) and peft (0.21). Only this file uses them."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def always_float32(model: PreTrainedModel) -> list[str]:
 
 def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tuple[str, bool]]:
     """Map each checkpoint name to its state dict name and whether the tensor is loaded without
-    conversion. The mapping is empty for families whose tensors are split when loaded."""
+    conversion. The mapping is empty for families whose checkpoint tensors are split."""
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -47,31 +46,34 @@ def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tupl
 
 
 def left_out(model: PreTrainedModel | type[PreTrainedModel]) -> tuple[list[str], list[str]]:
-    """Return patterns for tensors that a checkpoint may lack, and for tensors that are not used."""
+    """Return patterns for tensors that a checkpoint may lack, and patterns for tensors that are not
+    used."""
     missing = model._keys_to_ignore_on_load_missing or ()
     unused = model._keys_to_ignore_on_load_unexpected or ()
     return sorted(missing), sorted(unused)
 
 
 def gated(experts: Any, packed: Tensor) -> Tensor | None:
-    """Apply the activation to the packed gate and up, [N, 2·I] → [N, I]. None if it is unknown."""
+    """Apply the activation to packed gate and up projections, [N, 2·I] → [N, I]. Returns None if it
+    is unknown."""
     apply = getattr(experts, "_apply_gate", None)
     return None if apply is None else apply(packed)
 
 
 def spread_by_transformers(experts: Any) -> bool:
-    """Return whether transformers has distributed these experts over ranks."""
+    """Return True if transformers has distributed these experts over ranks."""
     return getattr(experts, "_is_expert_parallel", False)
 
 
 def switch_adapter(layer: Any, *, on: bool) -> None:
-    """Unlike peft's `enable_adapters`, this does not change `requires_grad`."""
+    """Turn the adapter of a layer on or off. Unlike peft's `enable_adapters`, this does not change
+    `requires_grad`."""
     layer._disable_adapters = not on
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Change the class of `module` to its subclass `kind`. The module keeps its weights and hooks.
-    torch.compile then sees the same forward function for all such modules."""
+    """Change the class of `module` to its subclass `kind`. The module keeps its weights and hooks,
+    and torch.compile sees the same forward function for all such modules."""
     module.__class__ = kind
 
 
@@ -87,7 +89,7 @@ def _overridden(kind: type[nn.Module], methods: type) -> type[nn.Module]:
 
 def disable_dropout(model: nn.Module) -> None:
     """Turn off dropout, so that `model` is deterministic in train mode, which transformers needs to
-    recompute activations. `model.config` is not changed, since it is exported."""
+    recompute activations. Does not change `model.config`, because it is exported."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
@@ -97,9 +99,9 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def fix_long_rope(model: nn.Module, context: int) -> None:
-    """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with `context`
-    tokens. vLLM chooses between those for short and long contexts by `max_model_len`, but
-    transformers by the highest position in each forward pass, which depends on packing."""
+    """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with a context of
+    `context` tokens. vLLM chooses between short and long frequencies by `max_model_len`, whereas
+    transformers chooses by the highest position in each forward pass, which depends on packing."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}

@@ -1,1 +1,1 @@
-"""DeepSeek Sparse Attention, in which a small indexer selects the keys to attend to."""
+"""DeepSeek Sparse Attention: a small indexer selects the keys to attend to."""

@@ -1,8 +1,9 @@
 """Sparse attention over packed segments, for DeepSeek-V3.2 in transformers.
 
 This implements Eq. 1 and 2 of DeepSeek-V3.2 (2025). Multi-head latent attention is computed in its
-MQA form, in which all query heads attend to one latent entry per token, so a selected key is read
-once for all heads. Queries are processed in chunks, so that no tensor of queries × keys exists.
+MQA form, in which all query heads attend to one latent vector per token, so each selected key is
+read once for all heads. Queries are processed in chunks, so no tensor of queries × keys is ever
+created.
 
 The selection is not differentiable, and the indexer's input is detached. The indexer therefore
 learns only from its own loss, and the other weights only from the language model's loss.
@@ -11,7 +12,7 @@ learns only from its own loss, and the other weights only from the language mode
 everything else itself, as Keep Routing does for experts. The engine records, for each input token
 and each layer with an indexer, a bitmap of the positions in the token's segment that it attended
 to. A bitmap of zeros means that nothing was recorded; the trainer then makes its own selection.
-Tokens with at most k tokens in their context need no record, because all of them are selected.
+Tokens with at most k tokens in their context are not recorded, because they attend to all of them.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from keel.model.torch_internals import running_node
 from keel.model.transformers_internals import override
 
 _SUPPORTED = "DeepseekV32Attention"
-"""The only supported attention class in transformers."""
+"""The only supported attention class of transformers."""
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
-"""Maximum size in bytes of the largest tensor that a chunk needs."""
+"""Maximum size of the largest tensor of a chunk, in bytes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SparsePass:
-    """The options and the results of one forward pass. The decoder receives this object as the
-    keyword argument `sparse`."""
+    """Options and results of one forward pass. The decoder receives it as the keyword argument
+    `sparse`."""
 
     dense: bool = False
     """If True, attend to all earlier tokens, as in the indexer's warm-up. The loss is Eq. 3."""
@@ -61,13 +62,13 @@ class SparsePass:
     chunk: int | None = None
     """Number of queries in a chunk. By default, it is derived from `_CHUNK_BYTES`."""
     recorded_LNb: Tensor | None = None
-    """Bitmaps of the positions in the segment that an engine selected for each layer and token.
-    For rows of zeros, the trainer makes its own selection. `recorded_selection` builds this."""
+    """Bitmaps of the positions in the segment that an engine selected for each layer and token,
+    from `recorded_selection`. For rows of zeros, the trainer makes its own selection."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
-    """Σ_t KL for each layer, with its autograd graph."""
+    """Σ_t KL of each layer, with its autograd graph."""
     held: list[Tensor] = field(default_factory=list[Tensor])
-    """For each layer with dense attention and loss, two numbers [2]: the attention on the top k
-    keys, summed over the queries with more than k keys, and the number of these queries."""
+    """For each layer with dense attention and loss, two numbers [2]: the sum of the attention on
+    the top k keys over all queries with more than k keys, and the number of these queries."""
 
     def loss_sum(self) -> Tensor:
         """Return the sum of the KL divergences over layers and queries, in nats."""
@@ -75,7 +76,7 @@ class SparsePass:
 
 
 def sparse_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules that have an indexer, in layer order."""
+    """Return the attention modules with an indexer in layer order."""
     return [m for m in model.modules() if isinstance(getattr(m, "indexer", None), nn.Module)]
 
 
@@ -84,8 +85,8 @@ def indexers(model: nn.Module) -> list[nn.Module]:
 
 
 def use_sparse_attention(model: PreTrainedModel) -> None:
-    """Make the sparse attention layers in `model` work on packed segments, one chunk at a time.
-    Raises ValueError if the model family is not supported."""
+    """Make the sparse attention layers in `model` process packed segments chunk by chunk. Raises
+    ValueError if the model family is not supported."""
     layers = sparse_layers(model)
     unknown = {type(layer).__name__ for layer in layers} - {_SUPPORTED}
     if unknown:
@@ -140,8 +141,8 @@ def _index_inputs(
     indexer: Any, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the inputs of Eq. 1: query [N, J, d], weight [N, J] float32 and key [N, d]. The
-    indexer's rotary embedding rotates halves of the first dimensions. The main attention instead
-    rotates pairs in the last dimensions."""
+    indexer's rotary embedding rotates halves of the first dimensions. Unlike this, the main
+    attention rotates pairs of the last dimensions."""
     rope = indexer.qk_rope_head_dim
     query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, -1))
     key = indexer.k_norm(indexer.wk(hidden))[:, None]
@@ -163,7 +164,7 @@ def _attend(
     segments: Segments,
     sparse: SparsePass,
 ) -> Tensor:
-    """Attend with query [N, H, r + rope] to key [N, r + rope] and return the output [N, H, r]."""
+    """Compute attention in latent space: query [N, H, r + rope], key [N, r + rope] → [N, H, r]."""
     top_k = layer.indexer.index_topk
     rows = segments.token_of_row
     per_query = [x.index_select(0, rows) for x in (query, *index[:2])]
@@ -203,8 +204,9 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """Attention for one chunk of queries. Returns the outputs [B, c, H, r], the KL divergences [B,
-    c], and the fraction of attention on the top k keys [B, c], or −1 where it was not computed."""
+    """Computes attention for one chunk of queries. Returns the outputs [B, c, H, r], the KL
+    divergences [B, c], and the fraction of attention on the top k keys [B, c], or −1 where it was
+    not computed."""
 
     scaling: float
     rank: int
@@ -273,9 +275,9 @@ def selection(
     first: int = 0,
     recorded: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Select keys for all queries, one chunk at a time. Returns the keys' positions, [B, L, k]
-    int32. `first` is explained in `_by_chunks`. `recorded` may have one element, the bitmaps [B, L,
-    b] of an engine's selection, which replaces the indexer's where a bitmap is not zero."""
+    """Select keys for all queries, chunk by chunk, and return their positions [B, L, k] int32. See
+    `_by_chunks` for `first`. `recorded` may have one element, the bitmaps [B, L, b] that an engine
+    recorded. They replace the indexer's selection where they are not zero."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor]:
         *bitmaps, key = others
@@ -290,15 +292,15 @@ def selection(
 
 
 def _unpacked(bitmap: Tensor, count: int) -> Tensor:
-    """Convert bitmaps [..., b] uint8 to booleans [..., count]."""
+    """Unpack bitmaps [..., b] uint8 to booleans [..., count]."""
     bits = bitmap[..., None] >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)
     bits = (bits & 1).bool().flatten(-2)
     return nn.functional.pad(bits[..., :count], (0, max(0, count - bits.shape[-1])))
 
 
 def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
-    """Return the number of queries to process at once, so that their largest float32 tensor takes
-    at most `_CHUNK_BYTES`. `keys` is the total number of keys over all rows."""
+    """Return how many queries to process at once so that their largest float32 tensor has at most
+    `_CHUNK_BYTES`. `keys` is the total number of keys over all rows."""
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])
     largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
@@ -306,9 +308,9 @@ def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to the pairs (0, 1), (2, 3), … in x [N, H, d]. In the result, the
-    first elements of all pairs come before all second elements. This order is the same for queries
-    and keys."""
+    """Apply the rotary embedding to the pairs (0, 1), (2, 3), … of x [N, H, d]. The result has the
+    first elements of all pairs, followed by the second ones. Queries and keys have the same order.
+    """
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
     one, two = x[..., 0::2], x[..., 1::2]
@@ -333,10 +335,10 @@ def _by_chunks(
     size: int,
     first: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Apply `chunk` to `size` queries at a time and return the outputs [B, L, …]. The queries are
-    [B, L, …] and the keys [B, first + L, …]. `first` is the position of the first query, and the
-    keys start at position 0. Only inputs and outputs are saved; the backward pass recomputes one
-    chunk at a time. The gradients of keys are summed in float32."""
+    """Apply `chunk` to `size` queries at a time, and concatenate the outputs [B, L, …]. The queries
+    are [B, L, …] and the keys [B, first + L, …]. `first` is the position of the first query, and
+    the keys start at position 0. Only inputs and outputs are saved; the backward pass recomputes
+    one chunk at a time. The gradients of keys are summed in float32."""
     plan = _Plan(chunk, size, len(queries), first)
     return _ByChunks.apply(plan, *queries, *keys)  # type: ignore[return-value]
 
@@ -417,8 +419,9 @@ def recorded_selection(
 ) -> Tensor:
     """Validate the bitmaps of the positions that an engine selected, and convert them to the layout
     of `SparsePass.recorded_LNb`. `position_N` has the tokens' own positions. Raises ValueError if
-    the number of layers is wrong or a selection is invalid, naming the first such token and layer.
-    A selection is invalid if it contains later tokens or has the wrong number of positions."""
+    the number of layers is wrong, or if a selection is invalid, naming the first invalid token and
+    layer. A selection is invalid if it contains later tokens or has the wrong number of positions.
+    """
     modules = indexers(model)
     if selected_NLb.ndim != 3 or selected_NLb.shape[:2] != (len(position_N), len(modules)):
         raise ValueError(

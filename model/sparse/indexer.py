@@ -1,4 +1,4 @@
-r"""The lightning indexer: relevance of earlier tokens for a query, and its loss.
+"""The lightning indexer, which scores how relevant earlier tokens are for a query, and its loss.
 
     I_{t,s} = Σ_j w_{t,j} · ReLU(q_{t,j} · k_s)
 
@@ -17,12 +17,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 NONE = -1
-"""The value used to pad a selection."""
+"""Padding value in a selection."""
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices [B, m, d] and [B, d, n] → [B, m, n] in float32. With bfloat16 results, a
-    logit of 20 would be off by up to 0.06. Gradients have the precision of the inputs."""
+    """Multiply batches of matrices [B, m, d] and [B, d, n] → [B, m, n] with a float32 result. In
+    bfloat16, a logit of 20 would be off by up to 0.06. Gradients have the dtype of the inputs."""
     return _Products.apply(left, right)  # type: ignore[return-value]
 
 
@@ -33,8 +33,8 @@ def own_products(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _Products(Function):
-    """Matrix product with a float32 result. A GPU multiplies half-precision inputs directly. On a
-    CPU, they are cast first."""
+    """Matrix product with a float32 result. GPUs multiply half-precision inputs directly; on a CPU,
+    they are cast first."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
@@ -52,24 +52,24 @@ class _Products(Function):
 
 
 def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute the scores I from Eq. 1 in float32. Takes query [B, c, J, d], weight [B, c, J] and
-    key [B, s, d], and returns [B, c, s]."""
+    """Compute the scores I from Eq. 1 in float32: query [B, c, J, d], weight [B, c, J], key [B, s,
+    d] → [B, c, s]."""
     each = products(query.flatten(1, 2), key.transpose(1, 2)).relu()
     return (weight.float().unsqueeze(2) @ each.unflatten(1, query.shape[1:3])).squeeze(2)
 
 
 def selected_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute the scores I when each query has its own keys: key [B, c, k, d] → [B, c, k]."""
+    """Compute the scores I for keys that differ between queries: key [B, c, k, d] → [B, c, k]."""
     each = own_products(query, key).relu()  # [B, c, J, k]
     return (weight.float().unsqueeze(2) @ each).squeeze(2)
 
 
 def select(first: int, scores: Tensor, top_k: int) -> Tensor:
-    """Select the `top_k` keys with the highest scores [B, c, s] for each query, among keys up to
-    the query's position. Returns their positions [B, c, min(k, s)] int32, in no particular order
-    and padded with `NONE`. `first` is the position of the first query. If scores are equal, the
-    later token is chosen, so that the selection does not depend on batching. Equal scores do occur,
-    because a score is exactly 0 if no head is active."""
+    """Select the `top_k` highest scores [B, c, s] of each query among the keys up to its own
+    position. Returns the positions [B, c, min(k, s)] int32, in no particular order and padded with
+    `NONE`. `first` is the position of the first query. Ties go to the later token, so that the
+    selection does not depend on batching. Ties do occur, because a score is exactly 0 if no head
+    is active."""
     seen = causal_mask(first, scores)
     # Adding 0.0 turns −0.0 into 0.0.
     bits = (scores.masked_fill(~seen, -torch.inf) + 0.0).view(torch.int32)
@@ -81,28 +81,28 @@ def select(first: int, scores: Tensor, top_k: int) -> Tensor:
 
 
 def causal_mask(first: int, scores: Tensor) -> Tensor:
-    """Return a mask [c, s] that is True where a query may attend to a key. `first` is the position
+    """Build a mask [c, s] that is True where a query may attend to a key. `first` is the position
     of the first query."""
     queries = torch.arange(first, first + scores.shape[1], device=scores.device)
     return torch.arange(scores.shape[2], device=scores.device) <= queries[:, None]
 
 
 def divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
-    """Compute KL(target ‖ softmax(scores)) over the entries in `among`, in nats: [..., s] → [...].
-    `target` are probabilities. They are 0 outside `among` and get no gradient."""
+    """Compute KL(target ‖ softmax(scores)) over the entries where `among` is True, in nats: [...,
+    s] → [...]. `target` are probabilities that are 0 for other entries. They get no gradient."""
     target = target.detach().float()
     logs = scores.masked_fill(~among, -torch.inf).log_softmax(-1).masked_fill(~among, 0.0)
     return torch.xlogy(target, target).sum(-1) - (target * logs).sum(-1)
 
 
 def gather_keys(keys: Tensor, chosen: Tensor) -> Tensor:
-    """Gather the chosen keys: keys [B, s, d] and chosen [B, c, k] → [B, c, k, d]. Where `chosen` is
+    """Gather the selected keys: keys [B, s, d], chosen [B, c, k] → [B, c, k, d]. Where `chosen` is
     `NONE`, the returned key is arbitrary."""
     return _Gather.apply(keys, chosen)  # type: ignore[return-value]
 
 
 class _Gather(Function):
-    """Gathers keys. Their gradients are summed in float32, because many queries may select the same
+    """Gathers keys and sums their gradients in float32, because many queries may select the same
     key."""
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""A small mixture-of-experts model that is built and trained locally without any downloads."""
+"""A small mixture-of-experts model that is built and trained locally, without downloads."""

@@ -1,4 +1,4 @@
-"""Builds the tiny model, and caches models after their supervised warm-up (cold start)."""
+"""Build the tiny model, and cache models after their supervised warm-up (cold start)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from keel.model.tiny.tokenizer import build_tokenizer, vocab_rows
 _CODE_VERSION = 3
 """Increase this whenever the tokenizer, the model, the solutions or the training changes."""
 _START_S = 180.0
-"""Seconds for imports, questions, CUDA and disk access, on top of the training time limit."""
+"""Seconds for imports, questions, CUDA and disk access, in addition to the training time limit."""
 _STOP_S = 30.0
 
 
 def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """Return the model's config. All layers are MoE layers, and the head is not tied."""
+    """Build the model's config. All layers are MoE layers, and the head is not tied."""
     shared: dict[str, Any] = {
         "vocab_size": vocab_rows(tokenizer),
         "hidden_size": config.hidden_size,
@@ -97,7 +97,7 @@ def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) ->
 def build_model(
     config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
-    """Return a float32 model with random weights, which depend only on `config` and `seed`."""
+    """Build a float32 model whose random weights depend only on `config` and `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(model_config(config, tokenizer))
@@ -110,9 +110,9 @@ def ensure_tiny_model(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder with the warmed-up model for transformers and vLLM. If it is not cached,
-    train it first, on a GPU in a separate process, whose exit releases the memory. If several
-    processes need the same model, the result of the first one to finish is used. Raises ConfigError
+    """Return the folder of the warmed-up model for transformers and vLLM, and train the model first
+    if it is not cached. On a GPU, training runs in a separate process, whose exit frees the memory.
+    If several processes need the same model, they use the first one to finish. Raises ConfigError
     if no source provides training conversations, TimeoutError if the cold start took longer than
     `config.cold_start.max_seconds`, and RuntimeError if the process on the GPU died."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
@@ -187,7 +187,7 @@ def _content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str
 
 
 def default_cache_dir() -> Path:
-    """Return the folder `keel` in the user's cache directory (XDG base directories)."""
+    """Return the folder `keel` in the user's cache directory (XDG)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "keel"
 
@@ -195,7 +195,7 @@ def default_cache_dir() -> Path:
 def _train_in_process(
     make: Callable[..., None], device: str, *, timeout_s: float, progress: Progress | None = None
 ) -> None:
-    """Run `make(device=…, progress=…)` in a new process with TF32 and, where PyTorch has them,
+    """Run `make(device=…, progress=…)` in a new process, with TF32 and, where available,
     deterministic kernels, so that the same kind of GPU gives the same weights."""
     # Spawned: this process may have threads, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")

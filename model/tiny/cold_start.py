@@ -1,10 +1,10 @@
 """Supervised warm-up for the tiny model, which teaches it the answer format and some skill.
 
 At first, the teacher works out every question step by step. Later, it answers a fraction of the
-questions hastily: it skips the steps and gives a wrong answer. The model adopts both habits in the
-same proportion. Whatever the seed, it therefore starts reinforcement learning with slightly fewer
-correct answers than the teacher's share of worked-out questions, and can improve by always working
-out the question.
+questions hastily: it skips the steps and gives a wrong answer. The model picks up both habits in
+the same proportion. Whatever the seed, it starts reinforcement learning with slightly fewer correct
+answers than the teacher's fraction of worked-out questions, and can improve by always working out
+the question.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from keel.model.tiny.demonstrations import ScriptedPair, conversation_ids, scrip
 from keel.model.tiny.tokenizer import TURN_END
 
 _DATA_SEED = 1 << 40
-"""Offset for the seeds of questions. It keeps them far from the seeds of a recipe's prompts."""
+"""Offset of the question seeds, which keeps them far from the seeds of a recipe's prompts."""
 _SEED_STRIDE = 16384
 """Minimum distance between the question seeds for consecutive run seeds."""
 _NUMPY_SEEDED = frozenset({"pool_matrix"})
@@ -38,7 +38,7 @@ _NUMPY_SEEDED = frozenset({"pool_matrix"})
 _WORKED_ONLY = 0.7
 """Fraction of steps before hasty solutions are added."""
 _WARMUP = 0.1
-"""Fraction of steps in which the learning rate rises, before it decays along a cosine."""
+"""Fraction of steps during which the learning rate rises. Afterwards, it decays along a cosine."""
 _IGNORED = -100
 _MARKER = "\x00"
 
@@ -50,13 +50,13 @@ Progress = Callable[[int, float, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """The tasks that the cold start teaches. Its hyperparameters are in `ColdStartConfig`."""
+    """The tasks that the cold start teaches. `ColdStartConfig` has its hyperparameters."""
 
     seed: int
     sources: Sequence[SourceConfig] = ()
     heldout_questions: Collection[str] = ()
     demonstrate: _Demonstrate | None = None
-    """Function that provides scripted conversations. It must be picklable for training on a GPU."""
+    """Returns scripted conversations. It must be picklable for training on a GPU."""
     tools_in_thinking: Collection[str] = ()
     """Sources whose tool calls are placed inside the thinking (see `conversation_ids`)."""
 
@@ -67,7 +67,7 @@ class _MaskedIds(NamedTuple):
 
 
 class _ExamplePair(NamedTuple):
-    """A careful and a hasty solution. Both are the same if none are taught for the task."""
+    """A careful and a hasty solution. They are the same if the task has no hasty solutions."""
 
     worked: _MaskedIds
     hasty: _MaskedIds
@@ -83,7 +83,7 @@ _NOTHING = (
 def taught_sources(
     sources: Sequence[SourceConfig], *, demonstrating: bool = True
 ) -> list[SourceConfig]:
-    """Return the sources that can provide training conversations, scripted ones only if
+    """Return the sources that provide training conversations. Scripted ones are included only if
     `demonstrating` is set. Raises ConfigError if there is none."""
     taught = [
         one
@@ -97,8 +97,8 @@ def taught_sources(
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message that rollouts use for the source's questions, or "". A template for
-    an environment is omitted, because it needs the tools."""
+    """Return the system message of a source's questions as in rollouts, or "". Templates for
+    environments are skipped, because they need the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one
@@ -111,9 +111,9 @@ def make_examples(
     count: int,
     max_context: int | None = None,
 ) -> list[_ExamplePair]:
-    """Return about `count` examples made from questions and scripted conversations, in proportion
-    to source weights. Raises ConfigError if there is nothing to learn, if every question from a
-    source is held out, or if a script's conversations cannot be used."""
+    """Make about `count` examples from questions and scripted conversations, in proportion to the
+    source weights. Raises ConfigError if there is nothing to learn, if every question from a source
+    is held out, or if a script's conversations are unusable."""
     demonstrate = curriculum.demonstrate
     taught = taught_sources(curriculum.sources, demonstrating=demonstrate is not None)
     total = sum(source.weight for source in taught)
@@ -183,8 +183,8 @@ def train(
 
 @contextmanager
 def _reproducible(model: PreTrainedModel) -> Iterator[None]:
-    """Use a single thread, because rounding depends on the number of threads, and attend to all
-    earlier tokens, because the indexer is not trained yet."""
+    """Make training reproducible. Uses a single thread, because rounding depends on the number of
+    threads, and attends to all earlier tokens, because the indexer is not trained yet."""
     threads = torch.get_num_threads()
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     saved = [indexer.index_topk for indexer in indexers]
@@ -290,7 +290,7 @@ def _batches(
     config: ColdStartConfig,
     rng: random.Random,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the inputs and targets for each step, [B, T] int64 with padding on the right."""
+    """Yield the inputs and targets of each step, [B, T] int64, right-padded."""
     order: list[int] = []
     for step in range(config.steps):
         worked_only = step < _WORKED_ONLY * config.steps
@@ -339,7 +339,7 @@ def _chain_hasty(metadata: _Metadata) -> str:
 
 
 def _spell_working(metadata: _Metadata) -> str:
-    """Return the letters with their numbers: `sun` gives `1s2u3n`."""
+    """Number the letters of a word: `sun` becomes `1s2u3n`."""
     return "".join(f"{i % 10}{letter}" for i, letter in enumerate(str(metadata["word"]), start=1))
 
 
@@ -382,11 +382,11 @@ TAUGHT: Mapping[str, _Taught] = {
         hasty=lambda m: " ".join(str(number) for row in m["matrix"] for number in row),
     ),
 }
-"""The tasks whose solutions are taught, keyed by their names in reasoning_gym."""
+"""Tasks whose solutions are taught, keyed by their names in reasoning_gym."""
 
 
 def _solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:
-    """Return the teacher's turn for `entry`, without the end-of-turn token."""
+    """Return the teacher's turn for a question, without the end-of-turn token."""
     metadata, steps, answer = entry["metadata"], "", str(entry["answer"])
     taught = TAUGHT.get(task)
     if taught is not None and taught.covers(metadata):

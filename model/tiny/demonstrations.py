@@ -21,12 +21,13 @@ from keel.rl.futures import on_thread
 from keel.rl.turns import Message, ToolSpec
 
 _MAX_RATIO = 100
-"""A script with more than this many conversations per requested one is considered endless."""
+"""A script is treated as endless if it returns more than this many times the requested
+conversations."""
 
 
 @runtime_checkable
 class ScriptedPair(Protocol):
-    """One task in an environment with a careful and a hasty solution."""
+    """A task in an environment with a careful and a hasty solution."""
 
     @property
     def tools(self) -> Sequence[ToolSpec]: ...
@@ -37,7 +38,7 @@ class ScriptedPair(Protocol):
 
 
 def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPair]:
-    """Run a source's script, which makes about `count` conversations."""
+    """Run a source's script to create about `count` conversations."""
     (config_of,) = (each for each in config.data.sources if each.name == source)
     script = demonstrator(config_of)
     arguments = deepcopy(dict(config_of.environment.arguments))  # the episodes need the original
@@ -64,7 +65,7 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
 
 
 def demonstrator(source: SourceConfig) -> Callable[..., Any]:
-    """Import and return the source's script. Raises ConfigError if the import fails."""
+    """Import a source's script. Raises ConfigError if the import fails."""
     module, _, name = source.environment.demonstrations.partition(":")
     with script_errors(source):
         _script_file(source)
@@ -72,7 +73,7 @@ def demonstrator(source: SourceConfig) -> Callable[..., Any]:
 
 
 def script_digest(source: SourceConfig) -> str:
-    """Return a hash of the script's and its environment's files, or "" if Keel ships them."""
+    """Hash the files of a script and its environment. Returns "" if Keel ships them."""
     with script_errors(source):
         script = _script_file(source)
     if script is None:
@@ -97,7 +98,7 @@ def _script_file(source: SourceConfig) -> Path | None:
 
 @contextmanager
 def script_errors(source: SourceConfig) -> Generator[None]:
-    """Name the source's script in every error inside this context."""
+    """Name the source's script in all errors raised inside this context."""
     try:
         yield
     except (Exception, SystemExit) as error:  # a user's file may raise anything
@@ -115,11 +116,11 @@ def conversation_ids(
     thinking: bool,
     tools_in_thinking: bool = False,
 ) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation as rollouts do: each turn is appended to the ids of the earlier
-    turns. Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. If
+    """Tokenise a conversation as rollouts do, by appending each turn to the ids of earlier ones.
+    Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. If
     `tools_in_thinking` is set, a turn with calls leaves its thinking block open for the next turn.
     Raises ValueError if there is no assistant turn, or if later messages change how the template
-    renders earlier ones, as when a second user message removes thinking."""
+    renders earlier ones, for example because a second user message removes thinking."""
     ids: list[int] = []
     by_policy: list[bool] = []
     done = ""

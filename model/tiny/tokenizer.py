@@ -1,5 +1,5 @@
-"""The tiny model's tokenizer. It knows bytes, a few phrases and the special tokens for chats, and
-needs no download.
+"""The tiny model's tokenizer. Its vocabulary is all bytes, a few phrases and the special tokens for
+chats, and it needs no download.
 
 Every byte is a token, so any text can be encoded exactly. Digits and letters are separate tokens,
 which arithmetic and spelling need. Each fixed sentence in a taught task is a single token, so a
@@ -60,9 +60,9 @@ _PHRASES = (
     "@play",
     "Guess a number from ",
 )
-"""Strings that are encoded as a single token. They must be ASCII and must not be part of a word or
-number (`lower` would break the spelling of `flower`). Append new strings at the end, so that ids do
-not change. Adding more than three would enlarge the embedding and change all random weights."""
+"""Strings that are encoded as a single token. They must be ASCII and must not occur inside a word
+or number (`lower` would break the spelling of `flower`). Append new strings at the end, so that ids
+do not change. Adding more than three would enlarge the embedding and change all random weights."""
 
 _VOCAB_MULTIPLE = 32
 
@@ -122,14 +122,14 @@ CHAT_TEMPLATE = """\
   {%- endif -%}
 {%- endif -%}
 """
-"""A template that follows Qwen3's conventions: thinking is kept only after the last user message,
-and `enable_thinking=False` adds an empty thinking block. Tools are written briefly, because each
+"""Follows Qwen3's conventions: thinking is kept only after the last user message, and
+`enable_thinking=False` adds an empty thinking block. Tools are formatted briefly, because each
 letter is a token. `@name argument, argument: description` lists a tool, and a call is a line `@name
 1, "two"` with the arguments as JSON in that order."""
 
 
 def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Build the tokenizer, adding the ASCII strings in model.tiny.phrases as extra tokens."""
+    """Build the tokenizer, with the ASCII strings in model.tiny.phrases as extra tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = tuple(dict.fromkeys((*_PHRASES, *more)))
@@ -160,5 +160,6 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def vocab_rows(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of embedding rows: the vocabulary size rounded up to `_VOCAB_MULTIPLE`."""
+    """Return the number of embedding rows: the vocabulary size, rounded up to a multiple of
+    `_VOCAB_MULTIPLE`."""
     return -(-len(tokenizer) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
