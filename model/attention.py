@@ -1,10 +1,10 @@
-"""Attention over packed segments. Each token attends to its own segment and to the segment that it
-follows, if any.
+"""Attention over packed segments. Each token attends to its own segment and to the shared prefix
+that the segment follows, if any.
 
 The network receives a single row of N tokens, so embeddings, experts and routes need neither
 padding nor another layout. Only the attention function knows where segments begin. It is registered
 with transformers' attention interface, which passes it the keyword `segments` from the model's
-forward. No N × N mask is ever built.
+forward. No N × N mask is built.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from keel.model.torch_internals import to_device, varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
 NAME, _NAME4 = "keel_packed", "keel_packed_4"
-"""Names under which the attention functions are registered with transformers, one for PyTorch's
-kernels and one for FlashAttention-4. They must not contain "flash", because transformers would take
-them for its own implementations."""
+"""Names of the attention functions in transformers, one for PyTorch's kernels and one for
+FlashAttention-4. They must not contain "flash", because transformers would take them for its own
+implementations."""
 
 _SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
-"""Names of the sparse attention layer types in transformers 5.19 and 5.17."""
+"""Names of sparse attention layer types in transformers 5.19 and 5.17."""
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *_SPARSE_LAYERS})
 _UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
-"""Keywords with which transformers requests attention features that Keel does not support."""
+"""Keywords for attention features of transformers that Keel does not support."""
 LINEAR_FAMILIES = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Model types whose layers of type `linear_attention` are supported."""
 _FILL = 0.8
-"""Minimum ratio between the lengths of the shortest and the longest segment in a padded block."""
+"""Minimum ratio between the shortest and the longest segment in a padded block."""
 
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of a packed row, and how they are arranged in right-padded blocks."""
+    """The segments of a packed row, and their arrangement in right-padded blocks."""
 
     offsets: Tensor
     """[S+1] int32. Segment s consists of the tokens offsets[s] … offsets[s+1]−1."""
@@ -59,12 +59,12 @@ class Segments:
     blocks: tuple[tuple[int, int], ...]
     """(number of segments, padded length) of each block. Together the blocks have M padded rows."""
     token_of_row: Tensor
-    """[M] the packed token in each padded row, or 0 if the row is padding."""
+    """[M] packed token in each padded row, or 0 if the row is padding."""
     row_of_token: Tensor
-    """[N] the padded row that holds each packed token."""
+    """[N] padded row that holds each packed token."""
     lengths: tuple[int, ...]
     group: ProcessGroup | None = None
-    """The process group that shares the row, if the row is split (`keel.model.ulysses`)."""
+    """Process group that shares the row, if the row is split (`keel.model.ulysses`)."""
     contexts: Contexts | None = None
     """None if no segment follows another one, so that each segment attends only to itself."""
 
@@ -75,7 +75,7 @@ class Segments:
         group: ProcessGroup | None = None,
         follows: Sequence[int] | None = None,
     ) -> Segments:
-        """Return the segments of a packed row. See `keel.rl.packing.MicroBatch` for `follows`."""
+        """Build the segments of a packed row. See `keel.rl.packing.MicroBatch` for `follows`."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"packed segments: lengths must be at least 1, got {list(lengths)}")
         sizes = torch.as_tensor(lengths)
@@ -109,9 +109,9 @@ class Segments:
 
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
-    """Restrict attention in `model` to segments, which are then passed to its forward as
-    `segments`. Set `flash4` only if `keel.model.layers.flash4.missing` and `disagreement` found no
-    problem. Raises `ValueError` if the model has layers that would mix segments."""
+    """Restrict attention in `model` to segments, passed to its forward as `segments`. Set `flash4`
+    only if `keel.model.layers.flash4.missing` and `disagreement` found no problem. Raises
+    `ValueError` if the model has layers that would mix segments."""
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
@@ -136,14 +136,14 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
 
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Exclude a function from the graphs of layers compiled with torch.compile."""
+    """Exclude a function from the graphs of compiled layers."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts in which checkpointing saves attention outputs on GPUs instead of recomputing
-    them (checkpointing's `context_fn`). They are no larger than the outputs of other operations,
-    but recomputing them takes the most time, which grows quadratically with the length."""
+    """Return contexts for checkpointing (its `context_fn`) that save attention outputs on GPUs
+    instead of recomputing them. They are no larger than the outputs of other operations, but
+    recomputing them takes the most time, which grows quadratically with the length."""
     return create_selective_checkpoint_contexts([varlen_operator(), torch.ops.keel.flash4.default])
 
 
@@ -165,11 +165,12 @@ def _packed_attention(
     kernels: Callable[..., Tensor] | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each segment. This is an attention function for transformers.
+    """Compute causal attention within each segment. This is the attention function registered with
+    transformers.
 
     `query` is [1, Hq, N, D], and `key` and `value` are [1, Hkv, N, D]. Returns ([1, N, Hq, Dv],
-    None). With sequence parallelism, N is the number of tokens in this rank's shard of the row.
-    `kernels` is the function that computes the attention (default: `attend`).
+    None). With sequence parallelism, N is the length of this rank's shard. `kernels` is the
+    function that computes the attention (default: `attend`).
     """
     if segments is None:
         raise UnsupportedAttention(
@@ -200,7 +201,7 @@ def _packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
     """Compute attention for a whole row. Takes query [N, Hq, D], key and value [N, Hkv, D], the
-    scaling (None for the default) and the window (None for no window). Returns [N, Hq, Dv]."""
+    scaling (None for the default) and the window (None if unlimited). Returns [N, Hq, Dv]."""
     operator = _varlen if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, *rest)
 
@@ -211,8 +212,9 @@ def _attend4(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *res
 
 
 def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the keys and values of all contexts, the contexts' offsets and the longest length. A
-    segment's queries are the last positions of its context, as flash attention assumes."""
+    """Return the keys and values of all contexts, the offsets of the contexts and their maximum
+    length. The queries of a segment are at the last positions of its context, as flash attention
+    assumes."""
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
     return contexts.spread(key), contexts.spread(value), contexts.offsets, contexts.longest
@@ -231,7 +233,8 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """The function is compiled with its layer, so its code must not depend on a particular row."""
+    """Compute attention with variable-length segments. This function is compiled with its layer, so
+    its code must not depend on a particular row."""
     # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
@@ -275,8 +278,8 @@ def _padded(
 
 
 def _in_blocks(function: Callable[..., Tensor], segments: Segments, *tokens: Tensor) -> Tensor:
-    """Apply a causal function of [B, L, …] tensors to each padded block of a row [N, …]. Real
-    tokens do not see the padding, which is on their right."""
+    """Apply a causal function of [B, L, …] tensors to each padded block of a row [N, …]. The
+    padding is on the right, so that tokens do not see it."""
     padded = [x.index_select(0, segments.token_of_row) for x in tokens]
     outputs, start = [], 0
     for count, longest in segments.blocks:
@@ -289,7 +292,8 @@ def _in_blocks(function: Callable[..., Tensor], segments: Segments, *tokens: Ten
 
 @lru_cache(maxsize=2)
 def _whole_contexts(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Cached for all layers of a micro-batch, with or without gradients."""
+    """Build contexts for a row, cached for all layers of a micro-batch, with or without
+    gradients."""
     with torch.inference_mode(False):
         return Segments.of(lengths, device)
 
@@ -309,10 +313,10 @@ def _use_packed_linear_attention(model: PreTrainedModel) -> None:
     """Restrict the gated delta rule layers in `model` to the `segments` passed to its forward.
 
     Two functions of such a layer mix tokens: a causal convolution and the delta rule itself.
-    transformers calls both by name, so replacing them restricts every layer. On GPUs,
-    flash-linear-attention's kernels take the offsets of the segments. Without that package, and on
-    CPUs, segments are padded on the right and run as batches with transformers' own functions.
-    Neither function lets a token see later ones, so the padding changes nothing.
+    transformers calls both by name, so this replaces them. On GPUs, flash-linear-attention's
+    kernels take the offsets of the segments. Without that package, and on CPUs, segments are padded
+    on the right and run as batches with transformers' own functions. Neither function lets a token
+    see later ones, so the padding changes nothing.
     """
     module = sys.modules[type(model).__module__]
     for name, patch in (

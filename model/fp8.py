@@ -1,4 +1,4 @@
-"""Reads the FP8 format of DeepSeek-V3: float8_e4m3fn weights, each with a scale for every block
+"""Read DeepSeek-V3's FP8 format: float8_e4m3fn weights, each with a scale for every block
 (`weight_scale_inv`). Weights are dequantised while they are read, one tensor at a time."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from keel.configs.schema import ConfigError
 from keel.model.hub import fp8_block, hub_options, local_folder, stored_tensors
 
 LOAD_FORMAT = "keel_fp8"
-"""The name of vLLM's load format for such weights (keel/weights/loader.py)."""
+"""Name of vLLM's load format for these weights (keel/weights/loader.py)."""
 SCALE = "_scale_inv"
-"""The suffix that the name of a weight gets for its scales."""
+"""Suffix of a weight's name for its scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,18 @@ class _Blocks:
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return float32 weights [R, C] from FP8 weights and one scale for each block of `block`
-    elements. The last blocks of a row or column may be smaller."""
+    """Dequantise FP8 weights to float32 [R, C], given one scale for each block of size `block`. The
+    last blocks of a row or column may be smaller."""
     rows, columns = weight.shape
     scale = scale.float().repeat_interleave(block[1], 1)[:, :columns]
     return weight.float() * scale.repeat_interleave(block[0], 0)[:rows]
 
 
 def readable_tensors(path: str, framework: str = "pt") -> dict[str, Any]:
-    """Return the unquantised tensors of a folder or downloaded hub model by checkpoint name.
-    Indexing one (`[...]`) reads it. The weights must be complete. With `np`, only names and shapes
-    can be read.
-
-    Raises ConfigError if an FP8 weight has no scales, or scales of a wrong shape.
-    """
+    """Return the tensors of a folder or downloaded hub model by checkpoint name, dequantised.
+    Indexing a tensor (`[...]`) reads it. The weights must be complete. With `np`, only names and
+    shapes can be read. Raises ConfigError if an FP8 weight has no scales, or scales of a wrong
+    shape."""
     folder = local_folder(path) or Path(path)
     block = fp8_block(path, json.loads((folder / "config.json").read_text("utf-8")))
     tensors = stored_tensors(str(folder), framework)
@@ -81,7 +79,7 @@ def readable_tensors(path: str, framework: str = "pt") -> dict[str, Any]:
 
 
 def load_fp8(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model in FP8 as one that was never quantised."""
+    """Load an FP8 model and dequantise it, as if it had never been quantised."""
     # transformers' own dequantisation (5.19) refuses weights whose last blocks are smaller.
     del config.quantization_config
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(

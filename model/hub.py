@@ -1,5 +1,6 @@
-"""Finds models on disk and on the hub, downloads them, and checks their files without loading any
-weights. A model folder is untrusted input: config.json has limits, and no code in it is run."""
+"""Find models on disk and on the hub, download them, and check their files without loading weights.
+Model folders are untrusted: the values in config.json are limited, and code in the folder is never
+run."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ _HUB_S = 5.0
 """Seconds to wait for the hub's first answer. transformers would retry for half a minute."""
 KNOWN = "Decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3 are (docs/models.md)"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Names of the single file with all weights, and of the index if the weights are split over several
-files. transformers prefers the single file. vLLM loads the files in the index, or all
-`*.safetensors`, and weight updates are compared with these files."""
+"""Names of the single file with all weights, and of the index of weights split over several files.
+transformers prefers the single file. vLLM loads the files in the index, or all `*.safetensors`, and
+weight updates are compared with these files."""
 _MAX_HEADER = 25 * 2**20
 """Maximum size of a safetensors header in bytes. 100,000 tensors need about 10 MiB."""
 _LFS = b"version https://git-lfs"
@@ -63,7 +64,7 @@ _OTHER_WEIGHTS = {
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WEIGHTS = r"[^/]+\.safetensors"
 _LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"
-"""The files that transformers and vLLM load, without code and subfolders."""
+"""Files that transformers and vLLM load, without code and subfolders."""
 _CODED = "｜DSML｜"
 
 
@@ -76,12 +77,12 @@ def from_anywhere(path: str) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether `path` could be a hub model (`owner/model`, or an old name without owner)."""
+    """Return True if `path` could be a hub model (`owner/model`, or an old name without owner)."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.startswith(".")
 
 
 def local_folder(path: str) -> Path | None:
-    """Return the folder that contains a local or downloaded model."""
+    """Return the folder of a local or downloaded model."""
     if Path(path).is_dir():
         return Path(path)
     file = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
@@ -90,7 +91,8 @@ def local_folder(path: str) -> Path | None:
 
 @cache
 def hub_answers() -> bool:
-    """Return whether the hub answers within `_HUB_S` seconds. A process asks only once."""
+    """Return True if the hub answers within `_HUB_S` seconds. The result is cached in
+    the process."""
     if constants.HF_HUB_OFFLINE:
         return False
 
@@ -110,15 +112,15 @@ def hub_answers() -> bool:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options with which transformers' loaders never run code that comes with a model, and
-    use the local cache if the hub does not answer."""
+    """Return options for transformers' loaders that disable code from the model, and use the local
+    cache if the hub does not answer."""
     cached = not Path(path).is_dir() and local_folder(path) and not hub_answers()
     return {"trust_remote_code": False, **({"local_files_only": True} if cached else {})}
 
 
 def check_path(path: str) -> None:
-    """Raise ConfigError if a path is neither a model folder nor the possible name of a model on the
-    hub, or if the model is not downloaded yet and the hub does not answer."""
+    """Check that a path is a model folder or could be a model on the hub. Raises ConfigError
+    otherwise, and if the model is not downloaded yet and the hub does not answer."""
     if Path(path).is_dir():
         return
     if Path(path).exists():
@@ -137,7 +139,7 @@ def check_path(path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A model that still has to be downloaded into this machine's cache."""
+    """Downloads a model into this machine's cache."""
 
     path: str
     files: tuple[str, ...]
@@ -146,7 +148,8 @@ class Download:
 
     @staticmethod
     def of(path: str) -> Download | None:
-        """Return None if the model is cached, or if the hub does not report its size."""
+        """Describe the download that a hub model needs. Returns None if the model is cached, or if
+        the hub does not report its size."""
         if Path(path).exists() or not is_hub_name(path) or not hub_answers():
             return None
         try:
@@ -164,7 +167,7 @@ class Download:
         return download if download.present() < download.total else None
 
     def present(self) -> int:
-        """Return how many bytes have been downloaded so far, including partial files."""
+        """Return the number of bytes downloaded so far, including partial files."""
         size = 0
         with suppress(OSError):  # complete files are renamed
             for file in self.blobs.iterdir():
@@ -173,7 +176,7 @@ class Download:
         return min(size, self.total)
 
     def fetch(self) -> None:
-        """Download all files and resume partial downloads. Raises ConfigError if it fails."""
+        """Download all files, resuming partial downloads. Raises ConfigError if it fails."""
         disable_progress_bars()
         try:
             snapshot_download(self.path, allow_patterns=list(self.files))
@@ -215,8 +218,8 @@ def check_config(path: str, content: Mapping[str, Any]) -> None:
 
 
 def fp8_block(path: str, content: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the block size of FP8 weights as DeepSeek-V3 has them, or None if config.json does not
-    describe quantised weights. Raises ConfigError if they are quantised in another way."""
+    """Return the block size of FP8 weights in DeepSeek-V3's format, or None if config.json
+    describes no quantised weights. Raises ConfigError for any other kind of quantisation."""
     for part in (content, content.get("text_config") or {}):
         for name in ("quantization_config", "compression_config"):
             if how := part.get(name):
@@ -234,7 +237,7 @@ def fp8_block(path: str, content: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def ignored_code(folder: Path | None, known: Any) -> list[str]:
-    """Return one warning for each file that refers to code in the model folder, which Keel does not
+    """Return a warning for each file in the model folder that refers to code, which Keel does not
     run. `known` is the module that contains the available classes (transformers)."""
     lines: list[str] = []
     for name in ("config.json", "tokenizer_config.json") if folder else ():
@@ -255,14 +258,14 @@ def ignored_code(folder: Path | None, known: Any) -> list[str]:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """Return an error's message as one line, with control characters escaped, because it may quote
-    an untrusted file."""
+    """Format an error as one line. Control characters are escaped, because the message may quote an
+    untrusted file."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:limit]
 
 
 def written_by_code(tokenizer: Any) -> bool:
-    """Return whether code formats the model's chats, as for DeepSeek-V3.2, and no template."""
+    """Return True if code instead of a template formats the model's chats, as for DeepSeek-V3.2."""
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
@@ -270,7 +273,7 @@ def written_by_code(tokenizer: Any) -> bool:
 
 
 def check_folder(path: str) -> None:
-    """Raise ConfigError if an existing folder has no model in transformers' format."""
+    """Raise ConfigError if a folder exists but has no model in transformers' format."""
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         _check_not_a_run(folder)
@@ -281,7 +284,8 @@ def check_folder(path: str) -> None:
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Raise ConfigError if a folder has no vocabulary, because transformers would make one up."""
+    """Raise ConfigError if a folder has no vocabulary, because transformers would then
+    make one up."""
     folder = Path(path)
     if folder.is_dir() and not any(next(folder.glob(name), None) for name in _VOCABULARIES):
         _check_not_a_run(folder)
@@ -301,7 +305,8 @@ def _check_not_a_run(folder: Path) -> None:
 
 
 def missing_weights(path: str) -> str:
-    """Return what is wrong with the weights in a folder, or "" if nothing is."""
+    """Return a description of missing or damaged weights in a folder, or "" if they are
+    complete."""
     folder = Path(path)
     if not folder.is_dir():
         return ""
@@ -354,8 +359,8 @@ def _fault(file: Path) -> str:
 
 
 def stored_tensors(path: str, framework: str) -> dict[str, Any]:
-    """Return a slice of each tensor in a folder by name, without reading values. The weights must
-    be complete. With `np`, files may be larger than the memory."""
+    """Return each tensor in a folder by name, as a slice whose values have not been read. The
+    weights must be complete. With `np`, files can be larger than the memory."""
     folder = Path(path)
     tensors: dict[str, Any] = {}
     for name in [WHOLE] if (folder / WHOLE).is_file() else _weight_files(folder):
@@ -365,7 +370,7 @@ def stored_tensors(path: str, framework: str) -> dict[str, Any]:
 
 
 def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
-    """Yield the tensors with the given name in a folder, or only their first `rows` rows."""
+    """Yield the tensors with this name in a folder, or only their first `rows` rows."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
             if name in set(content.keys()):

@@ -1,4 +1,4 @@
-"""Speeds up the import of large libraries."""
+"""Speed up the import of large libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def heavy_imports() -> Iterator[None]:
     """Turn off garbage collection during imports, and exempt the imported objects from it later.
-    torch, transformers and vLLM create half a million permanent objects, and searching them takes a
+    torch, transformers and vLLM create half a million permanent objects. Scanning them takes a
     fifth of the import time and most of the time of each full collection."""
     enabled = gc.isenabled()
     gc.disable()
@@ -25,7 +25,7 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """Hide dependencies that are not loaded yet while a library is imported."""
+    """Hide dependencies that are not loaded yet while importing a library."""
     hidden = [name for name in names if name not in sys.modules]
     modules: dict[str, object] = vars(sys)["modules"]
     modules.update(dict.fromkeys(hidden))  # None: `import` raises ModuleNotFoundError

@@ -1,4 +1,4 @@
-"""Loads and checks models and tokenizers, computes facts about a model, and yields weights under
+"""Load and check models and tokenizers, compute facts about a model, and yield its weights under
 their checkpoint names."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Whole = Callable[[Named], AbstractContextManager[Named]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about a model that can be computed from its config, without its weights."""
+    """Facts about a model, computed from its config without loading weights."""
 
     architecture: str
     layers: int
@@ -75,7 +75,7 @@ class ModelFacts:
     parameters: int
     """Number of parameters. A tied embedding counts once."""
     active_parameters: int
-    """Number of parameters used for one token, without the experts it is not routed to."""
+    """Number of parameters used per token, without the experts that the token is not routed to."""
     tied: bool
     expert_parameters: int
     """Number of parameters in all routed experts, or 0 for a dense model."""
@@ -103,8 +103,8 @@ class ModelFacts:
     fused_experts: bool = True
     """Whether experts use Keel's kernels on GPUs. Meaningless for a dense model."""
     projections: Mapping[str, int] = field(default_factory=dict)
-    """For each layer name such as q_proj, the sum of input and output widths over all layers with
-    that name. Only layers that may have a LoRA adapter count."""
+    """Sum of input and output widths over all layers with the same name, such as q_proj. Only
+    layers that may have a LoRA adapter count."""
     teacher_parameters: int = 0
     """Number of parameters in all of the recipe's teachers together (`data.sources[].teacher`)."""
     balance_loss: float = 0.0
@@ -118,9 +118,9 @@ class ModelFacts:
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load and check the tokenizer from a local folder or hub model. Set `chats` to require a chat
-    template, unless code formats the chats as for DeepSeek-V3.2. If `chat_template` is not empty,
-    it replaces the tokenizer's own template. Raises ConfigError if the tokenizer is unusable."""
+    """Load and check the tokenizer of a local folder or hub model. `chats` requires a chat
+    template, unless code formats the chats as for DeepSeek-V3.2. `chat_template`, if not empty,
+    replaces the tokenizer's own template. Raises ConfigError if the tokenizer is unusable."""
     check_path(path)
     check_tokenizer_files(path)
     _read_config(path, needed=False)  # transformers reads it, too
@@ -148,7 +148,8 @@ def load_tokenizer(
 
 
 def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that has already been checked. `chat_template` replaces its own template."""
+    """Load a tokenizer that has already been checked, and replace its chat template if
+    `chat_template` is not empty."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if chat_template:
         tokenizer.chat_template = chat_template
@@ -169,7 +170,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash everything that determines token ids, or return "" without a tokenizer.json."""
+    """Hash everything that determines token ids. Returns "" without a tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
@@ -181,8 +182,8 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load a causal language model from a local folder or the hub onto the CPU, and dequantise
-    weights in FP8. Raises ConfigError if it cannot be loaded or has NaN or infinite weights."""
+    """Load a causal language model from a local folder or the hub onto the CPU, dequantising FP8
+    weights. Raises ConfigError if it cannot be loaded or has NaN or infinite weights."""
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
@@ -206,9 +207,9 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
 def checkpoint_tensors(
     model: PreTrainedModel, *, whole: Whole | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the detached tensor for every tensor that `save_pretrained` would write.
-    Stacked experts are split one module at a time, so that only one module's weights are in memory
-    twice. Tied weights are yielded once. See `module_tensors` for `whole`."""
+    """Yield the name and the detached tensor of everything that `save_pretrained` would write.
+    Stacked experts are split one module at a time, so that only one module is in memory twice. Tied
+    weights are yielded once. See `module_tensors` for `whole`."""
     for local in module_tensors(model, whole=whole):
         yield from as_checkpoint(model, local).items()
 
@@ -218,9 +219,9 @@ def as_checkpoint(model: PreTrainedModel, local: Named) -> Named:
 
 
 def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:
-    """Yield one dict per module with the module's own tensors (not those of submodules), detached
-    and keyed by full name. If weights are sharded over ranks, `whole` is a context manager that
-    gathers a module's tensors. Gathering is collective, so every rank must iterate to the end."""
+    """Yield a dict for each module with its own tensors (not those of submodules), detached and
+    keyed by full name. If weights are sharded over ranks, `whole` is a context manager that gathers
+    a module's tensors. Gathering is collective, so every rank must iterate to the end."""
     for part in _own_tensors(model):
         with whole(part) if whole else nullcontext(part) as tensors:
             yield {name: tensor.detach() for name, tensor in tensors.items()}
@@ -247,8 +248,9 @@ def _own_tensors(model: nn.Module) -> Iterator[Named]:
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
-    """Return a function that takes a checkpoint name and a tensor, and casts floats to `dtype`,
-    except weights that the model family keeps in float32, such as DeepSeek-V3's routing bias."""
+    """Return a function that casts a checkpoint tensor, given its name, to `dtype`. Integers stay
+    unchanged, and so do weights that the model family keeps in float32, such as DeepSeek-V3's
+    routing bias."""
     names = always_float32(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
 
@@ -279,7 +281,7 @@ _FACTS: dict[str, ModelFacts] = {}
 
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
-    """Return facts about a causal language model, computed on the meta device and cached."""
+    """Compute facts about a causal language model on the meta device. Results are cached."""
     if (key := _as_text(config)) in _FACTS:
         return _FACTS[key]
     text = config.get_text_config()
@@ -334,18 +336,18 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
 
 
 def _as_text(config: PreTrainedConfig) -> str:
-    """Return a string that uniquely identifies a config."""
+    """Serialise a config to a string that identifies it uniquely."""
     return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Return whether the output layer shares the embedding's weights."""
+    """Return True if the output layer shares the embedding's weights."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def full_attention(config: PreTrainedConfig) -> bool:
-    """Return whether every layer attends to all earlier tokens, without windows or a latent cache,
+    """Return True if every layer attends to all earlier tokens, without windows or a latent cache,
     so that an engine needs one KV cache slot per token."""
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
@@ -439,8 +441,8 @@ _CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
 
 
 def _check_template(tokenizer: Any, name: str) -> None:
-    """Render a few conversations under limits on time, memory and text length, because a template
-    is a program that comes with a model. A template that raises an error passes."""
+    """Render a few conversations with limits on time, memory and text length, because a template is
+    a program from an untrusted model. A template that raises an error passes."""
     child = os.fork()  # it inherits the tokenizer, and runs only pure Python
     if child == 0:
         _render_limited(tokenizer)

@@ -1,8 +1,8 @@
-"""Computes log-probabilities for packed micro-batches.
+"""Compute log-probabilities for packed micro-batches.
 
-In a packed row, everything about sampling token t (its probability, sampling mask and advantage) is
-stored at position t, but the network predicts token t at position t−1. `head_inputs` accounts for
-this shift, as do `Inputs.of` and `seen_tokens` in `keel.trainer.engine.policy`.
+A packed row stores everything about token t (its probability, sampling mask and advantage) at
+position t, but the network predicts token t at position t−1. `head_inputs` accounts for this shift,
+as do `Inputs.of` and `seen_tokens` in `keel.trainer.engine.policy`.
 """
 
 from __future__ import annotations
@@ -42,41 +42,41 @@ def support_logprobs(
 
 
 Head = Callable[..., tuple[Tensor, Tensor]]
-"""A module like `keel.model.head.support.SupportHead`."""
+"""Interface of `keel.model.head.support.SupportHead`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """The head's inputs for the n trainable tokens in a micro-batch, in host memory. They depend
+    """Inputs of the head for the n trainable tokens in a micro-batch, in host memory. They depend
     only on the micro-batch, so all forward passes over it can share them."""
 
     rows: Tensor
-    """[n] int64, the positions t of trainable tokens, ascending."""
+    """[n] int64, positions t of trainable tokens, ascending."""
     hidden_rows: Tensor
-    """[n] int64, the positions t−1, at which the tokens are predicted."""
+    """[n] int64, positions t−1, where the tokens are predicted."""
     targets: Tensor
     kept_ids: Tensor
     kept_offsets: Tensor
     """[n+1] int64. If sampling was not truncated, all masks are empty."""
     probes: Tensor
-    """[m] int64, indices into the n tokens. They select a few tokens per segment for `kept_mass`.
-    The choice depends only on the segment's sampled tokens, and not on packing."""
+    """[m] int64, indices into the n tokens: a few tokens per segment for `kept_mass`. The choice
+    depends only on the segment's sampled tokens, and not on packing."""
     probe_weight: Tensor
-    """[m] float32, the weight w_i / |o_i| from Eq. 5 times the number of tokens that the probe
+    """[m] float32, weight w_i / |o_i| from Eq. 5, multiplied by the number of tokens that the probe
     represents. A weighted sum over probes therefore estimates a sum over all tokens."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
-    """Return the [n] positions of the sampled tokens, in the order of `policy_logprobs`. Use them
-    to index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`."""
+    """Return the [n] positions of the sampled tokens in the order of `policy_logprobs`. Use them to
+    index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`."""
     return np.flatnonzero(batch.trainable_N)
 
 
 def head_inputs(
     batch: MicroBatch, start: int = 0, stop: int | None = None, *, probes: int = 1
 ) -> HeadInputs:
-    """Return the targets and sampling masks of the trainable tokens, with the positions that
+    """Collect the targets and sampling masks of the trainable tokens, and the positions that
     predict them. A trainable token is never the first in its segment, so position t−1 is in the
     same segment. If a rank computes only some of the hidden states, `start` and `stop` give its
     range of positions t−1, and `hidden_rows` are relative to `start`. `probes` is the maximum
@@ -104,13 +104,13 @@ def head_inputs(
 def policy_logprobs(
     hidden_ND: Tensor, head: Head, batch: MicroBatch | HeadInputs, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return log π_θ of the n trainable tokens in a micro-batch, and the entropy over their masks.
+    """Compute log π_θ of the n trainable tokens in a micro-batch, and the entropy over their masks.
 
     `hidden_ND` are the final hidden states of the packed row, [N, d] or [1, N, d]. `batch` is the
     micro-batch, or its `head_inputs`, which several forward passes can share. Returns two [n]
-    float32 tensors in the order of `trainable_rows`. The entropy has no gradient. For a rank that
-    received only padding, both are empty, but the first one still has a graph with zero gradients.
-    Include its sum in the loss, so that the hooks of ZeRO and data parallelism run.
+    float32 tensors in the order of `trainable_rows`. The entropy has no gradient. On a rank with
+    only padding, both are empty, but the first one still has a graph with zero gradients. Include
+    its sum in the loss, so that the hooks of ZeRO and data parallelism run.
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     inputs = batch if isinstance(batch, HeadInputs) else head_inputs(batch)
@@ -132,7 +132,7 @@ def policy_logprobs(
 def kept_mass(
     hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    """Return log Σ_{v∈S} π(v) for each probe, the log-probability of its whole sampling mask, [m].
+    """Compute log Σ_{v∈S} π(v) for each probe, the log-probability of its whole sampling mask, [m].
 
     `logp` [n] comes from `policy_logprobs` and is normalised over the masks. A second pass covers
     the whole vocabulary, since π(o) = π(o | S) · Σ_{v∈S} π(v), and gradients flow through both. See

@@ -1,4 +1,4 @@
-"""Adds LoRA adapters (`model.lora`) from peft. They are merged into the base weights whenever
+"""Add LoRA adapters (`model.lora`) with peft. They are merged into the base weights whenever
 weights leave the trainer.
 
 A target layer computes W x + (alpha / rank) B A x, where only A [rank, in] and B [out, rank] are
@@ -65,8 +65,8 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
-    """Return the weight and bias of the layer `prefix`, with the adapter merged into the weight.
-    The sum is computed in float32 and rounded once to the dtype of the base weights."""
+    """Return the weight and bias of the layer `prefix` with the adapter merged. The sum is computed
+    in float32 and rounded once to the dtype of the base weights."""
     base, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
     with torch.no_grad():
         update = layer.scaling[_NAME] * (b.float() @ a.float())

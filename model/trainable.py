@@ -1,4 +1,4 @@
-"""Checks, from its config and files, whether a model can be trained."""
+"""Check whether a model can be trained, given its config and files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ _LAYER_LISTS = ("layers", "h")
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _ROWS = 256
 _RENAMED = 0.01
-"""Fraction of ids that may differ within a model family, such as renamed reserved tokens."""
+"""Fraction of ids that may differ within a model family, for example because reserved tokens were
+renamed."""
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
@@ -89,8 +90,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
-    """Check the names and shapes of the tensors, because transformers would initialise missing ones
-    randomly and ignore unused ones."""
+    """Check the names and shapes of the tensors, because transformers would randomly initialise
+    missing ones and ignore unused ones."""
     if config.get_text_config() is not config:
         return
     with torch.device("meta"):
@@ -172,7 +173,8 @@ def _try_packed(model: PreTrainedModel) -> None:
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) -> None:
-    """Raise ConfigError, naming `knob`, if a tokenizer assigns other ids than that of `path`."""
+    """Raise ConfigError, naming `knob`, if a tokenizer assigns different ids than the tokenizer of
+    `path`."""
     try:
         local = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):

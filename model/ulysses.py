@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: a packed row is split over ranks, which exchange data before and
+"""Ulysses sequence parallelism, which splits a packed row over ranks that exchange data before and
 after attention.
 
 Each of n ranks holds 1/n of the tokens in the row, which is enough for everything but attention.
@@ -28,7 +28,7 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """This rank's shard of every packed row. A shard consists of consecutive *input* tokens."""
+    """This rank's shard of every packed row: consecutive *input* tokens."""
 
     rank: int = 0
     size: int = 1
@@ -36,7 +36,8 @@ class Slice:
 
     @staticmethod
     def join(size: int) -> Slice:
-        """`size` consecutive ranks share a row. All ranks must call this method."""
+        """Form groups of `size` consecutive ranks that share a row. Collective: all ranks must call
+        it."""
         if size == 1:
             return WHOLE
         group, _ = dist.new_subgroups(size)
@@ -44,12 +45,14 @@ class Slice:
         return Slice(dist.get_rank(group), size, group)
 
     def bounds(self, tokens: int) -> tuple[int, int]:
-        """Return this shard's bounds. Equally long shards may extend beyond the row."""
+        """Return this shard's bounds. All shards have the same length, so the last ones may extend
+        beyond the row."""
         length = -(-tokens // self.size)
         return self.rank * length, (self.rank + 1) * length
 
     def cut(self, whole: NDArray[T], filling: int | bool) -> NDArray[T]:
-        """Return this rank's shard of a per-token array, with padding beyond the end of the row."""
+        """Cut this rank's shard out of a per-token array, with padding beyond the end
+        of the row."""
         start, stop = self.bounds(len(whole))
         part = whole[start:stop]
         rest = np.full((stop - start - len(part), *whole.shape[1:]), filling, whole.dtype)
@@ -69,14 +72,14 @@ class Slice:
 
 
 WHOLE = Slice()
-"""The slice for a rank that does not share its rows."""
+"""Slice of a rank that does not share its rows."""
 
 
 def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange tokens for heads before attention, [P, H, D] → [n·P, H/n, D]. Query, key and value
-    may have different numbers and widths of heads. If n does not divide the number of key and value
+    may have different numbers and sizes of heads. If n does not divide the number of key and value
     heads, they are repeated. Raises ValueError if n does not divide the number of query heads."""
     size = dist.get_world_size(group)
     heads, shared = query.shape[1], key.shape[1]

@@ -1,8 +1,8 @@
 """Decoder layers whose forward pass is bit-identical to the engine's.
 
-With `model.batch_invariant`, engines use vLLM's batch-invariant kernels. The trainer uses the same
-kernel for each operation. Like the engine, it concatenates weights (query, key and value; gate and
-up). As a result, the hidden states of a token are bit-identical in any micro-batch. Only the
+With `model.batch_invariant`, engines use vLLM's batch-invariant kernels, and the trainer uses the
+same kernel for each operation. Like the engine, it concatenates weights (query, key and value; gate
+and up). As a result, the hidden states of a token are bit-identical in any micro-batch. Only the
 float32 head still differs, by a few millionths of a nat.
 
 Gradients are computed from plain formulas in one-pass kernels
@@ -27,18 +27,18 @@ from keel.model.torch_internals import flash_gradients
 from keel.model.transformers_internals import override
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""The `model_type`s whose layers in vLLM use exactly the operations below."""
+"""`model_type`s whose layers in vLLM use exactly the operations below."""
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""The `rope_type`s that vLLM implements with the same kernel but a different cosine table."""
+"""`rope_type`s that vLLM implements with the same kernel but a different cosine table."""
 _Positions = tuple[Tensor, Tensor, Tensor]
-"""The positions [N], and the tables for `engine.rotate` that rotate heads and rotate them back."""
+"""Positions [N], and the tables for `engine.rotate` that rotate heads and rotate them back."""
 HEAD = 128
-"""The head size for which flash attention 3 returns the same bits for single tokens (not causal) as
-for whole prompts. Measurements showed different bits for a size of 64."""
+"""Head size for which flash attention 3 returns the same bits for single tokens (not causal) as for
+whole prompts. Measurements showed different bits for a size of 64."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
-    """Raise ConfigError if batch-invariant layers do not support the model, or without a GPU."""
+    """Raise ConfigError if batch-invariant layers do not support the model or there is no GPU."""
     if not gpu:
         raise ConfigError(
             "model.batch_invariant needs a GPU. Remove it: on CPUs in float32, ratios are 1 to "
@@ -65,9 +65,9 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
 
 
 def use_invariant_layers(model: PreTrainedModel) -> None:
-    """Make the decoder of `model` use the engine's kernels. The weights do not change. Raises
-    ConfigError if the model does not pass `check_invariant`, and RuntimeError if the installed vLLM
-    lacks these kernels."""
+    """Make the decoder of `model` use the engine's kernels, keeping its weights. Raises ConfigError
+    if the model does not pass `check_invariant`, and RuntimeError if the installed vLLM lacks these
+    kernels."""
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()
     decoder: Any = model.get_decoder()
@@ -129,7 +129,7 @@ class _Mlp:
 
 
 def _linear(x: Tensor, *parts: nn.Linear) -> Tensor:
-    """Apply several linear layers to x [N, K] in one GEMM, and return the joined outputs."""
+    """Apply several linear layers to x [N, K] in one GEMM, and return the concatenated outputs."""
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))
 

@@ -1,13 +1,13 @@
-"""The kernels of vLLM's batch-invariant mode (0.32), called in the same way as vLLM's Qwen2, Qwen3
-and Llama models call them.
+"""Kernels of vLLM's batch-invariant mode (0.32), called in the same way as in vLLM's Qwen2, Qwen3
+and Llama models.
 
 This is the only place where the trainer uses vLLM. Each kernel returns the same bits for a token in
 any batch: GEMMs sum over K in a fixed order, attention processes keys in blocks of a fixed size,
 and norms do not choose their threads by the number of rows. A forward pass over a whole sequence
 therefore returns the same bits as an engine that decodes it token by token.
 
-`linear_like` and `norm_heads_like` are faster variants that return exactly the same bits. Each
-variant is compared with vLLM's kernel before it is used. Engines and the trainer run the same code
+`linear_like` and `norm_heads_like` try faster variants that return exactly the same bits, and
+compare each one with vLLM's kernel before using it. Engines and the trainer run the same code
 (`keel.rollout.engine.patches`). They may pick different variants, because all are bit-identical.
 """
 
@@ -39,16 +39,17 @@ _HOPPER = 9
 _FEW = 512
 """Maximum number of rows for which narrow tiles are tried, as in decoding steps."""
 _MOST = 8192
-"""Maximum number of rows in a trial. The outputs for a whole micro-batch would take gigabytes."""
+"""Maximum number of rows in a trial. The outputs of a whole micro-batch would take gigabytes."""
 _FULL = 128 * 128 * 132
 """A GEMM with at least this many outputs has enough tiles to fill the GPU, so cuBLAS does not split
 K on its own. Explicitly forbidding the split would cost about 400 µs per call on the host,
 apparently for an algorithm search."""
 _TRIALS, _CALLS = 3, 8
-"""Number of timed runs of each bit-identical variant, and the number of calls in each run."""
+"""Number of timed runs of each bit-identical variant, and number of calls in each run."""
 
 _CHOICES: dict[Any, Any] = {}
-"""The function chosen for each operation and shape, with the rows rounded up to a power of two."""
+"""Function chosen for each operation and shape, with the number of rows rounded up to a power of
+two."""
 
 
 def prepare() -> None:
@@ -91,7 +92,7 @@ def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
 
 
 def silu_and_mul(packed: Tensor) -> Tensor:
-    """Compute silu(first half) · second half for the packed input [N, 2·I]. Returns [N, I]."""
+    """Compute silu(first half) · second half of the packed input, [N, 2·I] → [N, I]."""
     out = packed.new_empty(packed.shape[0], packed.shape[1] // 2)
     _kernels().silu_and_mul(out, packed)
     return out
@@ -100,9 +101,9 @@ def silu_and_mul(packed: Tensor) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention within each segment. Takes query [N, Hq, D] and key and value [N,
-    Hkv, D]. Returns the outputs [N, Hq, D] and the logsumexps [Hq, N] float32. Keys and values are
-    copied into blocks like those in the engine's cache, so that the same kernel is selected."""
+    """Compute causal attention within each segment: query [N, Hq, D], key and value [N, Hkv, D] →
+    outputs [N, Hq, D] and logsumexps [Hq, N] float32. Keys and values are copied into blocks like
+    those in the engine's cache, so that the same kernel is selected."""
     pages = _pages(segments.lengths, query.device)
     kernels = _kernels()
     return kernels.flash_attention(
@@ -124,13 +125,13 @@ def attention(
 
 @dataclass(frozen=True)
 class _Pages:
-    """Packed segments in blocks of `BLOCK` tokens, which no two segments share."""
+    """Packed segments in blocks of `BLOCK` tokens. Segments do not share blocks."""
 
     lengths: Tensor
     rows: Tensor
-    """[N] the row within the blocks that holds each token."""
+    """[N] row within the blocks that holds each token."""
     table: Tensor
-    """[S, max] int32, the blocks of each segment in order."""
+    """[S, max] int32, blocks of each segment in order."""
     blocks: int
 
     @staticmethod
@@ -148,7 +149,7 @@ class _Pages:
         )
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """[N, H, D] → [blocks, BLOCK, H, D]."""
+        """Copy tokens into the blocks, [N, H, D] → [blocks, BLOCK, H, D]."""
         pages = x.new_zeros(self.blocks * BLOCK, *x.shape[1:])
         return pages.index_copy_(0, self.rows, x).unflatten(0, (-1, BLOCK))
 
@@ -157,7 +158,7 @@ _pages = lru_cache(maxsize=2)(_Pages.of)
 
 
 def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the engine's table of cosines, then sines, [positions, R]."""
+    """Return the engine's table of cosines followed by sines, [positions, R]."""
     from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415
     from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: PLC0415
 
@@ -193,10 +194,9 @@ _kernels = cache(_Kernels)
 
 
 def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M]. The result is bit-identical to that of
-    `local`, vLLM's kernel. On Hopper, cuBLAS sums in the same order as vLLM's kernel unless it
-    splits K, and it is faster. It would split K if there are few rows and the matrix is narrow and
-    deep. In that case, a kernel with narrow tiles is faster."""
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `local`, vLLM's
+    kernel. On Hopper, cuBLAS is faster and sums in the same order unless it splits K, which it does
+    for few rows and a narrow, deep matrix. In this case, a kernel with narrow tiles is faster."""
     kind = (x.device, x.dtype, weight.shape, bias is None, _doublings(len(x)))
     chosen: _Linear | None = _CHOICES.get(kind)
     if chosen is None:
@@ -207,8 +207,8 @@ def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 def norm_heads_like(local: _Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D]. The result is
-    bit-identical to that of `local`, vLLM's kernel, which needs a contiguous copy of x."""
+    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], with the same bits as
+    `local`, vLLM's kernel, which needs a contiguous copy of x."""
     kind = (x.device, x.dtype, x.shape[1:], eps)
     chosen: _Norm | None = _CHOICES.get(kind)
     if chosen is None:
@@ -273,7 +273,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """All trials share a stream, because cuBLAS reserves 32 MiB per stream on Hopper."""
+    """Return the stream for all trials. They share it, because cuBLAS reserves 32 MiB per stream on
+    Hopper."""
     return torch.cuda.Stream(device)
 
 

@@ -1,1 +1,2 @@
-"""The support head, which computes log-probabilities over sampling masks, and its GPU kernels."""
+"""The support head, an output layer that computes log-probabilities over sampling masks, and its
+GPU kernels."""

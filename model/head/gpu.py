@@ -1,6 +1,7 @@
-"""The support head on a GPU: log-probabilities over sampling masks, forward and backward.
+"""The support head on a GPU, which computes log-probabilities over sampling masks, forward and
+backward.
 
-Each token's method is planned before any kernel runs:
+A method for each token is planned before any kernel runs:
 
 | plan   | used for                             | work                                         |
 |--------|--------------------------------------|----------------------------------------------|
@@ -8,11 +9,11 @@ Each token's method is planned before any kernel runs:
 | union  | large sampling masks that overlap    | one GEMM with the rows that any token kept   |
 | full   | tokens without truncation            | one GEMM with the whole head                 |
 
-A plan depends on the sampling masks only. From host tensors it needs no synchronisation, and one
-plan serves all passes over a micro-batch: policy, reference, forward and backward.
+A plan depends on the sampling masks only. Planning from host tensors needs no synchronisation, and
+all passes over a micro-batch share one plan: policy, reference, forward and backward.
 
 Between forward and backward, only one float32 logit per kept id and two floats per token are kept;
-everything else is recomputed. Results are deterministic: there are no atomics.
+everything else is recomputed. Results are deterministic, because there are no atomics.
 """
 
 from __future__ import annotations
@@ -45,25 +46,26 @@ _CHUNK_TOKENS = 2048
 _UNION_FLOOR = 128
 """Below this mean number of ids per token, gather is chosen without computing the union."""
 _ALIGNMENT = 64
-"""Unions are padded to a multiple of this size. GEMMs use slower kernels for other widths."""
+"""Unions are padded to a multiple of this size, because GEMMs use slower kernels for
+other widths."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Consecutive tokens that share a plan, with their entries (positions in the kept ids)."""
+    """Consecutive tokens with the same plan, and their entries (positions in the kept ids)."""
 
     tokens: tuple[int, int]
     entries: tuple[int, int]
     union: Tensor | None = None
     """[U] int64, all ids kept by any of the tokens, in ascending order and padded with unused zeros
-    to a multiple of `_ALIGNMENT`. None if the plan is gather."""
+    to a multiple of `_ALIGNMENT`. None for the gather plan."""
     column: Tensor | None = None
-    """[entries] int64, the position of each entry's id in `union`."""
+    """[entries] int64, position of each entry's id in `union`."""
 
 
 @dataclass(frozen=True)
 class SupportPlan:
-    """The sampling masks on the device, divided into chunks of tokens."""
+    """Sampling masks on the device, divided into chunks of tokens."""
 
     vocabulary: int
     ids: Tensor
@@ -71,14 +73,14 @@ class SupportPlan:
     offsets: Tensor
     """[T+1] int64."""
     token: Tensor
-    """[E] int32, the token of each entry."""
+    """[E] int32, token of each entry."""
     chunks: tuple[_Chunk, ...]
     full: Tensor | None
-    """[F] int64, the tokens that were sampled without truncation. None if all were truncated."""
+    """[F] int64, tokens that were sampled without truncation. None if all were truncated."""
 
     @cached_property
     def transposed(self) -> Transposed:
-        """The entries of all gather chunks, sorted by id."""
+        """Entries of all gather chunks, sorted by id."""
         if all(chunk.union is None for chunk in self.chunks):
             return Transposed.of(self.ids, self.token, self.vocabulary)
         spans = [
@@ -92,8 +94,8 @@ class SupportPlan:
 
 
 def _union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
-    """Return whether one GEMM over `union` rows is estimated to be faster than reading one row per
-    entry, in any pass. The constants were fitted on an H200 for d from 640 to 2,048."""
+    """Estimate whether one GEMM over `union` rows is faster than reading one row per entry. The
+    constants were fitted on an H200 for d from 640 to 2,048."""
     gather = entries * (9e-11 + d * 2.35e-13)
     product = tokens * union * (4e-13 + d * 4e-15) + 6.5e-5
     return product < gather
@@ -102,9 +104,9 @@ def _union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
 def build_plan(
     kept_ids: Tensor, kept_offsets: Tensor, *, vocabulary: int, d: int, device: torch.device
 ) -> SupportPlan:
-    """Choose a method for each chunk of tokens and return the resulting plan. kept_ids [E] and
-    kept_offsets [T+1] are integers on any device. If they are in host memory, planning does not
-    synchronise. Ids must be in [0, vocabulary) and unique within a token."""
+    """Choose a method for each chunk of tokens. `kept_ids` [E] and `kept_offsets` [T+1] are
+    integers on any device; in host memory, planning does not synchronise. Ids must be in [0,
+    vocabulary) and unique within a token."""
     host_offsets = kept_offsets.cpu().numpy()
     sizes = np.diff(host_offsets)
     tokens = len(sizes)
@@ -145,7 +147,8 @@ def build_plan(
 def _find_union(
     kept_ids: Tensor, tokens: int, vocabulary: int, d: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the union and the position of each entry in it, or None if gather is faster."""
+    """Return the union of the ids and the position of each entry in it, or None if gather is
+    faster."""
     entries = len(kept_ids)
     # The union is at least as large as the mean mask.
     if entries < _UNION_FLOOR * tokens:
@@ -279,14 +282,11 @@ def fused_head(
     bias: Tensor | None = None,
     shape: HeadShape | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log π(target) and the entropy for each token over its sampling mask, and return both
-    as [T] float32.
-
-    The log-probability is differentiable with respect to hidden, weight and bias, but the entropy
-    is not. hidden [T, d] and weight [V, d] are in bfloat16, float16 or float32, targets [T] are
-    integers, and bias is [V]. The ids in a sampling mask must be unique. A target outside its mask
-    has log-probability −inf.
-    """
+    """Compute log π(target) and the entropy of each token over its sampling mask, both [T] float32.
+    Only the log-probability is differentiable, with respect to `hidden`, `weight` and `bias`.
+    `hidden` [T, d] and `weight` [V, d] are bfloat16, float16 or float32, `targets` [T] are
+    integers, and `bias` is [V]. The ids in a sampling mask must be unique. A target outside its
+    mask has log-probability −inf."""
     return _SupportHead.apply(  # type: ignore[return-value]
         hidden if hidden.stride(-1) == 1 else hidden.contiguous(),
         weight if weight.stride(-1) == 1 else weight.contiguous(),

@@ -1,9 +1,10 @@
-"""Triton kernels of the support head: logits and gradients at kept ids, or of the full head.
+"""Triton kernels of the support head. They compute logits and gradients for the kept ids or for the
+whole vocabulary.
 
-Let E be the number of kept ids over all tokens (the *entries*, one row of the head each). The
+Let E be the number of kept ids over all tokens (the *entries*; each needs one row of the head). The
 kernels for kept ids read one row of the head or of the hidden states per entry, accumulate in
-float32 registers and write each output once. There are no atomics, so results are bit-identical
-for the same input.
+float32 registers and write each output once. There are no atomics, so results are bit-identical for
+the same input.
 
     logits           one program per few entries   hidden[t] · weight[v]          reads E rows
     span_statistics  one program per token         log π, entropy, logsumexp
@@ -11,8 +12,9 @@ for the same input.
     hidden_gradient  one program per token         Σ over its ids                 reads E rows
     weight_gradient  one program per vocabulary row Σ over the tokens that kept it reads E rows
 
-`weight_gradient` needs the entries sorted by id (`Transposed`). Frequent ids are kept by a large
-fraction of all tokens, so each run of `_LONG_ROW` sorted entries with one id is summed separately.
+`weight_gradient` needs the entries sorted by id (`Transposed`). A frequent id is kept by a large
+fraction of all tokens, so each run of `_LONG_ROW` sorted entries with the same id is summed
+separately.
 
 The full head, for tokens without truncation, processes the vocabulary in blocks: a GEMM computes
 one block of logits in float32, and a kernel folds it into running statistics (forward) or turns it
@@ -32,12 +34,11 @@ import triton.language as tl
 from torch import Tensor
 
 _LONG_ROW = 256
-"""Number of sorted entries that are summed as one part. For one vocabulary row, a program sums
-fewer than twice as many single entries, plus any number of parts."""
+"""Number of sorted entries with the same id that are summed as one part."""
 
 
 class _Tiling(NamedTuple):
-    """Entries, columns and warps of each program, tuned on an H200."""
+    """Entries, columns and warps per program, tuned on an H200."""
 
     entries: int
     columns: int
@@ -50,7 +51,8 @@ _WEIGHT_GRADIENT = _Tiling(4, 1024, 2)
 
 
 class HeadShape(NamedTuple):
-    """z = softcap · tanh(scale · (hidden · weight + bias) / softcap) / temperature."""
+    """How logits are computed: z = softcap · tanh(scale · (hidden · weight + bias) / softcap) /
+    temperature."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0: no cap
@@ -58,14 +60,15 @@ class HeadShape(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """The sampling-mask entries sorted by vocabulary id."""
+    """Sampling-mask entries sorted by vocabulary id, so that all tokens that kept an id are next to
+    each other."""
 
     entry: Tensor
-    """[E] int64, the original position of each sorted entry."""
+    """[E] int64, original position of each sorted entry."""
     token: Tensor
-    """[E] int32, the token of each sorted entry."""
+    """[E] int32, token of each sorted entry."""
     ids: Tensor
-    """[E] int32, the ids in ascending order."""
+    """[E] int32, ids in ascending order."""
     row_start: Tensor
     """[V+1] int32. Vocabulary row v has the sorted entries row_start[v] … row_start[v+1]−1."""
 
@@ -88,7 +91,7 @@ def _shape_logit(dot, scale, softcap, inverse_temperature, CAPPED: tl.constexpr)
 
 @triton.jit
 def _logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
-    """Return the derivative dz / d(dot), computed from z."""
+    """Compute the derivative dz / d(dot) from z."""
     slope = scale * inverse_temperature
     if CAPPED:
         tanh = z / (softcap * inverse_temperature)
@@ -304,8 +307,8 @@ def span_statistics(
     offsets: Tensor,
     targets: Tensor,
 ) -> None:
-    """Compute logp, entropy and lse for tokens with a non-empty sampling mask, and write them to
-    [T] float32 tensors. If a target is outside its mask, its logp is −inf."""
+    """Write the log-probability, entropy and logsumexp of each token with a non-empty sampling mask
+    to [T] float32 tensors. If a target is outside its mask, its log-probability is −inf."""
     if targets.numel():
         _span_kernel[(targets.numel(),)](
             logp, entropy, lse, logits, ids, offsets, targets, BLOCK=32, num_warps=1
@@ -321,7 +324,7 @@ def logit_coefficients(
     grad_logp: Tensor,
     shape: HeadShape,
 ) -> Tensor:
-    """Return dL/d(hidden · weight + bias) for each entry, [E] float32."""
+    """Compute dL/d(hidden · weight + bias) for each entry, [E] float32."""
     out = torch.empty_like(logits)
     if logits.numel():
         _coefficient_kernel[(triton.cdiv(logits.numel(), 1024),)](
@@ -335,8 +338,8 @@ def logit_coefficients(
 def hidden_gradient(
     out: Tensor, coefficient: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor
 ) -> None:
-    """Write the gradient of hidden to `out` [T, d]. Every row is written, with zeros for tokens
-    without kept ids. `offsets` [T+1] index into `ids`."""
+    """Write the gradient of `hidden` to `out` [T, d], with zeros for tokens without kept ids.
+    `offsets` [T+1] index into `ids`."""
     (tokens, d), tiling = out.shape, _HIDDEN_GRADIENT
     if tokens:
         _hidden_gradient_kernel[(tokens, triton.cdiv(d, tiling.columns))](
@@ -348,8 +351,8 @@ def hidden_gradient(
 def weight_gradient(
     out: Tensor, base: Tensor | None, coefficient: Tensor, hidden: Tensor, transposed: Transposed
 ) -> None:
-    """Write the sum of `base` and the gradient of weight to `out` [V, d]. Every row is written.
-    `base` may be `out` itself."""
+    """Write `base` plus the gradient of `weight` to every row of `out` [V, d]. `base` may be `out`
+    itself."""
     (vocabulary, d), tiling = out.shape, _WEIGHT_GRADIENT
     columns = triton.cdiv(d, tiling.columns)
     parts = transposed.ids.numel() // _LONG_ROW
@@ -368,7 +371,7 @@ def weight_gradient(
 
 
 def bias_gradient(out: Tensor, coefficient: Tensor, transposed: Transposed) -> None:
-    """Add the gradient of bias to `out` [V] float32."""
+    """Add the gradient of `bias` to `out` [V] float32."""
     _bias_gradient_kernel[(out.numel(),)](
         out, coefficient, transposed.entry, transposed.row_start, BLOCK=128, num_warps=1
     )
@@ -432,7 +435,7 @@ def _block_coefficient_kernel(
 
 
 def gemm(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right in float32, with float32 sums."""
+    """Compute left @ right with float32 sums and a float32 result."""
     right = right.to(left.dtype)
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
@@ -447,7 +450,8 @@ def _blocks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
 def full_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logp, entropy and logsumexp over the whole vocabulary, each [T] float32."""
+    """Compute the log-probability, entropy and logsumexp over the whole vocabulary, each [T]
+    float32."""
     tokens = hidden.shape[0]
     top = torch.full((tokens,), float("-inf"), device=hidden.device)
     chosen, mass, moment = top.clone(), torch.zeros_like(top), torch.zeros_like(top)
@@ -474,8 +478,8 @@ def full_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of hidden, [T, d] float32, and add the gradients of weight and bias to
-    grad_weight [V, d] and grad_bias [V]. `lse` and `grad_logp` are [T] float32."""
+    """Return the gradient of `hidden`, [T, d] float32, and add the gradients of `weight` and `bias`
+    to `grad_weight` [V, d] and `grad_bias` [V]. `lse` and `grad_logp` are [T] float32."""
     tokens, d = hidden.shape
     grad_hidden = torch.zeros((tokens, d), device=hidden.device, dtype=torch.float32)
     for first, last in _blocks(tokens, weight.shape[0]):

@@ -1,19 +1,18 @@
-"""Computes log-probabilities over sampling masks, as the policy with truncated sampling assigns
-them.
+"""Compute log-probabilities over sampling masks, as truncated sampling assigns them.
 
 Under Keep Sampling Mask (DeepSeek-V3.2, section 3.1) a token o sampled with the mask S has
 
     log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,      z = cap(scale · (W h + b))
 
 so forward and backward only need the logits in S. A token without truncation (an empty mask) needs
-the full head, which is computed for a few rows at a time and again in the backward pass. No tensor
-of tokens × vocabulary is created in either case.
+the full head, which is computed for a few rows at a time and again in the backward pass. Neither
+case creates a tensor of tokens × vocabulary.
 
 This is the PyTorch implementation for CPUs and float64. On a GPU, `support_head` uses the kernels
 of `keel.model.head.gpu`.
 
 The index tensors should stay on the CPU, even with `hidden` on a GPU: checks and planning run on
-the host, and index tensors on the GPU cost a synchronisation.
+the host, and index tensors on the GPU would require a synchronisation.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ if TYPE_CHECKING:  # the import takes seconds
 
 _GATHER_COST = 16
 """Number of logits that the gemm plan computes in the time that the gather plan needs for one pair,
-forward and backward. Both plans take equally long for V/|S| between 14 and 19 (measured for V of
-150, 300 and 32,000)."""
+forward and backward. The plans are equally fast for V/|S| between 14 and 19 (measured for V of 150,
+300 and 32,000)."""
 _GATHER_ELEMENTS = 2**19
-"""Number of elements in a [pairs, d] block of the gather plan. A block fits into the cache."""
+"""Number of elements in a [pairs, d] block of the gather plan, which must fit into the cache."""
 _GEMM_ELEMENTS = 2**18
 """Number of elements in a [rows, V] block of the gemm plan."""
 _GEMM_ROWS = 128
@@ -61,7 +60,8 @@ def support_head(
     softcap: float | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each target over its sampling mask, and the mask's entropy.
+    """Compute the log-probability of each target over its sampling mask, and the entropy over the
+    mask.
 
     Args:
         hidden: [T, d] floats; row t predicts `targets[t]`.
@@ -158,13 +158,13 @@ class _Curve(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The (token, id) pairs of all sampling masks."""
+    """(token, id) pairs of all sampling masks."""
 
     ids: Tensor
     rows: Tensor
-    """[nnz] int64, the row of `hidden` for each pair, in ascending order."""
+    """[nnz] int64, row of `hidden` for each pair, in ascending order."""
     host_offsets: NDArray[np.int64]
-    """[T+1] the start of each token's pairs, on the host."""
+    """[T+1] start of each token's pairs, in host memory."""
 
     @staticmethod
     def of(ids: Tensor, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> _Pairs:
@@ -182,7 +182,7 @@ class _Pairs:
 
 
 class _KeptHead(Function):
-    """Truncated tokens. Saves two floats and two integers per (token, id) pair."""
+    """Head for truncated tokens. Saves two floats and two integers per (token, id) pair."""
 
     @staticmethod
     def forward(
@@ -235,7 +235,7 @@ class _KeptHead(Function):
 
 
 class _FullHead(Function):
-    """Tokens sampled without truncation. Saves one float per token."""
+    """Head for tokens sampled without truncation. Saves one float per token."""
 
     @staticmethod
     def forward(
@@ -317,7 +317,7 @@ def _gathers(pairs: _Pairs, hidden: Tensor, vocab: int) -> bool:
 
 
 def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
-    """Return the dot product of `hidden[rows]` and `weight[ids]` for each pair, [nnz]."""
+    """Compute the dot product of `hidden[rows]` and `weight[ids]` for each pair, [nnz]."""
     out = torch.empty(len(pairs.ids), dtype=_accumulate_dtype(hidden), device=hidden.device)
     vocab, dim = weight.shape
     if _gathers(pairs, hidden, vocab):
@@ -336,7 +336,7 @@ def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
 def _pair_grads(
     grad: Tensor, hidden: Tensor, weight: Tensor, pairs: _Pairs, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`grad` [nnz] is the gradient of the logits."""
+    """Compute the gradients of `hidden` and `weight` from those of the logits, `grad` [nnz]."""
     d_hidden = torch.zeros_like(hidden, dtype=grad.dtype) if needs[0] else None
     d_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
     vocab, dim = weight.shape
@@ -364,7 +364,8 @@ def _gemm_grads(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> None:
-    """Add to `d_hidden` and `d_weight`. `block` [rows, V] is the gradient of these rows' logits."""
+    """Add to the gradients of `hidden` and `weight`. `block` [rows, V] is the gradient of these
+    rows' logits."""
     if d_hidden is not None:
         d_hidden[row] = block @ operand
     if d_weight is not None:
@@ -475,16 +476,15 @@ LOGIT_SCALE: Mapping[str, Callable[[Any], float]] = {
     "granitemoeshared": lambda config: 1 / config.logits_scaling,
     "hyperclovax": lambda config: config.logits_scaling,
 }
-"""Maps a `model_type` to the factor by which its forward pass multiplies the output of lm_head."""
+"""Factor by which the forward pass of each `model_type` multiplies the output of lm_head."""
 
 _SCALE_KNOBS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 class SupportHead(nn.Linear):
-    """An output layer that computes log-probabilities of targets over sampling masks
-    (`support_head`). It has the same `Parameter` objects and names as the layer that it replaces,
-    so tied embeddings stay tied and checkpoints do not change. It is a module so that ZeRO-3
-    gathers its weight."""
+    """Output layer that computes log-probabilities of targets over sampling masks (`support_head`).
+    It uses the same `Parameter` objects and names as the layer that it replaces, so tied embeddings
+    stay tied and checkpoints do not change. It is a module so that ZeRO-3 gathers its weight."""
 
     def __init__(
         self, linear: nn.Linear, *, scale: float = 1.0, softcap: float | None = None
@@ -509,9 +509,8 @@ class SupportHead(nn.Linear):
         memo: dict[Any, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies of `targets`, both [T] float32 (see
-        `support_head`). If `targets` is omitted, return W·h + bias without the family's scaling and
-        capping, as the replaced layer did, so that `model(...).logits` and `model.generate` still
-        work."""
+        `support_head`). Without `targets`, return W·h + bias without scaling and capping, as the
+        replaced layer did, so that `model(...).logits` and `model.generate` still work."""
         if targets is None:
             return super().forward(hidden)
         if kept_ids is None or kept_offsets is None:
@@ -526,9 +525,9 @@ class SupportHead(nn.Linear):
 
 
 def install_support_head(model: PreTrainedModel) -> SupportHead:
-    """Replace the model's output layer with a `SupportHead` and return it. Calling this again has
-    no effect. Raises ValueError if the output layer is not a `nn.Linear`. Also raises it if the
-    config scales logits and the model family is not in `LOGIT_SCALE`."""
+    """Replace the model's output layer with a `SupportHead` and return it. Does nothing if it was
+    already replaced. Raises ValueError if the output layer is not a `nn.Linear`, or if the config
+    scales logits and the model family is not in `LOGIT_SCALE`."""
     layer = model.get_output_embeddings()
     if isinstance(layer, SupportHead):
         return layer

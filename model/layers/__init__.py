@@ -1,1 +1,1 @@
-"""Replacements for model layers on GPUs. They are faster or more exact."""
+"""Faster or more exact replacements for model layers on GPUs."""

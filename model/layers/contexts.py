@@ -1,4 +1,4 @@
-"""Copies shared prefixes for attention.
+"""Copy shared prefixes for attention.
 
 A packed row contains a shared prefix only once (`keel.rl.packing.prefix_sharing`), but attention
 needs contiguous keys and values for each context. The prefix is therefore copied into each context.
@@ -20,28 +20,30 @@ from keel.model.torch_internals import to_device
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The contexts of S segments: the segment itself, after the segment that it follows, if any."""
+    """The contexts of S segments. A context consists of the shared prefix that the segment follows,
+    if any, and the segment itself."""
 
     rows: Tensor
-    """[M] the packed token at each position in the concatenated contexts."""
+    """[M] packed token at each position in the concatenated contexts."""
     offsets: Tensor
     """[S+1] int32. Context s occupies the positions offsets[s] … offsets[s+1]−1."""
     longest: int
     lengths: tuple[int, ...]
     places: Tensor
-    """[N] the position of each packed token in its own segment's context."""
+    """[N] position of each packed token in its own segment's context."""
     shared: Tensor
-    """[Q] the packed tokens that also occur in other contexts."""
+    """[Q] packed tokens that also occur in other contexts."""
     others: Tensor
-    """The positions of these shared tokens in other contexts, grouped by token."""
+    """Positions of these shared tokens in other contexts, grouped by token."""
     counts: Tensor
-    """[Q] the number of other contexts that contain each shared token."""
+    """[Q] number of other contexts that contain each shared token."""
 
     @staticmethod
     def of(
         lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
     ) -> Contexts:
-        """`follows` gives the index of the earlier segment that each segment continues, or −1."""
+        """Build the contexts of segments. `follows` has the index of the earlier segment that each
+        segment continues, or −1."""
         local, before = np.asarray(lengths), np.asarray(follows)
         started = np.where(before >= 0, local[before], 0)
         whole = started + local
@@ -88,7 +90,8 @@ def _(x: Tensor, rows: Tensor, *rest: Tensor) -> Tensor:
 def _gather(
     slope: Tensor, places: Tensor, shared: Tensor, others: Tensor, counts: Tensor
 ) -> Tensor:
-    """Sum the gradients at all positions [M, …] into those of the packed tokens [N, …]."""
+    """Sum the gradients of all positions [M, …] over the copies of each packed token, giving [N,
+    …]."""
     grads = slope.index_select(0, places)
     exact = torch.promote_types(slope.dtype, torch.float32)
     copies = slope.index_select(0, others).to(exact).flatten(1)

@@ -1,4 +1,4 @@
-"""Runs FlashAttention-4's kernels (package flash-attn-4) on packed rows, on Hopper and Blackwell.
+"""Run FlashAttention-4 (package flash-attn-4) on packed rows, on Hopper and Blackwell GPUs.
 
 For 16,000 tokens or more, both passes take about half as long as with PyTorch's flash attention 2.
 Keys and values may have different widths. The package's autograd function cannot be traced into a
@@ -30,9 +30,9 @@ _PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)
 
 
 def missing(device: torch.device, folder: Path) -> str:
-    """Return the reason the kernels cannot run on this device, or "" if they can. `folder` is a
-    cache for compiled kernels, with a subfolder for each kind of GPU. By default, the package has
-    no cache on disk, or uses a folder in /tmp that any user could have created."""
+    """Return why FlashAttention-4 cannot run on this device, or "" if it can. `folder` caches
+    compiled kernels, with a subfolder for each kind of GPU. By default, the package has no cache on
+    disk, or uses a folder in /tmp that any user could have created."""
     if device.type != "cuda":
         return "they need a GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -51,7 +51,7 @@ def missing(device: torch.device, folder: Path) -> str:
 
 
 def fits(width: int, of_values: int, device: torch.device) -> bool:
-    """Return whether there are half-precision kernels for these widths of keys and values."""
+    """Return True if there are half-precision kernels for these head sizes of keys and values."""
     if width % 8 or of_values % 8:
         return False
     if torch.cuda.get_device_capability(device)[0] == 9:
@@ -70,12 +70,10 @@ def attend4(
     key_offsets: Tensor,
     key_longest: int,
 ) -> Tensor:
-    """Compute causal attention within segments, for widths that `fits` accepts.
-
-    Takes query [N, Hq, D], key [M, Hkv, D] and value [M, Hkv, Dv], and returns [N, Hq, Dv].
-    `offsets` and `key_offsets` are [S+1] int32. A segment's queries are the last positions of its
-    keys. `window` is the number of tokens that a token may attend to, including itself.
-    """
+    """Compute causal attention within segments, for head sizes that `fits` accepts: query [N, Hq,
+    D], key [M, Hkv, D], value [M, Hkv, Dv] → [N, Hq, Dv]. `offsets` and `key_offsets` are [S+1]
+    int32. The queries of a segment are at the last positions of its keys. `window` is the number of
+    tokens that a token may attend to, including itself."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reach = -1 if window is None else window - 1
     ends = (offsets, key_offsets, longest, key_longest)
@@ -94,7 +92,7 @@ def _attend(
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the logsumexps [Hq, N] float32. `reach` is the number of earlier
+    """Compute the outputs and the logsumexps [Hq, N] float32. `reach` is the number of earlier
     tokens that a token may attend to, or −1 for all."""
     out, lse = _empty_outputs(query, value)
     arguments = _arguments((offsets, key_offsets, longest, key_longest), scale, reach)
@@ -196,7 +194,7 @@ class _HeadWidths(NamedTuple):
 
 
 def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[_HeadWidths, ...]:
-    """Return the distinct head shapes in the model when `ranks` share its heads."""
+    """Return the distinct head shapes in the model when its heads are split over `ranks`."""
     text: Any = model.config.get_text_config()
     heads = text.num_attention_heads // ranks
     if getattr(text, "kv_lora_rank", None) is not None:  # each head gets keys from the latent
@@ -215,8 +213,8 @@ def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[_HeadWidths, ..
 
 _PROBE = (1, 130, 64, 7, 300, 65)
 _FOLLOWS = (-1, -1, 1, 1, -1, 4)
-"""The segment that each segment follows in a second comparison, with shared prefixes. It includes
-segments with fewer queries than keys, and keys that no window reaches."""
+"""Segment that each segment follows in the comparison with shared prefixes. This includes segments
+with fewer queries than keys, and keys that no window reaches."""
 _WINDOW = 100
 """Maximum attention window in the comparison. A model's own window would cover all tokens."""
 _OFF = 0.02
@@ -225,9 +223,9 @@ _OFF = 0.02
 
 @cache
 def disagreement(shapes: tuple[_HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason FlashAttention-4 cannot be used for these heads, or "" if it can. Results
-    and gradients are compared with plain float32 attention, because version 4.0.0b36, for example,
-    returned wrong gradients for a head size of 16 without any error."""
+    """Return why FlashAttention-4 cannot be used for these heads, or "" if its results and
+    gradients agree with plain float32 attention. For example, version 4.0.0b36 silently returned
+    wrong gradients for a head size of 16."""
     drawn = torch.Generator(device).manual_seed(0)
     for shape in shapes:
         if not fits(shape.width, shape.value_width, device):

@@ -1,4 +1,4 @@
-"""Faster layers for GPUs: RMS norms and experts without transformers' dozen elementwise operations,
+"""Faster RMS norms and experts for GPUs. transformers runs a dozen elementwise operations for them,
 which together take longer than the GEMMs. Layers with other formulas keep transformers' code, and
 so do all layers on a CPU."""
 
@@ -23,7 +23,7 @@ _EXPERTS = "keel_grouped"
 
 
 def use_fused_layers(model: PreTrainedModel) -> None:
-    """Replace the supported norms and experts in `model`. The weights do not change."""
+    """Replace the supported norms and experts in `model`, keeping their weights."""
     known: dict[type[nn.Module], bool] = {}
     for module in model.modules():
         kind = type(module)
@@ -37,7 +37,7 @@ def use_fused_layers(model: PreTrainedModel) -> None:
 
 
 def fuses_norms(model: nn.Module) -> bool:
-    """Return whether every RMS norm in `model` can run as a single kernel."""
+    """Return True if every RMS norm in `model` can run as a single kernel."""
     norms = {
         type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__
     }
@@ -45,7 +45,7 @@ def fuses_norms(model: nn.Module) -> bool:
 
 
 def fuses_experts(model: nn.Module) -> bool:
-    """Return whether `model` has experts that `fused_experts` supports, and no others."""
+    """Return True if `model` has experts and `fused_experts` supports all of them."""
     experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
     return bool(experts) and all(map(_is_plain, experts))
 
@@ -138,7 +138,7 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Return whether the module computes weight · x / rms(x), and not (1 + weight) · x / rms(x)."""
+    """Return True if the module computes weight · x / rms(x), and not (1 + weight) · x / rms(x)."""
     weight, name = getattr(module, "weight", None), type(module).__name__
     if "RMSNorm" not in name or "Gated" in name or not hasattr(module, "variance_epsilon"):
         return False

@@ -1,6 +1,6 @@
-"""Triton kernels that read and write memory only once: the steps around the grouped GEMMs of MoE
-layers, gradients of norms and gated activations, and GEMMs and head norms that reproduce the bits
-of vLLM's batch-invariant kernels.
+"""Triton kernels that read and write memory only once. They cover the steps around the grouped
+GEMMs of MoE layers, gradients of norms and gated activations, and GEMMs and head norms that are
+bit-identical to vLLM's batch-invariant kernels.
 
 In the kernels for experts there are S = tokens · K rows, sorted by expert, and `position[t·K + j]`
 is the row for token t's j-th expert.
@@ -21,7 +21,8 @@ _COLUMNS, _DEPTH = 32, 128
 """Tile size for `few_rows`, among the fastest of 46 sizes on an H200."""
 _ELEMENTS = 4096
 _PROGRAMS = 512
-"""Programs of `rms_norm_grad`, each of which writes one partial sum of the weight gradient."""
+"""Number of programs in `rms_norm_grad`, each of which writes a partial sum of the
+weight gradient."""
 _BLOCK = 1024
 
 
@@ -105,7 +106,7 @@ def _swiglu_gradient_kernel(grad_packed, grad, packed, width, BLOCK: tl.constexp
 
 
 def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
-    """Copy each token to the rows of its experts, [T, d] → [T·K, d]."""
+    """Copy each token to its experts' rows, [T, d] → [T·K, d]."""
     count, d = tokens.shape
     out = tokens.new_empty(count * per_token, d)
     _spread_kernel[(count,)](out, tokens, position, d, K=per_token, BLOCK=_BLOCK, num_warps=4)
@@ -113,7 +114,7 @@ def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor | None, position: Tensor, per_token: int) -> Tensor:
-    """Sum the rows of each token in float32, weighted by `weights` [T, K]; [T·K, d] → [T, d]."""
+    """Sum each token's rows in float32, weighted by `weights` [T, K]: [T·K, d] → [T, d]."""
     count, d = len(rows) // per_token, rows.shape[1]
     out = rows.new_empty(count, d)
     _combine_kernel[(count,)](
@@ -126,7 +127,7 @@ def combine(rows: Tensor, weights: Tensor | None, position: Tensor, per_token: i
 def combine_gradients(
     grad: Tensor, rows: Tensor, weights: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `combine` with respect to rows [T·K, d] and weights [T, K]."""
+    """Compute the gradients of `combine` for the rows [T·K, d] and the weights [T, K]."""
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     _combine_gradient_kernel[(len(grad),)](
         grad_rows, grad_weights, grad, rows, weights, position, rows.shape[1],
@@ -136,7 +137,7 @@ def combine_gradients(
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """Compute silu(gate) · up from the packed input [S, 2·I] → [S, I]."""
+    """Compute silu(gate) · up for packed gate and up, [S, 2·I] → [S, I]."""
     count, width = packed.shape[0], packed.shape[1] // 2
     out = packed.new_empty(count, width)
     _swiglu_kernel[(count, triton.cdiv(width, _BLOCK))](
@@ -146,7 +147,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def swiglu_gradient(grad: Tensor, packed: Tensor) -> Tensor:
-    """Return the gradient of `swiglu`, [S, 2·I]."""
+    """Compute the gradient of `swiglu` for its input, [S, 2·I]."""
     grad_packed = torch.empty_like(packed)
     count, width = grad.shape
     _swiglu_gradient_kernel[(count, triton.cdiv(width, _BLOCK))](
@@ -179,7 +180,7 @@ def _few_rows_kernel(
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16-bit precision, for N up to a few
-    hundred. For any N, the sums over K use the same order and instructions as vLLM's kernel. The
+    hundred. The sums over K use the same order and instructions as vLLM's kernel for any N. The
     tiles are narrow, so that every SM helps to load `weight`."""
     rows, depth = x.shape
     columns = len(weight)
@@ -213,7 +214,8 @@ def _norm_heads_kernel(
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], which may be strided.
-    This kernel runs one program per token, while vLLM runs one per head on a contiguous copy."""
+    Unlike vLLM, which runs one program per head on a contiguous copy, this kernel runs one program
+    per token."""
     tokens, heads, d = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm_heads_kernel[(tokens,)](
@@ -250,8 +252,8 @@ def _rms_norm_grad_kernel(
 
 
 def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients for x [N, H, D], which may be strided, and weight [D]. `grad` [N, H, D]
-    is the gradient of the output weight · x / rms(x)."""
+    """Compute the gradients of weight [D] · x / rms(x) for x [N, H, D], which may be strided, and
+    for `weight`. `grad` [N, H, D] is the gradient of the output."""
     tokens, heads, d = x.shape
     rows, block = tokens * heads, triton.next_power_of_2(d)
     tile = max(1, _ELEMENTS // block)

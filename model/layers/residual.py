@@ -1,8 +1,8 @@
 """A residual stream in float32 (`model.residual_dtype`), as in `keel.rollout.engine.patches`.
 
-In half precision, the stream is rounded twice per layer, and the engine and the trainer round
-differently. In float32, only the rounding inside blocks remains: the last GEMM in attention and in
-the MLP adds its float32 sums to the stream.
+In half precision, the stream is rounded twice per layer, and engine and trainer round differently.
+In float32, only the rounding inside blocks remains: the last GEMM in attention and in the MLP adds
+its float32 sums to the stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from keel.model.transformers_internals import override
 
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
-"""The modules whose outputs are added to the stream. Experts are summed in half precision."""
+"""Modules whose outputs are added to the stream. Experts are summed in half precision."""
 
 
 def use_float32_residual(model: PreTrainedModel) -> None:
@@ -38,7 +38,7 @@ def use_float32_residual(model: PreTrainedModel) -> None:
 
 
 def summed(input: Tensor, weight: Tensor) -> Tensor:
-    """Compute input [..., k] · weight [n, k]ᵀ → [..., n] in float32, without rounding."""
+    """Compute input [..., k] · weight [n, k]ᵀ → [..., n] with an unrounded float32 result."""
     if not input.is_cuda:
         return linear(input.float(), weight.float())
     out = torch.mm(input.flatten(0, -2), weight.T, out_dtype=torch.float32)
@@ -47,7 +47,8 @@ def summed(input: Tensor, weight: Tensor) -> Tensor:
 
 class _Layer(nn.Module):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Cast before the compiled `forward`, which the first layer would compile again."""
+        """Cast before calling the compiled `forward`, which would otherwise be compiled again for
+        the first layer."""
         return super().__call__(hidden_states.float(), *args, **kwargs)
 
 
