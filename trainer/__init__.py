@@ -1,2 +1,2 @@
-"""Trains the model: the training loop, the DeepSpeed engine, and the code that starts and places
+"""Train the model: the training loop, the DeepSpeed engine, and the code that places and starts
 their processes."""

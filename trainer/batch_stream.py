@@ -1,9 +1,9 @@
-"""Samples and scores completions ahead of the training loop, and hands it finished batches.
+"""Sample and score completions ahead of the training loop, and collect them into batches.
 
-A prompt is submitted as soon as `keel.rl.buffer.GroupBuffer` has room for it, and its group is
-scored as soon as all of its completions are sampled. A batch is ready once the buffer has enough
-groups. With `algorithm.max_lag: 0`, the engines then wait until the trainer has taken its step and
-sent them the new weights. Otherwise they keep sampling while the trainer works.
+A prompt is submitted for sampling as soon as `keel.rl.buffer.GroupBuffer` has room for it, and its
+group is scored as soon as all of its completions are sampled. A batch is ready once the buffer has
+enough groups. With `algorithm.max_lag: 0`, sampling then pauses until the engines have received the
+weights of the next step. Otherwise it continues while the trainer works.
 """
 
 import threading
@@ -19,18 +19,18 @@ from keel.rl.futures import failed, then
 from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
-"""Extra seconds that `BatchStream.take` waits beyond `Config.group_timeout_s` before it gives
-up."""
+"""Extra seconds that `BatchStream.take` waits after `Config.group_timeout_s` before it raises
+TimeoutError."""
 POLL_S = 0.2  # seconds between two calls of `should_abort` during a wait
 T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """Raised by functions that wait when the run is aborted."""
+    """Raised when the run is aborted during a wait."""
 
 
 class EmptyBatch(RuntimeError):
-    """Raised if no completion in a batch can be learned from."""
+    """Raised if a batch contains no completion that can be trained on."""
 
     def __init__(self, groups: Sequence[ScoredGroup]) -> None:
         reasons = {reason for group in groups for reason in group.group.dropped}
@@ -46,7 +46,7 @@ def never() -> bool:
 
 
 def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
-    """Return the result of a future that has its own timeout. Raises `Cancelled` if aborted."""
+    """Wait for a future and return its result. Raises `Cancelled` if the run is aborted."""
     while not future.done():
         if should_abort():
             raise Cancelled
@@ -55,14 +55,14 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
 
 
 class SamplingProgress:
-    """Estimates how much of a sampling phase is done. It uses either the finished prompts or the
-    engines' decoding steps, whichever shows more progress."""
+    """Estimate how much of a batch has been sampled, from the finished prompts or from the engines'
+    decoding steps, whichever is further along."""
 
     def __init__(
         self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
     ) -> None:
-        """`count_steps` returns the engines' decoding steps so far. Only prompts are counted
-        without it, or with environments, because episodes have unknown numbers of turns."""
+        """`count_steps` returns the number of decoding steps so far. It is ignored with
+        environments, because the number of turns in an episode is unknown."""
         rollout, completions = config.rollout, prompts * samples
         waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
         self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
@@ -77,8 +77,8 @@ class SamplingProgress:
 
 
 class BatchStream:
-    """Samples and scores groups of completions and collects them into training batches. Its
-    callbacks run on the threads of the engines and of the reward functions."""
+    """Sample and score groups of completions and collect them into training batches. Callbacks run
+    on the threads of the engines and reward functions."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class BatchStream:
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """`next_prompts(n)` returns the next n prompts. `position(prompts)` returns a position in
-        the data from which a resumed run starts with these prompts. `sample` and `score` must
-        return immediately and enforce their own timeouts. `start` is the last completed step."""
+        """`next_prompts(n)` returns the next n prompts, and `position(prompts)` the data position
+        from which a resumed run would start with these prompts. `sample` and `score` must return
+        immediately and enforce their own timeouts. `start` is the last completed step."""
         algorithm = config.algorithm
         self._next_prompts, self._position = next_prompts, position
         self._sample, self._score = sample, score
@@ -130,10 +130,10 @@ class BatchStream:
     def take(
         self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never
     ) -> Batch:
-        """Wait for the next batch and return it. The context `waiting("rollout")` is active while
-        its groups are sampled, and `waiting("reward")` once all are being scored. Raises errors of
-        sampling and scoring, `EmptyBatch`, `Cancelled`, and TimeoutError if nothing arrives for
-        longer than all timeouts together."""
+        """Wait for the next batch and return it. Enters `waiting("rollout")` while the batch is
+        being sampled, and `waiting("reward")` while only scores are missing. Raises any error from
+        sampling or scoring, `EmptyBatch`, `Cancelled`, and TimeoutError if no group arrives for too
+        long."""
         with self._changed:
             while (aborted := should_abort()) or not self._buffer.ready():
                 if aborted:
@@ -177,15 +177,15 @@ class BatchStream:
             wait_for(self._update, should_abort)
 
     def position(self, untrained: Sequence[Prompt] = ()) -> Mapping[str, Any]:
-        """Return a position in the data from which a resumed run repeats no prompt that was already
-        trained on. `untrained` holds the prompts of a batch that was returned but not trained on.
-        """
+        """Return the data position for a checkpoint: a run resumed from it skips all prompts that
+        were already trained on. `untrained` holds the prompts of the current batch if it was not
+        trained on."""
         with self._changed:  # no prompt may move from the stream to the buffer meanwhile
             return self._position([*untrained, *self._buffer.unfinished()])
 
     def _fill(self) -> None:
         """Submit as many prompts as the buffer has room for. Errors are stored for `take`, because
-        futures swallow exceptions in callbacks."""
+        futures swallow exceptions raised in callbacks."""
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0
             try:

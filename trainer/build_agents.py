@@ -1,4 +1,4 @@
-"""Builds the environments, agent programs and episode runner that a recipe asks for."""
+"""Build the environments, agent programs and episode runner for a recipe."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, ends_of
 
 _SHOWN_TOOLS = 8
-"""The maximum number of tools named in the notes before a run."""
+"""Maximum number of tools named in the notes before a run."""
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
 """Maps each value of `on_crash` to the phases in which a crash is blamed on the policy."""
 MAX_STARTING = 8
-"""The maximum number of environments that start at the same time."""
+"""Maximum number of environments that start at the same time."""
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
@@ -170,7 +170,7 @@ def _invalid(source: SourceConfig, error: Exception) -> ConfigError:
 
 
 def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
-    """Return the token ids that a policy would have to sample in order to say `text`."""
+    """Return the token ids that a policy would have to sample to say `text`."""
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
     turn = {"role": "assistant", **thought, "content": text}
@@ -228,9 +228,9 @@ def episode_runner(
     turns: TurnSampler,
     place: Callable[[str, Factory], Environment] | None = None,
 ) -> EpisodeRunner:
-    """Build the runner that plays episodes in the environments. If `place` is given, it gets the
-    name of a source and the factory for this machine, and may create the environment elsewhere.
-    Raises ConfigError if an environment is invalid."""
+    """Build the runner that plays episodes in the environments. `place` is called with the name of
+    a source and this machine's factory, and can create the environment on another node. Raises
+    ConfigError if an environment is invalid."""
     agents, starting = config.agents, asyncio.Semaphore(MAX_STARTING)
     closing: list[Callable[[], Awaitable[None]]] = []
 
@@ -286,8 +286,8 @@ def environment_factory(
     closing: list[Callable[[], Awaitable[None]]] | None = None,
 ) -> Factory:
     """Return a function that creates the environment of an episode. `starting` limits how many
-    start at the same time. Episodes are forked only if `closing` is given. It receives functions to
-    call at the end."""
+    start at the same time. Functions to call at the end are appended to `closing`, without which
+    episodes are not forked."""
     spec, prompt = environment_spec(config, source), _system_prompt_of(config, source)
     if spec is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
@@ -347,12 +347,13 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
 def wrap(
     config: Config, source: SourceConfig, *, network: Network | None = None
 ) -> EnvSandbox | None:
-    """Return a sandbox for an environment, or None if isolation is turned off.
+    """Return a sandbox for an environment, or None if isolation is turned off. `network` overrides
+    the recipe's setting.
 
-    `network` overrides the recipe's setting. Code written by the policy can read every file that
-    its environment can read. The run folder, the prompt files and the generators of procedural
-    prompts contain answers, so the sandbox hides them unless they are listed in `readable`. Raises
-    ValueError if this machine cannot isolate the environment.
+    Code written by the policy can read every file that its environment can read. The run folder,
+    the prompt files and the generators of procedural prompts contain answers, so the sandbox hides
+    them unless they are listed in `readable`. Raises ValueError if this machine cannot isolate the
+    environment.
     """
     environment = source.environment
     answers = [

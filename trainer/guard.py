@@ -1,4 +1,4 @@
-"""Saves checkpoints during a run, and also when the run is aborted or fails."""
+"""Save checkpoints during a run, and when it is aborted or fails."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream, Cancelled, EmptyBatch
 
 Save = Callable[[int, Mapping[str, Any]], bool]
-"""Writes a checkpoint, given a step and a position in the data. Returns True if it was written, and
-False if writing failed but the run should continue without this checkpoint."""
+"""Writes a checkpoint for a step and a data position. Returns True if it was written, and False if
+writing failed but the run should continue."""
 
 
 class RunJournal(Protocol):
-    """Records the results of a run and shows its progress."""
+    """Records the results of a run and displays its progress."""
 
     def begin(self, activity: str) -> None: ...
 
@@ -63,9 +63,9 @@ class Saver:
 class RunGuard:
     """Saves a final checkpoint when a run ends early.
 
-    This happens when the run is aborted. It also happens when sampling, scoring, publishing or
-    evaluating fails and `handle_failure(error)` returns True. An error in an optimizer step is
-    raised without a checkpoint, because the learner's state is lost.
+    This applies when the run is aborted, and when sampling, scoring, publishing or evaluating fails
+    and `handle_failure(error)` returns True. If an optimizer step fails, no checkpoint is saved,
+    because the learner's state is lost.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """Return a context for an activity after a step. `finish` raises its error later."""
+        """Return a context for an activity after a step. An error in it is raised only in
+        `finish`."""
         self._journal.begin(activity)
         try:
             yield
@@ -126,7 +127,7 @@ class RunGuard:
     def finish(
         self, step: int, metrics: Mapping[str, Metric], batch: Batch, result: StepResult
     ) -> None:
-        """Record a step. Raises an error that `deferred_errors` has held back, or RuntimeError if
+        """Record a step. Raises the error deferred by `deferred_errors`, if any, or RuntimeError if
         the learner gave up."""
         self._journal.record(step, metrics, batch.groups, batch.discarded)
         if result.gave_up:  # without a checkpoint: the policy may be broken
@@ -143,8 +144,8 @@ class RunGuard:
         return self.saver.save(step, self._stream.position())
 
     def final_checkpoint(self, error: Exception) -> None:
-        """Save the last completed step before `error` ends the run, and tell the user in a note how
-        to resume."""
+        """Save the last completed step before `error` ends the run, and add a note to the error on
+        how to resume."""
         self._stream.close()
         untrained = error.prompts if isinstance(error, EmptyBatch) else ()
         try:

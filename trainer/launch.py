@@ -1,4 +1,4 @@
-"""Starts a task's engines, trainer ranks and scorer on Ray in parallel, and stops them at exit."""
+"""Start a task's engines, trainer ranks and scorer on Ray in parallel, and stop them at exit."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ class Runtime:
         )
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
-        """Sample a group of `size` completions. If `size` is 0, the recipe determines the
-        number."""
+        """Sample a group of `size` completions, or of the recipe's group size if `size` is 0."""
         config = self.task.config
         size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
         if prompt.environment:
@@ -104,8 +103,7 @@ class Runtime:
         awaited(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that checks that no process of the run is lost or hangs, and then calls
-        `should_abort`."""
+        """Wrap `should_abort` to check first that no process of the run is lost or hangs."""
 
         def check() -> bool:
             if self.watchdog is not None:
@@ -125,7 +123,7 @@ class RemoteRuntime:
     turns: EndpointTurns | None = None
     agents: EpisodeRunner | None = None
     _open: Counter[str] = field(default_factory=Counter[str], init=False)
-    """The number of groups currently being sampled for each prompt."""
+    """The number of groups being sampled for each prompt."""
     _lock: Lock = field(default_factory=Lock, init=False)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
@@ -169,12 +167,10 @@ def launch(
     learner: bool = True,
     layouts: ElasticLayouts | None = None,
 ) -> Iterator[Runtime]:
-    """Start the engines and the scorer and yield them as a `Runtime`.
-
-    The trainer ranks are also started if `learner` is set, or if engines take turns with them on a
-    GPU. `log` is the folder for the output of reward functions. `layouts` chooses the layout of the
-    recipe each time the run starts.
-    """
+    """Start the engines and the scorer and yield them as a `Runtime`. The trainer ranks are also
+    started if `learner` is set, or if engines take turns with them on a GPU. `log` is the folder
+    for the output of reward functions. `layouts` chooses the recipe's layout each time the run
+    starts."""
     config, timeout_s = task.config, task.config.run.startup_timeout_s
     serves_judge = task.judged and config.rewards.judge.serve
     models = [(config.model.path, (RANK, ENGINE))]
@@ -261,7 +257,6 @@ def launch(
 
 @contextmanager
 def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
-    """Start the trainer ranks for supervised training."""
     config = task.config
     download(config.model.path)
     with ExitStack() as stack:
@@ -337,7 +332,6 @@ def build_scorer(
     log: Path | None = None,
     pool: WorkerPool | None = None,
 ) -> Scorer:
-    """Create the scorer that computes the recipe's rewards."""
     return Scorer(
         config.data.rewards_by_domain,
         scale=config.algorithm.scale_advantages,
@@ -360,8 +354,8 @@ def run_episodes(
     pool: RolloutPool,
     place: Callable[[str, Factory], Environment] | None = None,
 ) -> Iterator[EpisodeRunner | None]:
-    """Return a context that yields a runner of episodes on the engines, or None if there are no
-    environments. `place` is described at `episode_runner`."""
+    """Return a context that yields a runner for episodes on the engines, or None if there are no
+    environments. See `episode_runner` for `place`."""
     if task.chat is None:
         yield None
         return
@@ -377,7 +371,7 @@ def run_episodes(
 
 @contextmanager
 def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
-    """Return a context that yields `remote` with a runner of episodes on the endpoint. Raises
+    """Return a context that yields `remote` with a runner for episodes on the endpoint. Raises
     ConfigError if an environment cannot run there."""
     config = remote.config
     turns = EndpointTurns(
@@ -391,8 +385,8 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 
 
 def download(path: str) -> None:
-    """Download a model to this machine's cache. This happens before actors start, because their
-    start has a timeout."""
+    """Download a model to this machine's cache before actors start, because their start has a
+    timeout."""
     if path == TINY_MODEL or (model := Download.of(path)) is None:
         return
     with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:
@@ -403,8 +397,7 @@ def download(path: str) -> None:
 
 def sft_model_folder(task: SftTask) -> str:
     """Return the folder that contains the initial weights. The tiny model gets the same cold start
-    as in `keel train`. If the recipe has no `data.sources` or no cold start, the tiny model's
-    weights are random."""
+    as in `keel train`, or random weights if the recipe has no `data.sources` or no cold start."""
     config, tiny = task.config, task.config.model.tiny
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)

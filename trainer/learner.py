@@ -1,4 +1,4 @@
-"""Runs the trainer's ranks as Ray actors, and decides which error to raise when a rank fails."""
+"""Run the trainer's ranks as Ray actors. If ranks fail, find out which error to raise."""
 
 import threading
 import time
@@ -40,19 +40,19 @@ from keel.weights.sync import Outcome, Receiver, UpdatableEngine, sends_directly
 
 GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
 _LOST_S = 90.0
-"""Seconds to wait for these reports if a lost rank may have caused the failure. Ray takes 65 s to
-declare an unresponsive node dead."""
+"""Seconds to wait for the other ranks' reports if a lost rank could have caused the failure. Ray
+takes 65 s to declare an unresponsive node dead."""
 STEP = "an optimizer step"
 _OWN_FAILURES = ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
-"""Errors of a rank that the death of another rank cannot have caused."""
+"""Errors of a rank that cannot be a consequence of another rank's death."""
 _SLOWDOWN, _MIN_S = 10.0, 300.0
-"""A repeated call counts as lost if it takes this many times its expected duration, but not before
-this many seconds have passed."""
+"""A repeated call is considered lost after this multiple of its expected duration, but never before
+this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StepDeadline:
-    """The deadline for one wait, and the knob to name in the error when the deadline passes."""
+    """Deadline for a call to the ranks, and the knob to name in the error message if it passes."""
 
     what: str
     seconds: float
@@ -61,11 +61,11 @@ class _StepDeadline:
 
 
 class _StepDeadlines:
-    """Computes the deadline for each kind of call."""
+    """Compute the deadline for each kind of call to the ranks."""
 
     def __init__(self, timeout_s: float, sending_s: float) -> None:
-        """Allow `timeout_s` (`trainer.timeout_s`) for each optimizer step. `sending_s` is
-        additional time for weights that are still being sent."""
+        """Allow `timeout_s` (`trainer.timeout_s`) per optimizer step, and `sending_s` more if
+        weights are still being sent."""
         self._timeout_s, self._sending_s = timeout_s, sending_s
         self._knobs = "trainer.timeout_s"
         self._knobs += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
@@ -75,7 +75,7 @@ class _StepDeadlines:
         return _StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
     def likely(self, what: str, times: int = 1) -> _StepDeadline:
-        """Return a deadline from how long earlier calls took, at most the configured one."""
+        """Estimate a deadline from the durations of earlier calls, capped at the configured one."""
         longest = self.of(what, times)
         if what not in self._longest_s:
             return longest
@@ -102,12 +102,10 @@ class Learner:
         actor_options: Callable[[int], Mapping[str, Any]] | None = None,
         put_to_sleep: Callable[[], Future[None]] = done,
     ) -> None:
-        """Create one Ray actor per rank.
-
-        `actor_options(i)` returns the Ray options for rank i. By default, a rank gets one GPU or
-        half a core. `put_to_sleep` begins to put the engines to sleep (`rollout.time_share`). It is
-        called before anything that needs the weights on the GPUs.
-        """
+        """Create one Ray actor per rank. `actor_options(i)` returns the Ray options for rank i. By
+        default, a rank gets one GPU or half a core. `put_to_sleep` starts putting the engines to
+        sleep (`rollout.time_share`). It is called before anything that needs the weights on the
+        GPUs."""
         self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
         self.direct = sends_directly(config.rollout, gpu=gpu)
         """True if the ranks send weights directly to the engines."""
@@ -129,7 +127,7 @@ class Learner:
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
             ray_timeouts.call(rank.read, model_path, config)
         self._order = threading.Lock()
-        """Held while all ranks are called, so that all of them receive the calls in the same
+        """Lock held while calling all ranks, so that every rank receives its calls in the same
         order."""
         self._senders: list[threading.Thread] = []
         self._locations: list[RankLocation] = []
@@ -137,15 +135,14 @@ class Learner:
         sending_s = config.sending_timeout_s if self.direct else 0.0
         self._deadlines = _StepDeadlines(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
-        """Per-token numbers from the last step, keyed by segment, for the segments that will be
-        saved."""
+        """Per-token values from the last step for the segments to be saved, keyed by segment."""
 
     @property
     def version(self) -> int:
         return self._version
 
     def prepared(self) -> None:
-        """Wait until every rank has imported and checked its libraries. This needs no GPU."""
+        """Wait until every rank has imported and checked its libraries. Needs no GPU."""
         seconds = self._config.run.startup_timeout_s
         what = "loading the trainer's libraries"
         self._wait(self._prepared, _StepDeadline(what, seconds, "run.startup_timeout_s"))
@@ -179,12 +176,9 @@ class Learner:
         shares: Sequence[Sequence[TrainBatch]],
         groups: Sequence[ScoredGroup | SftExample] = (),
     ) -> StepResult:
-        """Take one optimizer step for each batch.
-
-        `shares` has one list of batches for each group of ranks. `groups` holds the content of the
-        batches, and is used in messages about non-finite numbers. Raises OutOfMemory if a step did
-        not fit on a rank's GPU.
-        """
+        """Take one optimizer step per batch. `shares` has a list of batches for each group of
+        ranks. `groups` are the groups in these batches, used in messages about non-finite values.
+        Raises OutOfMemory if a step does not fit on a rank's GPU."""
         updates = max(map(len, shares), default=1)
         reports: list[StepReport] = self._call_with_shares("step", shares, STEP, updates)
         if reports[0].out_of_memory:
@@ -211,11 +205,8 @@ class Learner:
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool] = never
     ) -> dict[str, Metric]:
         """Score named batches of conversations and return `<name>/nll` for each batch. Returns an
-        empty dict if `should_abort()` returns True.
-
-        Each call to the ranks scores only one micro-batch, because it must finish within the
-        timeout for a step.
-        """
+        empty dict if `should_abort()` returns True. Each call to the ranks scores a single
+        micro-batch, so that it finishes within the timeout for a step."""
         scored: list[dict[str, Metric]] = []
         for name in shares[0] if shares else ():
             rows = zip(*(share[name].micro_batches for share in shares), strict=True)
@@ -238,11 +229,8 @@ class Learner:
 
     def send(self, engines: Sequence[UpdatableEngine]) -> list[Future[int]]:
         """Send the current weights to the engines as soon as the ranks are idle. Rank i sends to
-        engines i, i + ranks, and so on.
-
-        Returns a future for each engine. It resolves to the version that the engine samples from
-        after the update, or raises the error of the engine or of a rank.
-        """
+        engines i, i + ranks, and so on. Returns a future for each engine, which resolves to the
+        engine's new weight version or raises the error of the engine or rank."""
         sent = {engine.index: Future[int]() for engine in engines}
         served: list[list[Receiver]] = [[] for _ in self._ranks]
         for engine in engines:
@@ -320,8 +308,9 @@ class Learner:
         deadline: _StepDeadline,
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
-        """Wait for one call on each rank and return the results in rank order. If one rank fails,
-        its error is raised soon afterwards, because the other ranks then hang in a collective."""
+        """Wait for one call on each rank and return the results in rank order. If a rank fails,
+        raise its error without waiting long for the other ranks, which then hang in a collective.
+        """
         remaining = deadline.left or ray_timeouts.Deadline(deadline.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
@@ -363,8 +352,8 @@ class Learner:
         return f" (process {self._locations[rank].pid} on {self._locations[rank].host})"
 
     def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
-        """Combine the failures of several ranks into one error. A rank's death is the cause of all
-        others. Set `stuck` if some ranks have not answered."""
+        """Combine the failures of several ranks into one error. If a rank died, its death caused
+        the others. Set `stuck` if some ranks have not answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]

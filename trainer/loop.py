@@ -1,8 +1,8 @@
 """The training loop: sample, score, train, push weights, evaluate and save.
 
-The loop depends only on protocols. It can therefore run on Ray, vLLM and DeepSpeed
-(`commands/train.py`), or on fakes in tests. `BatchStream` samples and scores up to
-`algorithm.max_lag` batches ahead. `RunGuard` handles aborts, errors and checkpoints.
+The loop depends only on protocols, so it runs on Ray, vLLM and DeepSpeed (`commands/train.py`) or
+on fakes in tests. `BatchStream` samples and scores up to `algorithm.max_lag` batches ahead.
+`RunGuard` handles aborts, errors and checkpoints.
 """
 
 import time
@@ -23,7 +23,7 @@ from keel.trainer.batch_stream import BatchStream, SamplingProgress, never, wait
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 _IDLE = ("rollout", "reward")
-"""The timings during which the trainer is idle because it waits for completions or rewards."""
+"""Timings during which the trainer is idle, waiting for completions or rewards."""
 
 
 class Prompts(Protocol):
@@ -32,13 +32,13 @@ class Prompts(Protocol):
     def take(self, n: int) -> Sequence[Prompt]: ...
 
     def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
-        """Return a position from which a resumed run starts with the `unfinished` prompts."""
+        """Return a data position from which a resumed run starts with the `unfinished` prompts."""
         ...
 
 
 class Rollouts(Protocol):
     def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
-        """Start sampling a group of completions, and return immediately."""
+        """Start sampling a group of completions and return immediately."""
         ...
 
 
@@ -62,7 +62,7 @@ class Parts:
     rewards: Rewards
     learner: PolicyLearner
     push: Callable[[int], Future[None]]
-    """Send the learner's current weights, which have this version, to every engine."""
+    """Send the learner's current weights, with this version, to every engine."""
     journal: RunJournal
     heldout: Mapping[str, Sequence[Prompt]]
     save: Save
@@ -71,26 +71,24 @@ class Parts:
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
     """Save the batch and the findings of a step with a non-finite gradient."""
     should_abort: Callable[[], bool] = never
-    """Return True to end the run at once. Raises an error if a process was lost."""
+    """Return True to end the run immediately. Raises an error if a process was lost."""
     should_skip_evaluation: Callable[[], bool] = never
-    """Return True to cut an evaluation short. A resumed run repeats it. The last evaluation is
-    never cut short."""
+    """Return True to cut an evaluation short, except the last one. A resumed run repeats it."""
     decoding_steps: Callable[[], int] | None = None
-    """Return how many decoding steps all engines have taken so far. The field is None if this is
-    unknown."""
+    """Return the total number of decoding steps of all engines. None if unknown."""
     handle_failure: Callable[[Exception], bool] = lambda _: True
-    """Handle an error from sampling, publishing or evaluating, which will end the run. Return True
-    if the learner is intact, so that a final checkpoint can be saved."""
+    """Handle an error in sampling, publishing or evaluating, which will end the run. Return True if
+    the learner is intact, so that a final checkpoint can be saved."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     """Run steps `start + 1` to `config.run.steps` and return the last completed step.
 
     The run ends early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
-    returns True. If sampling, scoring, publishing or evaluating fails, or if a batch has no
-    completions, the error is raised. Before that, a checkpoint is saved if `parts.handle_failure`
-    returns True. An error in `learner.step` is raised without a checkpoint. If the result of a step
-    has `gave_up` set, RuntimeError is raised, also without a checkpoint.
+    returns True. If sampling, scoring, publishing or evaluating fails, or a batch has no
+    completions, the error is raised. A checkpoint is saved first if `parts.handle_failure` returns
+    True. Errors in `learner.step` are raised without a checkpoint, and so is the RuntimeError for a
+    step result with `gave_up` set.
     """
     run, algorithm, learner = config.run, config.algorithm, parts.learner
     stream = BatchStream(
@@ -152,11 +150,8 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
 
 def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     """Evaluate every held-out set and return `eval/<set>/pass@1`, `score` and `unscored` for each
-    (see `keel.rl.evaluation`).
-
-    Raises `Cancelled` if `parts.should_abort()` returns True. Before the last step, it also does so
-    if `parts.should_skip_evaluation()` returns True.
-    """
+    (see `keel.rl.evaluation`). Raises `Cancelled` if `parts.should_abort()` returns True, or,
+    before the last step, if `parts.should_skip_evaluation()` does."""
     should_skip = parts.should_skip_evaluation if step < config.run.steps else never
     score = partial(parts.rewards.submit, purpose="eval")
     scored = {
@@ -185,9 +180,9 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
 
 @dataclass(slots=True)
 class Clock:
-    """Measures how many seconds a step spends on each activity. Time in nested activities is
-    counted only once. Evaluation and saving are not timed, so `time/step` and
-    `throughput/tokens_per_second` do not include them."""
+    """Measures the seconds that a step spends on each activity. Nested activities are counted only
+    once. Evaluation and saving are not timed, so they are not part of `time/step` and
+    `throughput/tokens_per_second`."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_IDLE, 0.0))
 

@@ -1,4 +1,4 @@
-"""Counts steps with non-finite gradients and finds the tokens that caused them."""
+"""Count steps with non-finite gradients and find the tokens that caused them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # the driver imports this module without torch
 
 SHOWN_FINDINGS = 3  # the maximum number of findings printed per step
 _FINDINGS_PER_BATCH = 3
-"""The maximum number of findings kept per micro-batch. Later ones are consequences of the first."""
+"""Maximum number of findings per micro-batch. Any further ones are consequences of the first."""
 
 
 class SkipCounter:
-    """Counts the optimizer steps that were skipped because the gradient was not finite. All ranks
-    have the same count, because the gradient norm is global."""
+    """Counts optimizer steps skipped because of a non-finite gradient. The gradient norm is global,
+    so all ranks have the same count."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._in_a_row = limit, 0
@@ -47,20 +47,20 @@ class SkipCounter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A token for which a number was not finite."""
+    """A token with a non-finite value."""
 
     what: str
     token: int  # position of the token in its context
     token_ids_T: NDArray[np.int32]  # all token ids of that context
     certain: bool = True
-    """False if the number is finite and was reported only because it is larger than all others."""
+    """False if the value is finite and is reported only because it is the largest."""
 
 
 def describe_findings(
     findings: Sequence[Finding], groups: Sequence[ScoredGroup | SftExample]
 ) -> tuple[str, ...]:
-    """Return one line for each finding, naming its completion. Uncertain findings are included only
-    if there are no certain ones."""
+    """Describe each finding in one line that names its completion. Uncertain findings are listed
+    only if there are no certain ones."""
     names: dict[bytes, str] = {}
 
     def add(name: str, segments: Sequence[Segment]) -> None:
@@ -86,26 +86,26 @@ def describe_findings(
 
 
 class NanTracer:
-    """Finds the first non-finite number in the forward and backward passes of micro-batches."""
+    """Find the first non-finite value in the forward and backward passes of micro-batches."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        """`layers` are the decoder layers in order. Pass an empty list if they are compiled."""
+        """`layers` are the decoder layers in order, or an empty list if they are compiled."""
         self._layers = layers
         self.findings: list[Finding] = []
         self.factor = 1.0
-        """The factor by which the loss is multiplied. Set it to NaN to make every gradient NaN."""
+        """Factor applied to the loss. Set it to NaN to make every gradient NaN."""
 
     @contextmanager
     def trace(self, batch: MicroBatch, start: int) -> Iterator[None]:
-        """Return a context that traces the micro-batch that runs inside it. `start` is the index of
-        the first token in this rank's shard of the micro-batch."""
+        """Return a context that traces the micro-batch run inside it. `start` is the index of the
+        first token in this rank's shard of the micro-batch."""
         self._start = start
         self._outputs: list[tuple[int, str]] = []
-        """Rows of the first layer output that is not finite, each with a description."""
+        """Rows of the first non-finite layer output, each with a description."""
         self._gradients: list[tuple[int, str]] = []
-        """Rows of the last layer output whose gradient is not finite, each with a description."""
+        """Rows of the last layer output with a non-finite gradient, each with a description."""
         self._values: list[tuple[str, Tensor]] = []
-        """Names and values [R] for the sampled tokens, in the order in which they are computed."""
+        """Names and values [R] for the sampled tokens, in the order of computation."""
         self._loss = 0.0
         self._slope: Tensor | None = None
         with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""Turns a recipe into a checked task with a model, a plan and data, before any process starts.
+"""Turn a recipe into a checked task with a model, a plan and data, before any process starts.
 
-This module and `keel.trainer.launch` are the only ones that combine data, rewards and rollouts.
+Only this module and `keel.trainer.launch` combine data, rewards and rollouts.
 """
 
 import os
@@ -110,12 +110,12 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(PlannedModel):
-    """An RL recipe that has been checked, with its prompts."""
+    """A checked RL recipe with its prompts."""
 
     dataset: Dataset
     chat: TemplateChat | None  # the model's chat format, or None if no source has an environment
     notes: Mapping[str, str]
-    """Results of the checks of rewards, environments and the chat format, keyed by name."""
+    """Results of checking the rewards, the environments and the chat format, keyed by name."""
     failed: Sequence[str]  # warnings about reward functions that failed on a sample completion
 
     @property
@@ -144,14 +144,14 @@ class Task(PlannedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class SftTask(PlannedModel):
-    """A recipe for supervised training that has been checked, with its conversations or texts."""
+    """A checked recipe for supervised training, with its conversations or texts."""
 
     lessons: Lessons
     batches: Batches
     recipe: Config
-    """The complete recipe. `config` has only the part that affects supervised training."""
+    """The complete recipe. `config` contains only what affects supervised training."""
     prompts: Dataset | None
-    """The prompts from `data.sources`. Their held-out sets are excluded from training."""
+    """Prompts from `data.sources`, whose held-out sets are excluded from training."""
     format: str  # the name of the chat format, or an empty string if there are no chats
 
     @property
@@ -198,7 +198,7 @@ class SftTask(PlannedModel):
 def prepare(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> Task:
-    """Load an RL recipe and run all checks that need no engine. Raises ConfigError."""
+    """Load an RL recipe and run all checks that need no engine. Raises ConfigError if one fails."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
     require_prompts(config)
@@ -248,7 +248,8 @@ def prepare(
 def prepare_sft(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> SftTask:
-    """Load a recipe for supervised training and run all checks that need no rank."""
+    """Load a recipe for supervised training and run all checks that need no rank. Raises
+    ConfigError if one fails."""
     disable_progress_bar()
     whole, open_knobs = load_recipe(recipe, overrides)
     if not whole.sft.sources:
@@ -307,7 +308,7 @@ def prepare_sft(
 
 
 def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
-    """Load and check a recipe that trains only on text. Raises ConfigError if a check fails."""
+    """Load and check a recipe that trains on text only. Raises ConfigError if a check fails."""
     sources = load_config(recipe, overrides).sft.sources
     if others := [source.name for source in sources if not source.is_text]:
         raise ConfigError(
@@ -323,8 +324,8 @@ def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
 def plan_model(
     config: Config, open_knobs: frozenset[str], hardware: _DetectHardware, *, chats: bool = True
 ) -> PlannedModel:
-    """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` if the
-    tokenizer needs a chat template. Raises ConfigError if the model cannot be used."""
+    """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` to
+    require a chat template. Raises ConfigError if the model cannot be used."""
     machine, path = hardware(config), config.model.path
     config = with_dtype(config, open_knobs, gpu=machine.gpu)
     if machine.found:
@@ -492,8 +493,8 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
 
 
 def _total_steps(config: Config, batches: Batches) -> int:
-    """Return the number of the step that completes `sft.epochs`. Steps up to the newest checkpoint
-    count as they were taken, because the last batch of an earlier epoch may have been smaller."""
+    """Return the step at which `sft.epochs` is complete. Steps up to the newest checkpoint are
+    counted as they were taken, because the last batch of an earlier epoch can have been smaller."""
     beginning, done = batches.position(), 0
     if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it
@@ -506,8 +507,8 @@ def _total_steps(config: Config, batches: Batches) -> int:
 
 
 def _text_encoder(tokenizer: Any) -> Encoded:
-    """Return an encoder for texts that adds the tokenizer's prefix and end-of-text token and
-    escapes control tokens. Raises ValueError if the tokenizer does not support this."""
+    """Return a function that encodes text with the tokenizer's prefix and end-of-text token,
+    escaping control tokens. Raises ValueError if the tokenizer does not support this."""
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
     before = [index for index in tokenizer("")["input_ids"] if index != end]
     return Encoded(lambda text: encoder.encode(encoder.shield(text)), tuple(before), (end,))
@@ -572,7 +573,7 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def _crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Warn if engines and ranks need more than `machine_gib` (0: unknown) of memory."""
+    """Warn if engines and ranks together need more than `machine_gib` of memory (0: unknown)."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
     if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):

@@ -30,11 +30,11 @@ class Batches:
     def __init__(self, stream: _SftStream, config: SftConfig, *, epoch: float) -> None:
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None
-        """A conversation that was drawn from the stream but did not fit into the last batch."""
+        """A conversation drawn from the stream that did not fit into the previous batch."""
         self._drawn = 0
 
     def take(self) -> list[SftExample]:
-        """Return the next batch. The last batch of `sft.epochs` may be smaller than the others."""
+        """Return the next batch. The last batch of `sft.epochs` can be smaller than the others."""
         batch: list[SftExample] = []
         room = self._config.tokens_per_step
         remaining = self._end_of(self._config.epochs) - self._drawn
@@ -64,8 +64,8 @@ class Batches:
         return steps
 
     def passes(self, steps: int) -> float:
-        """Return how often `steps` steps go through the data on average. Returns 0 if batches are
-        sized in tokens and `sft.epochs` is not set."""
+        """Return how many times `steps` steps go through the data on average. Returns 0 if batches
+        are sized in tokens and `sft.epochs` is not set."""
         if self._config.epochs or self._config.tokens_per_step:
             return self._config.epochs
         return steps * self._config.conversations_per_step / self._epoch
@@ -93,14 +93,14 @@ class SftParts:
     should_stop: Callable[[], bool]  # return True to end the run after the current step
     say: Callable[[str], None]
     should_abort: Callable[[], bool] = never
-    """Return True to end the run at once, with nothing but a last checkpoint."""
+    """Return True to end the run immediately, saving only a final checkpoint."""
     attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
-    """Run a step. If it runs out of memory, repeat it with a config that needs less memory."""
+    """Run a step. If it runs out of memory, repeat it with a config that needs less."""
 
 
 def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
-    """Run steps `start + 1` to `config.run.steps`, or until `parts.should_stop()`, and return the
-    last."""
+    """Run steps `start + 1` to `config.run.steps`, or until `parts.should_stop()` returns True.
+    Returns the last completed step."""
     run, learner = config.run, parts.learner
     packed = {
         name: pack_sft(
@@ -173,7 +173,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 
 def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all sets, in nats per
-    token. Also return `indexer/held` for each set and over all sets, if it is in `scored`."""
+    token, and likewise `indexer/held` if `scored` contains it."""
     metrics: dict[str, Metric] = {}
     for metric, name in (("nll", "loss"), ("indexer/held", "indexer/held")):
         by_set = {

@@ -1,8 +1,8 @@
-"""Runs reward workers and environments on all nodes of the cluster that have free CPU cores.
+"""Run reward workers and environments on all nodes of the cluster that have free CPU cores.
 
 Each of these nodes has an actor, `NodeWorker`, with a `WorkerPool` and the environments of its
-episodes. The driver's node does its share without an actor, and does everything if there is no
-other node. The work of a lost node is done again elsewhere.
+episodes. The driver's node takes part without an actor, and does all the work if there are no other
+nodes. If a node is lost, its work is repeated elsewhere.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from keel.trainer.run.restarts import WorkerLost
 
 _ACTOR = "reward node"
 _LOOK_S = 2.0
-"""Interval between two checks of all nodes."""
+"""Seconds between two checks of all nodes."""
 _SILENT_S = 30.0
-"""A node that has not answered for this many seconds is not used any more. Ray takes 65 s."""
+"""Seconds without an answer after which a node is no longer used. Ray takes 65 s."""
 _AGAIN_S = 60.0
-"""Time after the loss of a node until its actor is started again."""
+"""Seconds to wait after losing a node before restarting its actor."""
 _MAX_LOSSES = 3
-"""Maximum number of times that completions are verified again after the loss of a node."""
+"""Maximum number of times that completions are verified again because a node was lost."""
 _CLOSE_S = 5.0
 _LOST = (*ray_timeouts.GONE, ObjectLostError)
 _Load = Literal["jobs", "episodes"]
@@ -77,7 +77,7 @@ class NodeWorker:
         self._open: dict[int, Environment] = {}
 
     async def start(self, *settings: Any) -> str:
-        """Start the workers. Returns the reason if this node cannot do the work, or ""."""
+        """Start the workers. Returns the reason why this node cannot do the work, or ""."""
         try:
             await asyncio.to_thread(self._start, *settings)
         except (OSError, ValueError) as error:
@@ -126,12 +126,14 @@ class NodeWorker:
         return await asyncio.wrap_future(self._pool.submit(spec, completions))
 
     async def open(self, number: int, source: str, task: Prompt, seed: int) -> Any:
-        """Open the environment of an episode. A lost environment is returned as an error."""
+        """Open the environment of an episode. An `EnvironmentLost` error is returned instead of
+        raised."""
         self._open[number] = self._factories[source]()
         return await self.act(number, "open", task, seed=seed)
 
     async def act(self, number: int, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of an environment. A lost environment is returned as an error."""
+        """Call a method of an environment. An `EnvironmentLost` error is returned instead of
+        raised."""
         try:
             return await getattr(self._open[number], method)(*arguments, **named)
         except EnvironmentLost as error:
@@ -150,25 +152,25 @@ class NodeWorker:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Node:
-    """A node from the driver's view."""
+    """The driver's view of a node."""
 
     id: str = ""
     host: str = ""
     workers: int
-    """Number of reward workers, by which the work is shared out."""
+    """Number of reward workers. Work is distributed in proportion to it."""
     actor: Any = None
-    """None on the driver's node."""
+    """The node's `NodeWorker`, or None on the driver's node."""
     ready: bool = False
     opens: bool = False
-    """True if an environment was opened there."""
+    """True if the node has opened an environment successfully."""
     silent_s: float = 0.0
     request: Future[str] = field(default_factory=Future[str])
     """The call of `start` or `answer` that has not been answered yet."""
     load: Counter[_Load] = field(default_factory=Counter[_Load])
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
-        """Call the actor. The future raises EngineError if the node is lost. Cancelling the future
-        cancels the call."""
+        """Call a method of the actor. The future raises EngineError if the node is lost. Cancelling
+        the future cancels the call."""
         try:
             ref = ray_timeouts.call(getattr(self.actor, method), *arguments, **named)
             return as_future(ref, _LOST)
@@ -182,28 +184,28 @@ def _pool_settings(config: Config, log: Path | None) -> dict[str, Any]:
 
 
 class WorkNodes(WorkerPool):
-    """Shares out completions to verify, and episodes, among the nodes."""
+    """Distributes the verification of completions, and episodes, over the nodes."""
 
     def __init__(
         self, config: Config, *, say: Callable[[str], Any], log: Path | None, runs_code: bool
     ) -> None:
-        """Start the workers of this node. Other nodes are used after `start`. Set `runs_code` if
-        nodes must be able to run programs in sandboxes. `say` is called with each message."""
+        """Start this node's workers. Other nodes are used after `start`. Set `runs_code` if nodes
+        must be able to run programs in sandboxes. `say` is called with each message."""
         super().__init__(config.rewards.workers, **_pool_settings(config, log))
         self.say = say
         self._config, self._log, self._runs_code = config, log, runs_code
         self._here = _Node(workers=max(1, config.rewards.workers))
         self._nodes: dict[str, _Node] = {}
         self._not_before: dict[str, float] = {}
-        """Time until which each lost node is not used again."""
+        """The time before which each lost node is not used again."""
         self._reported = 0
         self._lock, self._stopping = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._numbers = count()
 
     def start(self) -> None:
-        """Begin to use the other nodes of the cluster. This does not wait for them. Call it when
-        engines and ranks have their CPU cores."""
+        """Begin to use the other nodes of the cluster, without waiting for them. Call this after
+        engines and ranks have reserved their CPU cores."""
         if self._config.run.cpu_nodes != 1 and not own_processes():
             self._here.id = ray.get_runtime_context().get_node_id()
             self._thread = threading.Thread(target=self._watch, name="keel-nodes", daemon=True)
@@ -211,7 +213,7 @@ class WorkNodes(WorkerPool):
 
     @property
     def others(self) -> list[_Node]:
-        """The other nodes that are in use."""
+        """All nodes in use except the driver's."""
         return [node for node in list(self._nodes.values()) if node.ready]
 
     def submit(
@@ -226,8 +228,8 @@ class WorkNodes(WorkerPool):
         return result
 
     def environment(self, source: str, local: Factory) -> Environment:
-        """Return an environment of a source for one episode, on the node with the fewest episodes
-        per worker. `local` creates it on this node."""
+        """Create a source's environment for one episode, on the node with the fewest episodes per
+        worker. `local` creates it on this node."""
         if self._thread is None:
             return local()
         node = self._acquire("episodes")
@@ -235,7 +237,6 @@ class WorkNodes(WorkerPool):
         return _Counted(local() if node is self._here else inner, node.load, self._lock)
 
     def close(self) -> None:
-        """End the work on all nodes."""
         self._stopping.set()
         super().close()
         if self._thread is not None:
@@ -248,7 +249,7 @@ class WorkNodes(WorkerPool):
             ray_timeouts.kill(node.actor)
 
     def lose(self, node: _Node, reason: str, pause_s: float = _AGAIN_S) -> None:
-        """Stop using a node for `pause_s` seconds. Its unfinished work is done again elsewhere."""
+        """Stop using a node for `pause_s` seconds. Its unfinished work is repeated elsewhere."""
         with self._lock:
             if self._nodes.get(node.id) is not node:
                 return
@@ -317,7 +318,7 @@ class WorkNodes(WorkerPool):
                 return
 
     def _look(self, elapsed_s: float) -> None:
-        """Start actors on new nodes, and check that the others answer."""
+        """Start actors on new nodes, and check that the others respond."""
         alive = {node.id: node for node in cluster_nodes(gpus=False) if node.id != self._here.id}
         for node in list(self._nodes.values()):
             if node.id not in alive:
@@ -424,7 +425,7 @@ class _RemoteEnvironment:
 
 
 class _Counted:
-    """An environment that counts as an open episode of its node until it is closed."""
+    """Wraps an environment to count it as an open episode of its node until it is closed."""
 
     def __init__(
         self, environment: Environment, load: Counter[_Load], lock: threading.Lock

@@ -1,8 +1,5 @@
-"""The Ray actor that runs one trainer rank. It is a thin wrapper around `TrainerEngine`.
-
-The driver also imports this module, for example to pack a step's groups for the ranks
-(`pack_shares`).
-"""
+"""The Ray actor for a trainer rank, a thin wrapper around `TrainerEngine`. The driver also imports
+this module, for example to pack a step's groups for the ranks (`pack_shares`)."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ if TYPE_CHECKING:
 
 _LOG_LINES = 15
 _PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""Allocator settings that make pinning host memory faster: 8.4 instead of 2.1 GiB/s on a machine
-with an H200. In its first step, a rank with offloading pins tens of GiB."""
+"""Allocator settings that speed up pinning of host memory: 8.4 instead of 2.1 GiB/s on a machine
+with an H200. A rank with offloading pins tens of GiB in its first step."""
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 """The folder in which the NVIDIA driver lists all GPUs, including those hidden from this
 process."""
@@ -49,13 +46,12 @@ process."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """The host, process and log of a rank. Error messages include it if the process dies."""
+    """The host, process and log file of a rank, for error messages if the process dies."""
 
     host: str
     pid: int
     log: str
-    """Path of the file that contains the process's standard error, or an empty string if
-    unknown."""
+    """Path of the file with the process's standard error, or an empty string if unknown."""
 
 
 def last_lines(log: str) -> str:
@@ -65,12 +61,10 @@ def last_lines(log: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A rank's report after a training step."""
-
     version: int
     metrics: dict[str, Metric]
     tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
-    """Per-token numbers of the segments that will be saved, keyed by segment."""
+    """Per-token values of the segments to be saved, keyed by segment."""
     findings: tuple[Finding, ...] = ()
     gave_up: str = ""
     out_of_memory: str = ""
@@ -78,7 +72,7 @@ class StepReport:
 
 
 def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
-    """Merge the numbers from ranks that each processed a shard of the same micro-batch."""
+    """Merge per-token values from ranks that each processed a shard of the same micro-batch."""
     numbers = sorted({number for part in parts for number in part})
     return {
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
@@ -87,8 +81,8 @@ def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Token
 
 
 def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
-    """Divide the groups of completions among the groups of ranks. Returns a list for each group of
-    ranks, with one packed batch for each optimizer step."""
+    """Divide groups of completions among the groups of ranks. Returns a list of packed batches for
+    each group of ranks, one batch per optimizer step."""
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
     watched = watched_segments(groups, config.run)
@@ -132,7 +126,7 @@ class TrainerWorker:
         self._sender: Sender | None = None
 
     def prepare(self) -> None:
-        """Import and check the libraries. This takes seconds but no GPU memory."""
+        """Import and check the libraries. Takes seconds, but no GPU memory."""
         with heavy_imports():
             pass
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -143,7 +137,7 @@ class TrainerWorker:
         check_libraries()
 
     def read(self, model_path: str, config: Config) -> None:
-        """Load the model into host memory if this rank reads it (see `read_once`)."""
+        """Load the model into host memory if this rank has to read it (see `read_once`)."""
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
@@ -167,7 +161,7 @@ class TrainerWorker:
             return ""
 
     def listen(self) -> tuple[str, int]:
-        """Open the store through which the ranks find each other, and return its host and port."""
+        """Open the store through which the ranks find each other. Returns its host and port."""
         import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)
 
         host = ray.util.get_node_ip_address()
@@ -253,7 +247,7 @@ class TrainerWorker:
         return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
-        """Send the weights to this rank's engines. All ranks must call this together."""
+        """Send the weights to this rank's engines. Every rank must call this."""
         assert self._sender is not None
         buckets = self.engine.buckets(requested=bool(receivers))
         return self._sender.send(buckets, receivers, self.engine.version)

@@ -1,2 +1,2 @@
-"""The code inside a trainer rank: DeepSpeed, the policy network, parallelism, offloading,
+"""Code that runs inside a trainer rank: DeepSpeed, the policy network, parallelism, offloading,
 checkpoints and export."""

@@ -1,15 +1,15 @@
-"""Saves and loads the trainer's part of a checkpoint.
+"""Save and load the trainer's part of a checkpoint.
 
     optimizer/rank_0.safetensors …   tensors of each rank: `master.3`, `exp_avg.3`, `exp_avg_sq.3`
-    optimizer/index.json             the parameter that each piece belongs to, and Adam's step
+    optimizer/index.json             the parameter each piece belongs to, and Adam's step count
     random_rank_0.pt …               random state of each rank
     trainer.json                     progress
 
-The model's weights are not saved, because they can be computed by rounding the master weights.
-Tensors are not gathered: each rank writes its own tensors, except tensors that a rank with a lower
-number also writes. A checkpoint can be loaded on any number of ranks and any ZeRO stage, because
-each `_StatePiece` refers to a flattened parameter of the original model. Loading a checkpoint does
-not execute code from it.
+The model's weights are not saved, because they are the rounded master weights. Each rank writes its
+own tensors without gathering them. Tensors that several ranks hold are written by the lowest rank.
+Each `_StatePiece` refers to a flattened parameter of the original model, so a checkpoint can be
+loaded on any number of ranks and with any ZeRO stage. Loading a checkpoint never executes code from
+it.
 """
 
 import io
@@ -52,9 +52,9 @@ class _StatePiece(NamedTuple):
 
 
 class ElementRun(NamedTuple):
-    """Consecutive elements of one of this rank's flattened parameters, and their position in the
-    original model's parameter. If this rank has only some experts of a fused tensor, that parameter
-    has another name (`whole`)."""
+    """A run of consecutive elements in one of this rank's flattened parameters, and its position in
+    the original parameter. `whole` is the name of the original parameter, which differs if the rank
+    holds only some experts of a fused tensor."""
 
     start: int
     count: int
@@ -70,11 +70,12 @@ class _Share(NamedTuple):
     pieces: list[list[_StatePiece]]  # the pieces in each of the rank's tensors
     steps: dict[int, float]  # Adam's step count for each tensor that has one
     ends: dict[str, int]
-    """The index at which each parameter's elements on the rank end, in the original model."""
+    """End index of the rank's elements in each original parameter."""
 
 
 class Checkpoints:
-    """Saves and loads one rank's part of a checkpoint. All ranks call each method together."""
+    """Save and load one rank's part of a checkpoint. All methods are collective: every rank must
+    call them."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Checkpoints:
         self._runs, self._stage, self._device = runs, stage, device
 
     def save(self, folder: Path, progress: Mapping[str, Any]) -> dict[str, Entry]:
-        """Write this rank's state and `progress`. All ranks raise `SaveError` if one cannot
+        """Write this rank's state and `progress`. All ranks raise `SaveError` if any rank fails to
         write."""
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
         shares = _all_gather(self._share())
@@ -114,7 +115,8 @@ class Checkpoints:
         return sealed
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore this rank's state and return `progress`. Raises ValueError if it does not fit."""
+        """Restore this rank's state and return `progress`. Raises ValueError if the checkpoint does
+        not match the model."""
         progress = json.loads((folder / PROGRESS).read_text())
         shares = _all_gather(self._share())
         try:
@@ -182,7 +184,7 @@ class Checkpoints:
     def _read(self, folder: Path, shares: Sequence[_Share]) -> None:
         index = json.loads((folder / INDEX).read_text())
         written: dict[str, list[tuple[int, int, _StatePiece]]] = {}
-        """The start, rank and description of each piece of a parameter, in order."""
+        """Maps each parameter to its saved pieces as (start, rank, piece), sorted by start."""
         for rank, content in enumerate(index["ranks"]):
             for piece in (_StatePiece(*values) for values in content["pieces"]):
                 written.setdefault(piece.parameter, []).append((piece.start, rank, piece))
@@ -256,7 +258,7 @@ def _check_complete(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> 
 
 
 class _Source(NamedTuple):
-    """Consecutive elements in a saved tensor, and their place in the requested tensor."""
+    """Consecutive elements in a saved tensor, and where to copy them in the requested tensor."""
 
     rank: int
     tensor: int
@@ -268,7 +270,7 @@ class _Source(NamedTuple):
 def _sources(
     piece: _StatePiece, written: Sequence[tuple[int, int, _StatePiece]]
 ) -> Iterator[_Source]:
-    """Yield the sources of a piece, given the saved pieces of its parameter."""
+    """Find the saved elements that make up a piece, given all saved pieces of its parameter."""
     end = piece.start + piece.count
     first = bisect_right(written, piece.start, key=lambda entry: entry[0]) - 1
     for start, rank, source in written[first:]:
@@ -281,8 +283,8 @@ def _sources(
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write flat float32 tensors block by block. The `safetensors` package would need all tensors
-    in host memory at once."""
+    """Write flat float32 tensors to a safetensors file block by block. The `safetensors` package
+    would need all of them in host memory at once."""
     ends = [0, *accumulate(4 * tensor.numel() for tensor in tensors.values())]
     text = json.dumps(
         {

@@ -1,5 +1,5 @@
-"""All code in the trainer that goes beyond DeepSpeed's documented API. The attributes used here may
-change with any release, so `check_libraries` requires one exact version."""
+"""All code that relies on undocumented parts of DeepSpeed. These can change with any release, so
+`check_libraries` requires one exact version."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ VERSION = "0.19.8"
 
 
 def check_libraries() -> None:
-    """Raise RuntimeError if PyTorch or DeepSpeed have another version than Keel needs. Also mark
-    DeepSpeed's all-reduce kernel for CPUs as unavailable: compiling it would take a minute."""
+    """Raise RuntimeError unless PyTorch and DeepSpeed have the versions that Keel needs. Also
+    disable DeepSpeed's all-reduce kernel for CPUs, which would take a minute to compile."""
     check_torch()
     if deepspeed.__version__ != VERSION:
         raise RuntimeError(
@@ -47,13 +47,13 @@ def trainable(module: nn.Module) -> Iterator[tuple[str, Any]]:
 # float32 sums of bfloat16 gradients
 
 _KERNEL_ELEMENTS = 2**16
-"""The smallest tensor for which our kernel is used. For smaller ones, PyTorch's own kernel launches
-faster."""
+"""Minimum tensor size for our kernel. PyTorch's own kernel launches faster, which matters for
+smaller tensors."""
 
 
 def sum_in_one_pass(optimizer: Any) -> None:
-    """Make DeepSpeed's bfloat16 optimizer add each gradient directly to its float32 sum. This moves
-    10 instead of 18 bytes per parameter, and the sums are bit-identical."""
+    """Patch DeepSpeed's bfloat16 optimizer to add each gradient directly to its float32 sum. This
+    moves 10 instead of 18 bytes per parameter, with bit-identical results."""
     base: Any = type(optimizer)
 
     class SummingOptimizer(base):
@@ -88,7 +88,8 @@ def sum_in_one_pass(optimizer: Any) -> None:
 
 
 def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Return the float32 gradient buffers. They are unused from an update to the next backward."""
+    """Return the float32 gradient buffers. They are unused between an optimizer update and the next
+    backward pass."""
     zero_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if zero_3 is None else [zero_3]
 
@@ -99,7 +100,7 @@ def buckets(optimizer: Any) -> list[Tensor]:
 
 
 def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
-    """Return the tensors that may hold master weights, and the optimizer's state. Under ZeRO-3, the
+    """Return all tensors that can hold master weights, and the optimizer's state. Under ZeRO-3, the
     parameter groups contain the master weights only during an update."""
     groups = [p for group in optimizer.param_groups for p in group["params"]]
     zero_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
@@ -108,7 +109,7 @@ def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str,
 
 
 def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return the master weights and moments. Only an update needs them."""
+    """Return the master weights and moments, which are only needed during an update."""
     masters, state = _masters(optimizer)
     moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
     weights = set(map(_storage, weights_of(module)))
@@ -116,7 +117,7 @@ def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def missing_moment_bytes(optimizer: Any, device: torch.device) -> int:
-    """Return how many bytes the next update will allocate on `device` for moments."""
+    """Return the size in bytes of the moments that the next update will allocate on `device`."""
     masters, state = _masters(optimizer)
     sizes = {id(m): 8 * m.numel() for m in masters if m.device == device}
     return sum(sizes.values()) - sum(sizes.get(id(m), 0) for m in state)
@@ -130,7 +131,7 @@ def other_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the data of all parameters. Under ZeRO-3, also yield this rank's shards."""
+    """Yield the data of all parameters, and under ZeRO-3 also this rank's shards."""
     parameter: Any
     for parameter in module.parameters():
         yield parameter.data
@@ -174,7 +175,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Part(NamedTuple):
-    """A piece of one of this rank's parameters, stored in a tensor of master weights."""
+    """The part of a parameter that is stored in one master weight tensor."""
 
     name: str
     start: int  # index of the piece's first element in the flattened parameter
@@ -216,7 +217,8 @@ def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) ->
 
 
 def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
-    """Return a parameter's group and its slice of the master weights under ZeRO-1 and 2."""
+    """Return a parameter's optimizer group and its slice of the master weights under ZeRO-1 and
+    2."""
     mapping = parameter._hp_mapping
     if mapping is None:  # in the partition of another rank
         return 0, None
@@ -226,7 +228,7 @@ def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
 
 
 def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | None]:
-    """Return a parameter's group and its part in the master weights under ZeRO-3."""
+    """Return a parameter's optimizer group and its slice of the master weights under ZeRO-3."""
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = parameter.ds_zero_partition_rank * size
     count = min(size, parameter.ds_numel - start)  # the last shard is padded
@@ -239,7 +241,8 @@ def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | Non
 def replacing_masters(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
-    """Return a context in which master weights can be changed. The model's weights follow."""
+    """Return a context for changing master weights. On exit, the model's weights are updated from
+    them."""
     optimizer: Any = engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -273,7 +276,7 @@ def set_loss_scale(engine: DeepSpeedEngine, state: Mapping[str, float]) -> None:
 
 def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
     """Double the loss scale after every `window` steps without overflow. DeepSpeed itself would do
-    so too early, before it unscales the gradient of that step."""
+    so too early, before it unscales that step's gradient."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     steady = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", 0) - 2
     if steady > 0 and steady % window == 0:
@@ -281,8 +284,8 @@ def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
 
 
 def forget_sums(engine: DeepSpeedEngine) -> None:
-    """Drop the non-finite gradient sums of a skipped step. Under ZeRO-1 and 2, DeepSpeed would keep
-    them if the optimizer is offloaded."""
+    """Discard the non-finite gradient sums of a skipped step. DeepSpeed keeps them under ZeRO-1 and
+    2 if the optimizer is offloaded."""
     if engine.zero_cpu_offload() and engine.zero_optimization_stage() < 3:
         optimizer: Any = engine.optimizer
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -294,15 +297,15 @@ WEIGHTS = ("w1", "w2", "w3")  # AutoEP's names for the gate, down and up project
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the AutoEP layers that have replaced MoE blocks, keyed by module name."""
+    """Return the AutoEP layers of the model, keyed by module name."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: PLC0415
 
     return {name: m for name, m in model.named_modules() if isinstance(m, AutoEPMoELayer)}
 
 
 def original_names(layer: Any) -> dict[str, str]:
-    """Map the names of modules and experts in an AutoEP layer to their names in Transformers, where
-    the gate and up projections are fused."""
+    """Map the names of modules and experts in an AutoEP layer to their names in Transformers, which
+    fuses the gate and up projections."""
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset  # noqa: PLC0415
 
     preset: Any = get_preset(layer.model_family)

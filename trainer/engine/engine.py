@@ -1,15 +1,14 @@
-"""Trains with DeepSpeed on one trainer rank, by GRPO or supervised learning. This module does not
-use Ray.
+"""Train with DeepSpeed on one rank, with GRPO or supervised learning. This module does not use Ray.
 
-The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`) or of the mean negative
-log-likelihood (`keel.rl.sft`). The shares of all micro-batches and ranks add up to the loss.
-DeepSpeed sums gradients over micro-batches and averages them over ranks, so each share is
-multiplied by `world_size`. (DeepSpeed is set to accumulate over one micro-batch, so it divides the
-sum by one.)
+The loss of a micro-batch is its contribution to Eq. 8 (`keel.rl.losses`) or to the mean negative
+log-likelihood (`keel.rl.sft`), so the total loss is the sum over all micro-batches and ranks.
+DeepSpeed sums gradients over micro-batches but averages them over ranks, so each contribution is
+multiplied by `world_size`. (DeepSpeed is configured to accumulate over one micro-batch, so it
+divides the sum by one.)
 
-All ranks in a sequence-parallel group compute the loss of the same micro-batch, but each rank gets
-the gradient only through its own tokens. These gradients therefore add up as well, and DeepSpeed
-does not need to know about the groups.
+All ranks in a sequence-parallel group compute the loss of the same micro-batch, but each rank's
+gradient flows only through its own tokens. These gradients also add up, so DeepSpeed does not need
+to know about the groups.
 """
 
 import math
@@ -81,13 +80,13 @@ from keel.weights.buckets import Bucket, FlatBucket, in_host_memory
 
 MIB = 2**20
 _CUT = 4
-"""A sampling mask may have been cut by top-k if it has more than 1/`_CUT` of the ids that top-k
-allows. Top-k is applied before top-p, but it changes nothing where a few ids hold nearly all of the
-probability."""
+"""A sampling mask counts as possibly cut by top-k if it has more than 1/`_CUT` of the ids that
+top-k allows. Top-k is applied before top-p, but it makes no difference where a few ids hold nearly
+all of the probability."""
 
 
 class SplitGaps:
-    """Computes the mean of log π_old − log π_θ for each of the P trajectories that are split over
+    """Compute the mean of log π_old − log π_θ for each of the P trajectories that are split over
     micro-batches or ranks. The sequence mask needs these means."""
 
     def __init__(
@@ -96,12 +95,13 @@ class SplitGaps:
         device: torch.device,
         scored: Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]],
     ) -> None:
-        """Compute the means before an optimizer step. All ranks must call this together."""
+        """Compute the means before an optimizer step. This is collective: every rank must call
+        it."""
         sampled = batch.micro_batches[0].loss == "grpo"
         count = self._count = batch.split_sequences if sampled else 0
         self._totals = GapTotals(count, device)
         self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
-        """The means before the step, or NaN for trajectories that the mask cannot drop."""
+        """The means before the step, or NaN for trajectories that the mask can never drop."""
         if batch.scored_first:
             for micro_batch in batch.scored_first:
                 self.add(*scored(micro_batch)[:2])
@@ -115,7 +115,7 @@ class SplitGaps:
 
     def of(self, inputs: Inputs) -> Tensor | None:
         """Return the `sequence_gap` [S] of a micro-batch for `keel.rl.losses.grpo_loss`, or None if
-        it has no split trajectories."""
+        the micro-batch contains no split trajectories."""
         if inputs.split_S is None:
             return None
         gaps = self._before_P[inputs.split_S.clamp(min=0)]
@@ -170,14 +170,14 @@ def _loss(
 def mass_share(
     inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """Compute a penalty on the probability that the policy gives to ids outside the sampling masks
+    """Compute this micro-batch's part of the penalty on probability outside the sampling masks
     (`algorithm.kept_mass_coef`).
 
-        c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
+    c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
     `log_mass` [m] covers this rank's shard of the row. Masks that top-k may have cut (`_CUT`) are
-    not counted, because their probability at sampling time is unknown. Returns this micro-batch's
-    share of the penalty, and [4] float32 totals for `_mass_metrics`.
+    skipped, because their probability at sampling time is unknown. Also returns [4] float32 totals
+    for `_mass_metrics`.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
     weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
@@ -194,7 +194,7 @@ def mass_share(
 
 
 def _indexer_metrics(held: Tensor) -> dict[str, Metric]:
-    """Return `indexer/held`: the share of attention on the top k keys, averaged over layers and
+    """Return `indexer/held`: the fraction of attention on the top k keys, averaged over layers and
     over queries with more than k keys."""
     attention, queries = held.tolist()
     return {"indexer/held": Mean(attention, queries)} if queries else {}
@@ -207,7 +207,7 @@ def _mass_metrics(totals: Tensor) -> dict[str, Metric]:
 
 
 class TrainerEngine:
-    """The policy, optimizer and reference models on one rank. All ranks call the same methods."""
+    """The policy, optimizer and reference models on one rank. All methods are collective."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class TrainerEngine:
         # In float16 the first steps may be skipped until the loss scale fits.
         self._skips = SkipCounter(max(most, SCALE_POWER) if self._scaled else most)
         self.findings: list[Finding] = []
-        """Tokens on this rank that made the gradient non-finite in the last `step`."""
+        """The tokens on this rank that made the gradient of the last `step` non-finite."""
         self._part = Slice.join(trainer.sequence_parallel)
 
         load = partial(load_policy, model_path, dtype)
@@ -304,8 +304,7 @@ class TrainerEngine:
         self.version = 0  # the number of optimizer steps so far, including skipped ones
         self._updated = False
         self.tokens: dict[int, TokenNumbers] = {}
-        """Per-token numbers from the last step, keyed by segment, for the segments that will be
-        saved."""
+        """Per-token values from the last step for the segments to be saved, keyed by segment."""
 
     @property
     def gave_up(self) -> str:
@@ -314,7 +313,8 @@ class TrainerEngine:
     # Training
 
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
-        """Take an optimizer step for each batch, until `gave_up` is set, and return the metrics."""
+        """Take one optimizer step per batch and return the metrics. Stops early if `gave_up`
+        becomes true."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
         lr = learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
@@ -326,9 +326,9 @@ class TrainerEngine:
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
     def recover(self) -> bool:
-        """Clean up after `step` ran out of memory, and return True if training can continue. It can
-        if there is only one rank, the error came before the update, and the gradient sums are not
-        in ZeRO's buffers."""
+        """Clean up after `step` ran out of memory. Returns True if training can continue: there is
+        only one rank, the error occurred before the update, and the gradient sums are not in ZeRO's
+        buffers."""
         self._offload.mark_crowded()
         outside_zero = self._stage == 0 or self._sums_apart
         alone = self._world_size == 1 and outside_zero and not self._updated
@@ -341,13 +341,13 @@ class TrainerEngine:
         return alone
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Use activation checkpointing from now on. With `keep_attention`, the outputs of attention
-        are kept instead of recomputed."""
+        """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
+        instead of recomputed."""
         self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Return `nll` for a batch of conversations. While indexers are warming up, also return
-        `indexer/held`."""
+        """Return `nll` for a batch of conversations, and `indexer/held` while indexers are warming
+        up."""
         self._offload.load()
         scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
         if self._part.rank > 0:  # its group has the same
@@ -392,7 +392,8 @@ class TrainerEngine:
         return merge(parts)
 
     def _examine(self, batch: TrainBatch) -> None:
-        """Repeat a skipped step, without effect, to find the tokens that caused it."""
+        """Repeat the passes of a skipped step, without an update, to find the tokens that caused
+        it."""
         self._offload.before_gradients()
         split = SplitGaps(batch, self.device, self._score)
         tracer = NanTracer(self._traced_layers)
@@ -414,7 +415,7 @@ class TrainerEngine:
         split: SplitGaps,
         tracer: NanTracer | None = None,
     ) -> Callable[[], dict[str, Metric]]:
-        """Run the forward and backward pass for one micro-batch. Returns a function that waits for
+        """Run the forward and backward pass of one micro-batch. Returns a function that waits for
         the device and returns the metrics."""
         config = self._config
         inputs = Inputs.of(micro_batch, self.device, self._part, probes=config.algorithm.probes)
@@ -465,8 +466,8 @@ class TrainerEngine:
         return metrics
 
     def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
-        """Run a forward pass without gradients. Returns the inputs, the [R] log-probabilities and
-        the [2] `held` (see `PolicyNetwork`)."""
+        """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
+        `held` [2] (see `PolicyNetwork`)."""
         inputs = Inputs.of(batch, self.device, self._part)
         with torch.no_grad(), self._replay(inputs):
             logp, *_, held = self._engine(inputs=inputs)
@@ -492,12 +493,10 @@ class TrainerEngine:
     # Weights
 
     def buckets(self, *, requested: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
-        """Yield the current weights in the engines' dtype on this rank's device.
-
-        If `requested` is False, yield nothing and only help other ranks gather them. With
+        """Yield the current weights on this rank's device, in the engines' dtype. If `requested` is
+        False, only help the other ranks gather weights and yield nothing. With
         `rollout.time_share`, engines wake up during this call, so tensors that do not fit next to
-        them are offloaded.
-        """
+        them are offloaded."""
         if requested or self._weights.gathered:
             self._offload.load()
         self._offload.offload(weights=False)
@@ -526,7 +525,8 @@ class TrainerEngine:
         return self._checkpoints.save(folder, {"steps": self.steps, "version": self.version})
 
     def load(self, folder: Path) -> None:
-        """Restore a saved state. With another layout of ranks, sums are added in another order."""
+        """Restore a saved state. If the ranks are laid out differently, results can differ in
+        rounding because sums are added in a different order."""
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self.steps, self.version = progress["steps"], progress["version"]

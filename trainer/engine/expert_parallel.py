@@ -1,4 +1,4 @@
-"""Expert parallelism: distributes the experts of each layer over the ranks with DeepSpeed AutoEP.
+"""Expert parallelism: distribute the experts of each layer over the ranks with DeepSpeed AutoEP.
 
 AutoEP replaces each MoE block with a router for all experts, this rank's experts, and an all-to-all
 exchange before and after them. This module maps AutoEP's weights back to their original names and
@@ -30,14 +30,14 @@ from keel.trainer.engine.deepspeed_internals import (
 )
 
 _LAYERS = r"model\.model\.layers\.\d+\.mlp"
-"""A pattern that matches the MoE blocks inside a `PolicyNetwork`."""
+"""Pattern that matches the MoE blocks inside a `PolicyNetwork`."""
 
 
 def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[str, Any]:
-    """Return the `expert_parallel` section of DeepSpeed's config.
+    """Build the `expert_parallel` section of DeepSpeed's config.
 
-    `text` is the configuration of the language model. With `grouped`, a rank computes all its
-    experts in one grouped GEMM (for bfloat16 on a GPU) instead of one expert after the other.
+    `text` is the config of the language model. With `grouped`, a rank computes all its experts in
+    one grouped GEMM (for bfloat16 on a GPU) instead of one expert after the other.
     """
     greedy = text.model_type == "deepseek_v2" and getattr(text, "topk_method", "") == "greedy"
     groups: dict[str, int] = {}
@@ -54,8 +54,7 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
 
 
 class ExpertLayers:
-    """The AutoEP layers of a model. If the model has none, the methods return their input
-    unchanged."""
+    """The AutoEP layers of a model. Without any, all methods return their input unchanged."""
 
     def __init__(self, model: nn.Module, *, expected: int) -> None:
         """`expected` is the number of MoE layers in the model, or 0 without expert parallelism.
@@ -91,8 +90,8 @@ class ExpertLayers:
         return {_renamed(name, prefix, names): tensor for name, tensor in part.items()}
 
     def runs(self, name: str, shape: Sequence[int]) -> list[ElementRun]:
-        """Return where the elements of one of this rank's parameters belong in the model before
-        AutoEP. `shape` is the parameter's shape."""
+        """Map the elements of one of this rank's parameters, which has this `shape`, to their
+        positions in the model before AutoEP."""
         count = math.prod(shape)
         prefix, layer = self._find(name)
         if layer is None:
@@ -118,11 +117,8 @@ class ExpertLayers:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Clip the gradients in place to a global norm of `limit`, and return the norm before clipping.
-
-    The ranks of an expert group hold different experts, so the squared norms of experts are summed
-    over the group. This function is used only without ZeRO, because otherwise DeepSpeed clips the
-    gradients.
-    """
+    The ranks of an expert group hold different experts, so their squared norms are summed over the
+    group. Used only without ZeRO, because otherwise DeepSpeed clips the gradients."""
     parameters = [p for p in parameters if p.grad is not None]
     shared, experts = split_experts(parameters)
     norm = get_total_norm([p.grad for p in shared if p.grad is not None])
@@ -135,7 +131,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 
 
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups for AdamW. Experts are in a separate group, which ZeRO reduces on its
+    """Return parameter groups for AdamW, with experts in a separate group that ZeRO reduces on its
     own."""
     shared, experts = split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
@@ -152,7 +148,7 @@ def _renamed(name: str, prefix: str, names: Mapping[str, str]) -> str:
 
 
 def _gather(share: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather [E/P, …] from each rank into [E, …]. Ranks and experts have the same order."""
+    """Gather [E/P, …] from each rank into [E, …], with experts in rank order."""
     share = share.detach().contiguous()
     whole = share.new_empty(len(share) * dist.get_world_size(group), *share.shape[1:])
     dist.all_gather_into_tensor(whole, share, group=group)

@@ -1,8 +1,8 @@
-"""Moves a rank's GPU memory to host memory while an engine or activations need the space.
+"""Offload a rank's GPU memory to host memory while an engine or the activations need the space.
 
-A storage is resized to zero and later refilled, as FSDP does, so all views of DeepSpeed's flat
-buffers stay valid. DeepSpeed's own `offload_states` (0.19.8) supports only ZeRO-2 and does not
-support a reference policy.
+As in FSDP, storages are resized to zero and refilled later, so all views of DeepSpeed's flat
+buffers stay valid. DeepSpeed's own `offload_states` (0.19.8) supports only ZeRO-2 and no reference
+policy.
 """
 
 import math
@@ -30,26 +30,26 @@ from keel.trainer.placement.memory import STEP_PARTS, trainer_memory, update_cop
 MIB, GIB = 2**20, 2**30
 _MIN_BYTES = 2**12  # storages with fewer bytes than this stay on the device
 BLOCK = 2**28
-"""Size of a block of host memory in bytes. Large tensors are split into blocks, because PyTorch
-rounds pinned memory up to a power of two."""
+"""Size in bytes of a block of host memory. Large tensors are split into blocks, because PyTorch
+rounds pinned allocations up to a power of two."""
 SPARE = 2 * GIB  # bytes of device memory that are kept free in addition to the known need
 _TRIES = 3
-"""How many times to try to free enough memory. One try may not be enough, because fragmented memory
+"""Number of attempts to free enough memory. A single one can fall short, because fragmented memory
 stays reserved."""
 _SLACK = 1.1
-"""Safety factor on the activation memory measured so far, because micro-batches differ in size."""
+"""Safety factor on the largest activation memory measured so far, because micro-batches differ in
+size."""
 
 
 class _Buffer:
     def __init__(
         self, device: torch.device, content: Literal["changing", "constant", "scratch", "zeros"]
     ) -> None:
-        """`content` tells how often the storages are copied to host memory: `changing` content at
-        each offload, `constant` content only once, and `scratch` and `zeros` never."""
+        """`content` determines when storages are copied to host memory: `changing` at every
+        offload, `constant` only once, `scratch` and `zeros` never."""
         self._device, self._content = device, content
         self._copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
-        """Copies in host memory, keyed by storage. Copies of constant content are kept after
-        loading."""
+        """Host copies, keyed by storage. Copies of constant content are kept after loading."""
         self._offloaded: list[tuple[UntypedStorage, int]] = []
 
     @property
@@ -101,7 +101,8 @@ class _Buffer:
 
 
 class NoOffload:
-    """Does nothing. It replaces `Offload` on a rank that does not share its GPU with an engine."""
+    """Stands in for `Offload` on a rank that does not share its GPU with an engine, and does
+    nothing."""
 
     def offload(self, *, weights: bool) -> None: ...
     def load(self, *, state: bool = False) -> None: ...
@@ -111,12 +112,12 @@ class NoOffload:
 
 
 class Offload:
-    """Moves a rank's tensors between GPU and host memory, depending on what each phase needs.
+    """Move a rank's tensors between GPU and host memory before each phase of a step.
 
     Forward and backward passes need the weights, the reference policy, gradient sums, buckets and
     other DeepSpeed tensors. The update needs the weights, master weights and moments. While an
     engine samples, only as much memory is freed as the engine needs. The reference policy is
-    offloaded first, because its copy in host memory is kept.
+    offloaded first, because it never changes and its host copy can be reused.
     """
 
     def __init__(
@@ -129,12 +130,12 @@ class Offload:
         planned = trainer_memory(config, facts_of(self._module.model.config), gpu=gpu).parts
         # All sizes are bytes of device memory.
         self._room = room(config, device)
-        """How much memory this rank may keep while an engine samples. If it is infinite, only
-        scratch memory is offloaded."""
+        """Maximum memory of this rank while an engine samples. If infinite, only scratch memory is
+        offloaded."""
         self._limit = config.run.gpu_gib * GIB or math.inf
-        """How much of the GPU's memory may be in use in total."""
+        """Maximum memory in use on the GPU, including other processes."""
         self._activations = sum(planned.get(name, 0.0) for name in (*STEP_PARTS, "gathered"))
-        """The activation memory of forward and backward passes: the planned size, or the largest
+        """Activation memory of forward and backward passes: the planned size, or the largest
         measured so far."""
         self._update_bytes = update_copy_bytes(config, planned, gpu=gpu)
         self._before = 0
@@ -146,8 +147,8 @@ class Offload:
         self._gradients = _Buffer(device, "zeros")
 
     def offload(self, *, weights: bool) -> None:
-        """Free memory until this rank uses at most `room`. The weights are offloaded last, and only
-        if `weights` is set."""
+        """Free memory until this rank uses at most `room`. Weights are offloaded last, and only if
+        `weights` is set."""
         self._gradients.offload(gradient_sums(self._optimizer))
         self._buckets.offload(buckets(self._optimizer))
         drop_gathered(self._optimizer)
@@ -173,8 +174,8 @@ class Offload:
             self._rest.load()
 
     def before_gradients(self) -> None:
-        """Load what forward and backward passes need. Optimizer state is offloaded if it does not
-        fit next to the activations."""
+        """Load everything needed for forward and backward passes. Offload optimizer state if it
+        does not fit next to the activations."""
         self._weights.load()
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
         need = SPARE + _SLACK * self._activations + sum(b.offloaded_bytes for b in needed)
@@ -203,7 +204,7 @@ class Offload:
         self._state.load()
 
     def mark_crowded(self) -> None:
-        """Keep all optimizer state offloaded during forward and backward passes from now on."""
+        """From now on, keep all optimizer state offloaded during forward and backward passes."""
         self._activations = math.inf
 
     def _optimizer_state(self) -> list[Tensor]:
@@ -229,8 +230,8 @@ class Offload:
 
 
 def room(config: Config, device: torch.device) -> float:
-    """Return how many bytes a rank may keep on its GPU while an engine samples. Returns 0 on a CPU,
-    and infinity if `trainer.offload_while_sampling` is off."""
+    """Return how many bytes a rank can keep on its GPU while an engine samples: 0 on a CPU, and
+    infinity if `trainer.offload_while_sampling` is off."""
     if not config.trainer.offload_while_sampling:
         return math.inf
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The policy network of the trainer, which computes log-probabilities of packed tokens."""
+"""The trainer's policy network, which computes log-probabilities of packed tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from keel.trainer.engine.zero import initialize
 
 Attention = Literal["sparse", "warm-up", "dense"]
 BACKEND = "inductor"
-"""The backend for torch.compile. On a CPU it needs a C++ compiler and takes minutes to compile."""
+"""The backend for torch.compile. On a CPU, it needs a C++ compiler and takes minutes to compile."""
 
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
@@ -74,7 +74,7 @@ def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A micro-batch on the trainer's device. It has N tokens, R of which were sampled, and S
+    """A micro-batch of N tokens on the trainer's device. R of these tokens were sampled, in S
     trajectories.
 
     Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
@@ -94,10 +94,10 @@ class Inputs:
     """The slice of the R sampled tokens that this rank's hidden states predict. The other ranks of
     the group predict the rest."""
     ends: int
-    """How many of this rank's N tokens were never an input to an engine: padding and the last token
-    of each segment. No routes were recorded for them."""
+    """How many of this rank's N tokens were never an input to an engine, so that no routes were
+    recorded for them: padding, and the last token of each segment."""
     filled: int
-    """How many of this rank's N tokens are padding at the end of the row. Padding makes all ranks'
+    """How many of this rank's N tokens are padding at the end of the row, which makes all ranks'
     shards equally long."""
     head: HeadInputs
     logp_old_R: Tensor
@@ -114,11 +114,11 @@ class Inputs:
     watched: bool = False
     """True if a segment will be saved to disk, so that `seen_tokens` is needed."""
     truncated: bool = False
-    """True if the step has sampling masks. All ranks have the same value."""
+    """True if the step has sampling masks. Has the same value on all ranks."""
 
     @property
     def padding(self) -> bool:
-        """True if the micro-batch is empty. It then only keeps this rank's collectives in step with
+        """True if the micro-batch is empty and only keeps this rank's collectives in step with
         other ranks."""
         return len(self.sequence_tokens_S) == 0
 
@@ -126,7 +126,7 @@ class Inputs:
     def of(
         batch: MicroBatch, device: torch.device, part: Slice = WHOLE, *, probes: int = 1
     ) -> Inputs:
-        """Copy this rank's shard of `batch` to `device`. `probes` is explained in `head_inputs`."""
+        """Copy this rank's shard of `batch` to `device`. See `head_inputs` for `probes`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(array, dtype=dtype), device)
@@ -177,10 +177,9 @@ class PolicyNetwork(nn.Module):
     the full logits."""
 
     learning_indexers: int = 0
-    """The number of layers with a sparse-attention indexer that is being trained."""
+    """Number of layers with a sparse-attention indexer that is being trained."""
     replays: bool = True
-    """True if sparse attention uses the selected tokens that the engines recorded, if there are
-    any."""
+    """True if sparse attention replays the token selections recorded by the engines, if any."""
 
     def __init__(
         self,
@@ -195,8 +194,8 @@ class PolicyNetwork(nn.Module):
         flash4: bool = False,
         learns_mass: bool = False,
     ) -> None:
-        """`context` is the engines' `max_model_len`. With `indexer_loss`, indexers are trained.
-        With `learns_mass`, the probability mass of sampling masks has a gradient."""
+        """`context` is the engines' `max_model_len`. `indexer_loss` trains the indexers.
+        `learns_mass` makes the probability mass of sampling masks differentiable."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -238,7 +237,7 @@ class PolicyNetwork(nn.Module):
         )
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Use activation checkpointing. With `keep_attention`, the outputs of attention are kept
+        """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
         instead of recomputed."""
         options = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
@@ -285,13 +284,12 @@ class PolicyNetwork(nn.Module):
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Make each decoder layer compile when it is first called. The graph works for any number of
-    tokens.
+    """Compile each decoder layer when it is first called, for any number of tokens.
 
-    A whole layer becomes one graph. With several graphs, launching them would take longer than the
-    GPU needs for a small micro-batch. MoE blocks are not compiled, because their shapes depend on
-    the routing and Keep Routing hooks into them. Attention is not compiled either, unless it uses
-    flash attention.
+    Each layer becomes a single graph. With several graphs per layer, launching them would take
+    longer than the GPU needs for a small micro-batch. MoE blocks are not compiled, because their
+    shapes depend on the routing and Keep Routing hooks into them. Attention is compiled only if it
+    uses flash attention.
     """
     routers = set(router_modules(model))
     for block in model.modules():
@@ -312,7 +310,7 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> None:
-        """With `replays`, each token goes to the experts that the engine recorded."""
+        """With `replays`, each token is routed to the experts that the engine recorded."""
         self.network, self._forward, self._replays = network, forward, replays
 
     @classmethod
@@ -324,8 +322,8 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> Self:
-        """Create a reference policy with its own network. `sharded` is DeepSpeed's configuration
-        under ZeRO-3 or expert parallelism. Otherwise it is None, and each rank has a full copy."""
+        """Create a reference policy with its own network. `sharded` is DeepSpeed's config under
+        ZeRO-3 or expert parallelism. Otherwise it is None, and each rank has a full copy."""
         network.eval().requires_grad_(False)
         network.replays = False  # uses its own indexers
         forward = network.to(device) if sharded is None else initialize(network, sharded, device)
@@ -333,8 +331,8 @@ class ReferencePolicy:
 
     @classmethod
     def base(cls, network: PolicyNetwork, *, replays: bool) -> Self:
-        """Create a reference policy from a policy that trains with LoRA. It uses the policy's
-        network without the adapters."""
+        """Create a reference policy from a policy that trains with LoRA, using its network without
+        the adapters."""
 
         def forward(*, inputs: Inputs) -> tuple[Tensor, ...]:
             with adapters_off(network.model):
@@ -344,7 +342,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
-        """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard. They are
+        """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard,
         normalized over the sampling masks."""
         replays = self._replays and inputs.loss == "grpo"
         with recorded_routes(self.network, inputs) if replays else nullcontext():
@@ -356,13 +354,13 @@ class References:
     """The reference models for the KL terms, indexed as in `DataConfig.references`."""
 
     def __init__(self, models: Sequence[ReferencePolicy | None], *, together: bool) -> None:
-        """Set `together` if the weights are sharded. Every rank then calls every model."""
+        """Set `together` if the weights are sharded, so that every rank calls every model."""
         self._models, self._together = models, together
 
     def logp(self, inputs: Inputs) -> Tensor | None:
         """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard, or None
-        if there are no models. Each trajectory is scored by its own reference model. The values of
-        trajectories without a reference model are NaN."""
+        if there are no models. Each trajectory is scored by its own reference model, with NaN for
+        trajectories that have none."""
         if not any(self._models):
             return None
         first, *teachers = self._models
@@ -380,7 +378,7 @@ class References:
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-    """Return a context in which each token goes to the experts that the engine recorded."""
+    """Return a context in which each token is routed to the experts that the engine recorded."""
     routes = inputs.routes_NLK
     if inputs.padding:
         # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
@@ -424,8 +422,8 @@ def seen_tokens(
 def whole_sequences(
     inputs: Inputs, logp: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather the values [r] of all shards of a micro-batch and return them as [R]. Gradients flow
-    back only to this rank's own values."""
+    """Gather the values [r] of all shards of a micro-batch into [R]. Gradients flow back only to
+    this rank's own values."""
     if inputs.part.group is None or inputs.padding:
         return logp, reference
     values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])

@@ -1,4 +1,4 @@
-"""Loads weights into the ranks, and yields the full weights under their checkpoint names."""
+"""Load weights on the ranks, and yield the full weights under their checkpoint names."""
 
 import io
 import json
@@ -61,15 +61,15 @@ def _from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrained
 def read_once(
     load: Load, dtype: torch.dtype, *, readers: int, read: PreTrainedModel | None = None
 ) -> tuple[PreTrainedModel, bytes]:
-    """Return the model in host memory and its outline, from which `twin` can build another copy.
-    All ranks must call this together.
+    """Load the model from disk on as few ranks as possible. Every rank must call this.
 
-    The first `readers` ranks load the model, unless they pass a model that they have already loaded
-    (`read`). The other ranks build it from rank 0's outline, and `zero.initialize` sets their
-    weights. If there is no outline, they also load the model.
+    The first `readers` ranks load the model, unless they already have it (`read`). The other ranks
+    build it with uninitialized weights from rank 0's outline, and `zero.initialize` sets their
+    weights. If the model has no outline, they load it as well. If loading fails on one rank, all
+    ranks raise an error.
 
-    The returned outline is empty if some weights do not have `dtype`, because DeepSpeed would round
-    them. If loading fails on one rank, all ranks raise an error.
+    Returns the model in host memory, and the outline from which `twin` can build another copy. The
+    outline is empty if any weights are not in `dtype`, because DeepSpeed would round them.
     """
     model = read if read is not None and read.dtype == dtype else None
     failed: Exception | None = None
@@ -97,13 +97,13 @@ def read_once(
 
 
 def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
-    """Return another copy of the model with uninitialized weights on `device`, or load it again if
-    its outline is empty."""
+    """Build another copy of the model with uninitialized weights on `device`. If the outline `data`
+    is empty, load the model again instead."""
     return _from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
-    """Copy the weights of `source` to `target`. All ranks must call this together."""
+    """Copy the weights of `source` to `target`. Every rank must call this."""
     for weight, copy in zip(source.parameters(), target.parameters(), strict=True):
         with gathered([weight], stage=stage), gathered([copy], stage=stage, modifier_rank=0):
             copy.data.copy_(weight.data)
@@ -112,14 +112,15 @@ def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
 def gathered(
     parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a context in which parameters are unsharded. Only `modifier_rank` may change them."""
+    """Return a context in which ZeRO-3 parameters are unsharded. Only `modifier_rank` may change
+    them."""
     return deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
     )
 
 
 class Weights:
-    """Yields the weights of a model that DeepSpeed has initialized."""
+    """Iterate over the full weights of a model that DeepSpeed has initialized."""
 
     def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
         self._model, self._experts, self._stage = model, experts, stage
@@ -127,11 +128,11 @@ class Weights:
 
     @property
     def gathered(self) -> bool:
-        """True if the weights are sharded. All ranks must then iterate over them together."""
+        """True if the weights are sharded, so that all ranks must iterate over them together."""
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield pairs of checkpoint name and full tensor, as in `keel.model.load.precision`."""
+        """Yield each full tensor with its checkpoint name, as in `keel.model.load.precision`."""
         convert = precision(self._model, dtype)
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
             yield name, convert(name, tensor)
@@ -143,7 +144,7 @@ class Weights:
         return self._packers[key].buckets()
 
     def gather_along(self) -> None:
-        """Join the collectives of other ranks while they iterate over the weights."""
+        """Take part in gathering the weights while rank 0 iterates over them."""
         for _ in module_tensors(self._model, whole=self._whole) if self.gathered else ():
             pass
 
@@ -159,7 +160,8 @@ _SHARD_BYTES = 4 * 2**30
 def export_model(
     folder: Path, model: PreTrainedModel, weights: Weights, config: ModelConfig, path: str
 ) -> dict[str, Entry]:
-    """Write a model folder and return this rank's files. All ranks must call this together."""
+    """Write a model folder and return the manifest entries of this rank's files. Every rank must
+    call this."""
     first = dist.get_rank() == 0
     if first:
         named = weights.named(getattr(torch, config.dtype))
@@ -185,8 +187,8 @@ def write_model(
     dtype: str,
     end: int | None = None,
 ) -> None:
-    """Write the model's configurations and `weights`, which are pairs of name and tensor. Only one
-    shard is in host memory at a time. `end` is the tokenizer's EOS token id."""
+    """Write a model's config files and its `weights`, given as (name, tensor) pairs. Holds only one
+    shard in host memory at a time. `end` is the tokenizer's EOS token id."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     part: dict[str, Tensor] = {}

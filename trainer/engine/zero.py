@@ -1,4 +1,4 @@
-"""Sets up a rank's process group and DeepSpeed engine, and applies optimizer updates."""
+"""Set up a rank's process group and DeepSpeed engine, and apply optimizer updates."""
 
 import io
 import math
@@ -28,16 +28,18 @@ from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, 
 from keel.trainer.placement.memory import bucket_elements
 
 SCALE_POWER = 16
-"""The initial loss scale in float16 is 2 to this power. It is halved after each overflow."""
+"""Base-2 logarithm of the initial loss scale in float16. The scale is halved after each
+overflow."""
 _SCALE_WINDOW = 100
-"""In float16, the loss scale doubles after this many optimizer steps without overflow."""
+"""Number of optimizer steps without overflow after which the float16 loss scale is doubled."""
 _NEVER = 2**31  # a number of optimizer steps that is never reached
 
 
 def join_ranks(
     rank: int, world_size: int, store: Store | None, *, timeout_s: float
 ) -> torch.device:
-    """Create the process group, whose collectives fail after `timeout_s`. Returns the device."""
+    """Create the process group and return this rank's device. Collectives fail after
+    `timeout_s`."""
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -60,9 +62,9 @@ def initialize(
     device: torch.device,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> DeepSpeedEngine:
-    """Wrap a model that is in host memory in a DeepSpeed engine. Under ZeRO-3, parameters are
-    sharded and moved to the device one at a time. `optimizer` is called to create the optimizer
-    after AutoEP has replaced parameters."""
+    """Wrap a model in host memory in a DeepSpeed engine. Under ZeRO-3, parameters are sharded and
+    moved to the device one by one. `optimizer` is called to create the optimizer after AutoEP has
+    replaced parameters."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with redirect_stdout(io.StringIO()):
         if config["zero_optimization"]["stage"] == 3:
@@ -85,9 +87,9 @@ def initialize(
 def deepspeed_config(
     trainer: TrainerConfig, dtype: torch.dtype, device: torch.device, model: PreTrainedModel
 ) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed. Gradients are accumulated and reduced in float32.
-    DeepSpeed is set to accumulate over one micro-batch, and the engine itself marks the end of a
-    step."""
+    """Build DeepSpeed's config. Gradients are accumulated and reduced in float32. DeepSpeed is
+    configured to accumulate over a single micro-batch, and the engine marks the end of a step
+    itself."""
     stage = zero_stage(trainer, dtype)
     # DeepSpeed allocates the whole bucket even for a smaller model.
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -136,7 +138,7 @@ def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
-    """Return the ZeRO stage in use. DeepSpeed keeps no float32 master weights at stage 0."""
+    """Return the ZeRO stage to use. At stage 0, DeepSpeed keeps no float32 master weights."""
     return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
 
@@ -145,9 +147,9 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> float:
-    """Return the learning rate for a step, counting from 1. It rises linearly to `lr` at step
-    `warmup_steps`. The schedules `linear` and `cosine` then decay it to `min_lr` at the last step.
-    """
+    """Return the learning rate for a step, counting from 1. It rises linearly to `lr` over
+    `warmup_steps` steps. The `linear` and `cosine` schedules then decay it to `min_lr` at the last
+    step."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -159,7 +161,7 @@ def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> floa
 
 
 def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> torch.optim.AdamW:
-    """Create an AdamW optimizer. Vectors (norms and biases) have no weight decay."""
+    """Create an AdamW optimizer without weight decay on vectors (norms and biases)."""
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -182,7 +184,8 @@ def apply_gradients(
     engine: DeepSpeedEngine, module: nn.Module, *, stage: int, clip: float
 ) -> float:
     """Take an optimizer step and return the gradient norm before clipping. If the norm is not
-    finite, the gradients are dropped and no weights change. Clipping is disabled if `clip` is 0."""
+    finite, the gradients are discarded and the weights stay unchanged. `clip` = 0 disables
+    clipping."""
     if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
         engine.step()
         norm = engine.get_global_grad_norm()

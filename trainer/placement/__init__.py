@@ -1,1 +1,1 @@
-"""Estimates memory, chooses layouts, assigns GPUs, and watches the processes and nodes of a run."""
+"""Estimate memory, choose layouts, assign GPUs, and watch the processes and nodes of a run."""

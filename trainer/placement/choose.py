@@ -1,5 +1,5 @@
-"""Chooses values for the knobs that a recipe leaves unset (`keel.configs.auto`). Each choice comes
-with a reason, and is saved so that a resumed run keeps it."""
+"""Choose values for the knobs that a recipe leaves unset (`keel.configs.auto`). Each choice comes
+with a reason and is saved, so that a resumed run keeps it."""
 
 import json
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ _BFLOAT16 = {"avx512_bf16", "amx_bf16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A config in which no knob is unset, with the chosen values and the reasons for them."""
+    """A config with a value for every knob, and the values that were chosen for unset knobs."""
 
     config: Config
     plan: Plan
     values: Values = field(default_factory=dict[str, Any])  # the chosen values, keyed by knob
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The reason for each value, keyed by knob."""
+    """The reason for each chosen value, keyed by knob."""
 
     def lines(self) -> list[str]:
         return [f"{k} = {yaml_value(v)}: {self.reasons[k]}" for k, v in self.values.items()]
@@ -52,11 +52,8 @@ def choose(
     hardware: Hardware,
     previous: Values | None = None,
 ) -> Choice:
-    """Choose values for the unset knobs.
-
-    `previous` contains the values chosen when the run began. They are kept if a layout that uses
-    them still fits. Raises ConfigError if no layout fits.
-    """
+    """Choose values for the unset knobs. `previous` holds the values chosen when the run began,
+    which are kept as long as a layout with them fits. Raises ConfigError if no layout fits."""
     open_knobs &= _relevant_knobs(config)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
         return Choice(config=config, plan=plan_on(config, facts, hardware))
@@ -82,7 +79,6 @@ def choose(
 
 
 def _relevant_knobs(config: Config) -> frozenset[str]:
-    """Return the knobs to choose. Without rollouts, these are trainer knobs."""
     if config.data.sources:
         return KNOBS
     knobs = frozenset(knob for knob in KNOBS if knob.startswith("trainer."))
@@ -189,9 +185,8 @@ def _has_bfloat16() -> bool:
 
 
 def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Config:
-    """Return the config with `model.dtype: auto` replaced by a dtype. A resumed run keeps its
-    dtype. A new run uses float32 on a CPU without bfloat16 instructions, and otherwise the schema's
-    default, bfloat16."""
+    """Return the config with `model.dtype: auto` resolved. A resumed run keeps its dtype. A new run
+    uses bfloat16, the schema's default, or float32 on a CPU without bfloat16 instructions."""
     if DTYPE not in remaining:
         return config
     folder = Path(config.run.dir).expanduser()

@@ -1,7 +1,7 @@
-"""Changes the layout of a run.
+"""Adapt the layout of a run to the available nodes and memory.
 
 Each time the run starts, it uses the full recipe if it fits on the cluster, and fewer ranks and
-engines otherwise. After a step that ran out of memory, it uses settings that need less.
+engines otherwise. After a step runs out of memory, the run continues with settings that need less.
 """
 
 import math
@@ -37,10 +37,10 @@ from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory
 
 _POLL_S = 2.0
 _SILENT_NODES_S = 90.0
-"""Maximum wait for nodes that do not answer. By then, Ray has declared dead nodes lost."""
+"""Maximum wait for nodes that do not respond. By then, Ray has declared dead nodes lost."""
 _THREADS = 32
 _MAX_LAYOUTS = 64
-"""Maximum number of smaller configs to try, starting with the largest. Each can take seconds."""
+"""Maximum number of smaller configs to try, largest first. Each can take seconds."""
 _RANKS, _ENGINES = "trainer.ranks", "rollout.engines"
 _REMEDY = (
     f"Lower {_RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
@@ -70,11 +70,12 @@ class ElasticLayouts:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Start with the full `config`. `chosen` holds the values that Keel chose for its unset
-        knobs. `silent` returns the hosts of nodes that do not answer although Ray considers them
-        alive. No node can join (`joinable`) a cluster that Keel started on this machine."""
+        """`config` is the full config, and `chosen` holds the values that Keel chose for its unset
+        knobs. `silent` returns the hosts of nodes that do not respond although Ray considers them
+        alive. `joinable` tells whether nodes can join the cluster. By default, they cannot if Keel
+        started it on this machine."""
         self.lowering = OomRecovery(config=config, folder=folder)
-        """Holds the config in use. `next` replaces it."""
+        """Holds the config in use, which `next` replaces."""
         self.whole, self._facts, self._hardware, self._chosen = config, facts, hardware, chosen
         self._say, self._clock, self._pause, self._begun = say, clock, pause, False
         self._nodes = nodes or partial(cluster_nodes, gpus=hardware.gpu)
@@ -84,9 +85,9 @@ class ElasticLayouts:
     def next(self) -> Config:
         """Return the config for the next start of the run.
 
-        If the full config does not fit, wait for more nodes before using a smaller one. Raises
-        TimeoutError if too few nodes become available in time, and ConfigError if the config does
-        not fit and no node can ever join.
+        If the full config does not fit, wait for more nodes before falling back to a smaller one.
+        Raises TimeoutError if too few nodes become available in time, and ConfigError if the config
+        does not fit and no node can join.
         """
         first, self._begun = not self._begun, True
         alone, shortage = first and not self._joinable, ""
@@ -123,7 +124,7 @@ class ElasticLayouts:
         return replace(self.whole, trainer=trainer)
 
     def _wait_for_silent_nodes(self) -> None:
-        """Wait until Ray has declared dead nodes lost. Until then, it would start actors on
+        """Wait until Ray has declared dead nodes lost, because until then it starts actors on
         them."""
         began, warned = self._clock(), False
         while (silent := self._silent()) and self._clock() - began < _SILENT_NODES_S:
@@ -239,9 +240,9 @@ def _silent_nodes() -> list[str]:
 
 
 def _smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
-    """Yield configs with fewer ranks or engines, starting with those that keep the largest share of
-    both. Ranks that share experts or contexts are kept together. `gpus` is the total number of GPUs
-    for ranks and engines, or None on CPUs."""
+    """Yield configs with fewer ranks or engines, starting with those that keep the largest fraction
+    of both. Ranks that share experts or contexts are kept together. `gpus` is the total number of
+    GPUs for ranks and engines, or None on CPUs."""
     trainer, rollout = config.trainer, config.rollout
     samples, width = bool(config.data.sources), rollout.tensor_parallel
     unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
@@ -272,7 +273,7 @@ class _RetryableLearner(Protocol):
 
 @dataclass(kw_only=True)
 class OomRecovery:
-    """Holds a run's current config and changes it when a step runs out of memory."""
+    """Holds a run's current config and reduces its memory use when a step runs out of memory."""
 
     config: Config
     folder: Path
@@ -300,7 +301,7 @@ class OomRecovery:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOnOom:
-    """A learner that repeats a step that ran out of memory."""
+    """Wraps a learner to repeat steps that run out of memory."""
 
     learner: _RetryableLearner
     lowering: OomRecovery
@@ -335,8 +336,9 @@ class RetryOnOom:
 
 
 def _with_less_memory(config: Config) -> Config | None:
-    """Halve the micro-batch of a config. If it cannot be smaller, turn on activation checkpointing,
-    and after that stop keeping attention outputs. Returns None if nothing is left to change."""
+    """Halve the micro-batch size of a config. If it cannot be halved, turn on activation
+    checkpointing, and then stop keeping attention outputs. Returns None if nothing is left to
+    change."""
     trainer, least = config.trainer, config.max_context
     if trainer.micro_batch_tokens > least:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))

@@ -1,7 +1,5 @@
-"""Checks that a recipe is supported for its model's architecture.
-
-Each check raises ConfigError if it fails.
-"""
+"""Check that Keel supports a recipe for the model's architecture. Each check raises ConfigError if
+it fails."""
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.configs.sections.model import TINY_MODEL
@@ -24,19 +22,19 @@ _LINEAR_ATTENTION = (
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
 )
-"""Architectures whose layers of linear attention carry a state from token to token."""
+"""Architectures with linear attention layers, which carry a state from token to token."""
 _SERVED_LATENTS = (512, 576)
-"""Latent cache widths that vLLM's sparse attention kernels support on GPUs."""
+"""Widths of latent caches that vLLM's sparse attention kernels support on GPUs."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention kernel supports on CPUs."""
 _NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types that vLLM refuses to run in float16 because their activations overflow."""
 _FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose residual layers are pre-norm in both vLLM and transformers."""
+"""Model types with pre-norm residual layers in both vLLM and transformers."""
 
 
 def check_model_type(config: Config, model_type: str) -> None:
-    """Check that this model type supports the engine's dtype and the residual stream's."""
+    """Check that this model type supports the dtypes of the engine and of the residual stream."""
     if config.engine_dtype == "float16" and model_type in _NOT_IN_FLOAT16:
         knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
         raise ConfigError(
@@ -52,9 +50,7 @@ def check_model_type(config: Config, model_type: str) -> None:
 
 def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool) -> None:
     """Check that vLLM supports the head size and can split the heads among an engine's GPUs.
-
-    `head_size` is 0 for a latent cache.
-    """
+    `head_size` is 0 for a latent cache."""
     wide = config.rollout.tensor_parallel
     if gpu and heads % wide:
         raise ConfigError(
@@ -73,9 +69,8 @@ def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool)
 
 
 def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
-    """Check that vLLM can serve a model with sparse or linear attention, and that training also
-    uses sparse attention. Models with neither always pass. `kv_width` is the number of cached
-    elements per token and layer."""
+    """Check that vLLM can serve a model with sparse or linear attention, and that training uses
+    sparse attention too. `kv_width` is the number of cached elements per token and layer."""
     if architecture == "OlmoHybridForCausalLM" and not gpu:
         raise ConfigError(
             f"model.path = {config.model.path!r}: vLLM serves the linear attention of "
@@ -98,7 +93,7 @@ def check_engine_attention(config: Config, *, architecture: str, kv_width: int, 
 
 
 def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
-    """Check that the longest text window is longer than `top_k`, or the indexer has nothing to
+    """Check that the longest text window exceeds `top_k`. Otherwise the indexer has nothing to
     learn."""
     if top_k and longest <= top_k and config.trainer.attention != "dense":
         raise ConfigError(
@@ -109,7 +104,7 @@ def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
 
 
 def no_sharing(config: Config, *, architecture: str, head_size: int) -> str:
-    """Return the reason training cannot share a group's prompt, or an empty string if it can.
+    """Return why training cannot share the prompt of a group, or an empty string if it can.
     `head_size` is 0 for a latent cache."""
     if config.model.batch_invariant:
         return "not with model.batch_invariant"
@@ -187,12 +182,12 @@ def _check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, 
 
 
 _OLD_STEPS = 16
-"""A completion counts as old if the policy has since taken this many optimizer steps. A lag of 0 is
+"""Number of optimizer steps since sampling after which a completion counts as old. A lag of 0 is
 harmless and a lag of 28 is harmful (docs/stability.md)."""
 
 
 def stale_mask_warning(config: Config) -> str:
-    """Return a warning if old completions are trained on with sampling masks alone."""
+    """Return a warning if old completions are trained on with only sampling masks as protection."""
     algorithm, sampling = config.algorithm, config.rollout.sampling
     oldest = algorithm.publish_every - 1 + algorithm.max_lag
     oldest *= algorithm.updates_per_batch

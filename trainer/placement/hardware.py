@@ -1,9 +1,8 @@
-"""Describes the GPUs and nodes available to a run, and assigns actors to GPUs.
+"""Describe the GPUs and nodes available to a run, and assign actors to GPUs.
 
 All GPUs of an actor are on the same node. Actors of the same kind are placed on as few nodes as
-possible, because neighbouring ranks exchange the most data. The kind whose actors need the most
-GPUs is placed first, because it is the hardest to fit. Trainer ranks come first among kinds of
-equal size.
+possible, because neighbouring ranks exchange the most data. The kind of actor that needs the most
+GPUs is the hardest to fit, so it is placed first. In a tie, trainer ranks come first.
 """
 
 import re
@@ -19,14 +18,13 @@ RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 RANK_CPUS = 0.5
 """CPU cores that Ray reserves for a rank without a GPU. Ranks and engines then take turns."""
 SHARED_GPU = 0.5
-"""Fraction of a GPU that Ray reserves for each of two actors that share it. Other knobs determine
-how they divide the memory."""
+"""Fraction of a GPU that Ray reserves for each of two actors that share it. Their memory is divided
+by other knobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """A GPU's peak rates per second for compute, memory and links, from its datasheet. Link rates
-    are for one direction."""
+    """Peak rates of a GPU per second, from its datasheet. Link rates are for one direction."""
 
     name: str = "NVIDIA H200"
     flops: float = 989e12  # Peak dense bfloat16 throughput in FLOP/s
@@ -40,12 +38,12 @@ class GpuSpec:
     flash4: bool = True  # True if FlashAttention-4 supports the GPU (Hopper and Blackwell)
 
     def between(self, gpus: int) -> float:
-        """Return the bandwidth between this many GPUs, which may be on several nodes."""
+        """Return the bandwidth between `gpus` GPUs, which can be on several nodes."""
         return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
 
 
 _FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
-"""Names of Hopper and Blackwell data-centre GPUs. Desktop Blackwell GPUs need other kernels."""
+"""Matches Hopper and Blackwell data-centre GPUs. Desktop Blackwell GPUs need other kernels."""
 _PCIE4, _PCIE5 = 32.0, 64.0
 _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("GB300|GB200", 2500, 8.0, 900),
@@ -73,12 +71,12 @@ _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("RTX 5090", 210, 1.79, _PCIE5),
     ("RTX 4090", 165, 1.01, _PCIE4),
 )
-"""Each row has a pattern for the name that the driver reports, bfloat16 TFLOP/s, memory TB/s and
-link GB/s. The first row that matches is used."""
+"""Rates of known GPUs: a pattern for the driver's name, bfloat16 TFLOP/s, memory TB/s and link
+GB/s. The first matching row is used."""
 
 
 def _spec_of(name: str) -> GpuSpec:
-    """Return the spec of the GPU with this name. A GPU that is not listed gets an H200's rates."""
+    """Look up the spec of a GPU by name. An unknown GPU gets an H200's rates."""
     default = GpuSpec()
     if not name:
         return default
@@ -99,8 +97,8 @@ def _spec_of(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """All actors of one kind. Each needs one CPU core and `gpus` GPUs. A guest shares these GPUs
-    and needs another core."""
+    """All actors of one kind. Each needs a CPU core and `gpus` GPUs, and another core if an actor
+    of the kind `guest` shares its GPUs."""
 
     name: str
     count: int
@@ -130,8 +128,6 @@ def _kinds(config: Config) -> list[_Kind]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine in the cluster."""
-
     name: str
     id: str = ""  # Ray's node id, or an empty string before the cluster exists
     gpus: int
@@ -166,7 +162,7 @@ class Hardware:
     found: bool = True  # True if the hardware was detected on this machine or on the cluster
     note: str = ""  # the source of this information
     missing: str = ""
-    """The reason the recipe does not fit yet, if some of `nodes` have not joined the cluster."""
+    """Why the recipe does not fit yet, if some of `nodes` have not joined the cluster."""
 
     @property
     def signature(self) -> dict[str, Any]:
@@ -205,7 +201,7 @@ class Seat:
     node: Node
     gpus: int
     first: int | None
-    """Id of the first GPU. The others have consecutive ids. None if other programs also use the
+    """Id of the first GPU, followed by consecutive ids. None if other programs also use the
     node."""
     shared: bool = False
     """True if the actor shares its GPUs with the actor of another kind that has the same index."""
@@ -213,7 +209,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The seats of all actors, in the order in which they take the GPUs of each node."""
+    """The GPUs assigned to each actor, in the order of the GPUs on each node."""
 
     seats: tuple[Seat, ...]
 
@@ -232,14 +228,15 @@ class Placement:
         return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """Return the seat that holds an actor's GPUs, which may be a rank's."""
+        """Return the seat that holds an actor's GPUs, which belongs to a rank if they are
+        shared."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
         return next(s for s in self.seats if s.kind == RANK and s.index == index)
 
     def lines(self) -> Iterator[str]:
-        """Yield one line for each node, such as `node 0: engines 0–1 on GPUs 0–3 (2 each)`."""
+        """Yield a line for each node, such as `node 0: engines 0–1 on GPUs 0–3 (2 each)`."""
         for (_, name), group in groupby(self.seats, key=lambda s: (s.node.id, s.node.name)):
             parts: list[str] = []
             ordered = sorted(group, key=lambda seat: (seat.kind, seat.index))
@@ -258,9 +255,9 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """Assign GPUs to all actors, or only to the actors of one kind. Engines share GPUs with ranks
-    if `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there are not
-    enough free GPUs, or if no node has enough of them for one actor."""
+    """Assign GPUs to all actors, or only to the actors of kind `only`. Engines share GPUs with
+    ranks if `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there are
+    too few free GPUs, or if no node has enough of them for one actor."""
     nodes = list(nodes)
     placed = [kind for kind in _kinds(config) if only in ("", kind.name)]
     available = sum(node.free_gpus for node in nodes)
@@ -340,8 +337,7 @@ def idle_nodes(count: int, gpus: int) -> list[Node]:
 
 
 def allowed(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
-    """Return the nodes and GPUs that the run may use according to `run.nodes` and
-    `run.gpus_per_node`."""
+    """Limit nodes and GPUs to those that `run.nodes` and `run.gpus_per_node` let the run use."""
     limit = run.gpus_per_node
     if not limit:
         return list(nodes)

@@ -1,10 +1,10 @@
-"""Searches for the fastest layout that fits the hardware, by varying the knobs that a recipe leaves
+"""Search for the fastest layout that fits the hardware, by varying the knobs that a recipe leaves
 unset.
 
 Layouts within a factor `TIE` of the fastest count as equally fast. Among these, the search prefers
-the lowest ZeRO stage, and then the lowest memory use. A layout whose spare memory is smaller than
-the error of the memory model is chosen only if nothing else fits. The optimizer is kept in host
-memory only as a last resort.
+the lowest ZeRO stage, and then the lowest memory use. Layouts that leave less spare memory than the
+error of the memory model are a fallback if nothing else fits. Keeping the optimizer in host memory
+is the last resort.
 """
 
 import math
@@ -46,25 +46,25 @@ _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
 TIE = 1.02
 _KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need (rollout/engine/kv_cache.py)
 _SHARE, _MAX_SHARE = 0.92, 0.95
-"""Largest fraction of a GPU that an engine may get, with and without a safety margin. At startup,
-vLLM needs all of this memory to be free, and some memory is always in use."""
+"""Largest fraction of a GPU that an engine can get, with and without a safety margin. vLLM needs
+all of this memory to be free at startup, and some memory is always in use."""
 _HOST_POWER = 3
-"""Exponent of the norm that combines a rank's host time and GPU time. It was fitted to
-micro-batches of 4,608 to 18,432 tokens."""
+"""Exponent of the norm that combines a rank's host time and GPU time, fitted to micro-batches of
+4,608 to 18,432 tokens."""
 _STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
-"""The factor by which each ZeRO stage slows a step down, not counting communication. The measured
-slowdown is 2 to 6 % for stage 2, and 3 to 12 % for stage 3."""
+"""Slowdown factor of each ZeRO stage, without communication. The measured slowdown is 2 to 6 % for
+stage 2, and 3 to 12 % for stage 3."""
 _MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096  # larger micro-batches gain nothing, smaller ones lose
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-"""The numbers of micro-batches per rank and optimizer step to try."""
+"""Numbers of micro-batches to try per rank and optimizer step."""
 _SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
-"""Additional micro-batch sizes, in trajectories, in case only a few trajectories fit."""
+"""Additional micro-batch sizes to try, in trajectories, in case only a few trajectories fit."""
 _SAVES = 0.98
 """If two micro-batch sizes give the same number of micro-batches, the larger one is tried only if
 it computes less than this fraction of the tokens."""
 _EVAL_SEQUENCES, _SMALL_CACHE = 128, 0.1
-"""The number of concurrent sequences for evaluations. It is used only if the KV cache for them
-takes at most this fraction of a GPU."""
+"""Number of concurrent sequences for evaluations, used only if their KV cache takes at most this
+fraction of a GPU."""
 _MAX_SEQUENCES = 1024  # the largest number for which vLLM captures CUDA graphs
 _WAVES = (1, 2, 3, 4)  # in which the completions for a step may be sampled
 _SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
@@ -174,8 +174,8 @@ class LayoutSearch:
         return _unique(self._open(dict(zip(_SEATS, each, strict=False))) for each in seats)
 
     def _rank_counts(self) -> list[int]:
-        """Return the numbers of ranks to try, largest first. These are all GPUs, multiples of a
-        sixteenth of them, and the GPUs that the engines leave over."""
+        """Return the numbers of ranks to try, largest first: all GPUs, multiples of a sixteenth of
+        them, and the GPUs that the engines leave free."""
         config, gpus = self.config, self.gpus
         trainer, width = config.trainer, config.rollout.tensor_parallel
         if "trainer.ranks" not in self.open_knobs:
@@ -191,11 +191,9 @@ class LayoutSearch:
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
 
     def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
-        """Return the numbers of sequences to try that an engine samples at once, largest first.
-
-        With these numbers, the engines sample a step in one wave, in two, and so on. If `fewer` is
-        set, the list also has numbers so small that they need almost no memory.
-        """
+        """Return the numbers of sequences per engine to try, largest first, such that the engines
+        sample a step in one wave, in two, and so on. With `fewer`, also include numbers so small
+        that they need almost no memory."""
         knob, config = "rollout.max_num_seqs", self.config
         if knob not in self.open_knobs or not self._samples:
             return [{}]
@@ -213,7 +211,7 @@ class LayoutSearch:
 
     @cached_property
     def turns(self) -> list[Values]:
-        """The ways in which an engine and a rank may share a GPU: side by side, or taking turns."""
+        """Ways for an engine and a rank to share a GPU: side by side, or taking turns."""
         if not self._samples:
             return [{}]
         knobs = ("rollout.time_share", "trainer.offload_while_sampling")
@@ -227,7 +225,7 @@ class LayoutSearch:
 
     def learning(self, ranks: int) -> Iterator[list[Values]]:
         """Yield lists of trainer knob values to try. The values in a list differ only in the
-        micro-batch size, and the largest comes first."""
+        micro-batch size, largest first."""
         trainer, model = self.config.trainer, self.config.model
         sizes, recompute = self.micro_batches(ranks), "trainer.activation_checkpointing"
         # Sparse, batch-invariant and float32 attention use operators whose output cannot be kept.
@@ -291,11 +289,9 @@ class LayoutSearch:
         )
 
     def micro_batches(self, ranks: int) -> list[Values]:
-        """Return the micro-batch sizes to try, largest first.
-
-        They split a rank's share of a step into one part, two parts, and so on. Each size needs
-        less memory and more time than the previous one.
-        """
+        """Return the micro-batch sizes to try, largest first. They split a rank's part of a step
+        into one micro-batch, two, and so on. Each size needs less memory and more time than the
+        previous one."""
         knob, spread = "trainer.micro_batch_tokens", self.config.trainer.sequence_parallel
         if knob not in self.open_knobs:
             return [{}]
@@ -335,7 +331,7 @@ class LayoutSearch:
         return None
 
     def fitting(self) -> Iterator[Layout]:
-        """Yield the layouts that fit. Layouts that cannot be the best are skipped."""
+        """Yield the layouts that fit, skipping those that cannot be the best."""
         fastest = math.inf
         for seats in self.placements:
             for sizes in self.learning(seats.get("trainer.ranks", self.config.trainer.ranks)):
@@ -353,7 +349,7 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Yield the layouts that fit, until the engine's cache holds all sequences without
+        """Yield the layouts that fit, until an engine's cache holds all sequences without
         time-sharing."""
         for turns in self.turns:
             if self._placed({**values, **turns}) is None:
@@ -442,7 +438,7 @@ class LayoutSearch:
         return rest + time.rollout + training
 
     def _share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """Choose the engine's share of GPU memory, or return None if it does not fit."""
+        """Choose the fraction of a GPU that an engine gets, or return None if it does not fit."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         most = min(self._free_gib, self.strictness.max_share * size)
         if shared:
@@ -461,7 +457,7 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def refusal(self) -> ConfigError:
-        """Return the reason why even the layout with the lowest memory use does not fit."""
+        """Explain why even the layout with the lowest memory use does not fit."""
         ways = [
             {**seats, **sizes[-1], **turns, **self.sampling(seats, fewer=True)[-1]}
             for seats in self.placements

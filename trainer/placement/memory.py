@@ -1,7 +1,6 @@
-"""Memory model: estimates how many bytes an engine and a trainer rank use, and for which purpose.
+"""Memory model: estimate how many bytes an engine and a trainer rank use, and what for.
 
-The estimates are computed from the model's configuration. docs/scaling.md compares them with
-measurements.
+The estimates are computed from the model's config. docs/scaling.md compares them with measurements.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2  # on a CPU, with vLLM or DeepSpeed loaded
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
-"""GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The engine's value is assumed,
-and the rank's value is measured."""
+"""GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for engines is assumed,
+the one for ranks is measured."""
 STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
 """The parts of a rank's memory that are used only during forward and backward passes."""
 _JOINED = "gradients joined"
-"""Memory that an update needs in addition to the memory that the activations have freed."""
+"""Memory that an update needs in addition to the memory freed by the activations."""
 _SUB_GROUP_BYTES = 4e9  # master weights that ZeRO-3 updates at a time (DeepSpeed's default)
 RANK_SPARE = 1.06
 """Safety factor for a rank's memory. Estimates are up to 2 % too low, and trajectories vary."""
 ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
 """Safety factor and reserve for an engine's memory without the KV cache. Both are assumed."""
 ENGINE_BEYOND_GIB = 1.0
-"""Memory that an engine uses beyond its share, for CUDA graphs and buffers. It was 0.6 to 1.0 GiB
-in four of five randomly drawn workloads."""
+"""Memory that an engine uses beyond its share, for CUDA graphs and buffers: 0.6 to 1.0 GiB in four
+of five randomly drawn workloads."""
 _TRAINER_UNUSED_GIB = 1.5  # held by PyTorch's allocator beyond a step's tensors: 0.2 to 2.4 GiB
 _SAMPLER_BYTES = 20  # per vocabulary id and sequence: logits, probabilities, both sorted with ids
 _BUCKET_ELEMENTS, _LONE_BUCKET_ELEMENTS = 500_000_000, 50_000_000
-"""The default size of DeepSpeed's gradient bucket, and the size for a single rank, which has
-nothing to reduce."""
+"""DeepSpeed's default gradient bucket size, and the size for a single rank, which has nothing to
+reduce."""
 _ZERO_2_BUCKETS = 4  # buckets and copies under ZeRO-2, fitted to three measured steps
 _LIVE_ELEMENTS = 1_000_000_000  # parameters that ZeRO-3 keeps gathered (DeepSpeed's default)
 _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
 """Bytes per kept token id in the support head (measured: 45 to 60, see docs/performance.md), and
-the mean number of kept ids per token."""
+mean number of kept ids per token."""
 _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untruncated tokens
 _LINEAR_WIDTHS = 6  # kept by a layer of linear attention, in units of `linear_width` (assumed)
 _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
@@ -56,7 +55,7 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory use of one GPU, or of one actor on a CPU, in bytes for each purpose."""
+    """Memory use of one GPU, or of one actor on a CPU, in bytes per purpose."""
 
     parts: Mapping[str, float]
 
@@ -92,7 +91,7 @@ def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
 
 
 def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
-    """Estimate an engine's memory on one GPU, with a KV cache that holds all its completions."""
+    """Estimate an engine's memory on one GPU, with a KV cache for all its completions."""
     rollout, width = config.rollout, BYTES[config.engine_dtype]
     weights = facts.parameters * width / rollout.tensor_parallel
     if not gpu:
@@ -126,7 +125,7 @@ def cached_sequences(
 ) -> int:
     """Return how many full-length completions fit in an engine's KV cache. `taken_gib` is the
     memory that other processes use on each GPU. Raises DoesNotFit if not even one completion fits,
-    or if the engine's share of the GPU is not free."""
+    or if the engine's fraction of the GPU is not free."""
     share = config.rollout.gpu_memory_utilization
     rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
@@ -147,9 +146,8 @@ def cached_sequences(
 
 
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
-    """Return how many bytes of an engine's share are certain to be available for its KV cache.
-    Returns 0 if they are not enough for all completions. vLLM then has to measure its memory use.
-    """
+    """Return how many bytes are guaranteed to be available for an engine's KV cache, or 0 if they
+    cannot hold all completions. vLLM then has to measure its memory use."""
     memory = engine_memory(config, facts, gpu=True)
     cache = memory.parts["KV cache"]
     rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
@@ -162,10 +160,8 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
 
 def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
     """Return a rank's number of micro-batches per optimizer step, and the tokens computed per step.
-
-    All trajectories are assumed to reach their length limits. A shared prompt counts once per
-    micro-batch. If set, `ranks` and `capacity` override the values in the recipe.
-    """
+    Assumes that all trajectories reach their length limits. A shared prompt counts once per
+    micro-batch. `ranks` and `capacity` override the recipe's values."""
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
     shared = min(context, config.data.max_prompt_tokens) if config.trainer.share_prompts else 0
@@ -195,7 +191,7 @@ def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
-    """Return the stage of `keel.trainer.engine.zero.zero_stage` without its imports."""
+    """Return the same stage as `keel.trainer.engine.zero.zero_stage`, without its imports."""
     mixed = gpu and config.model.dtype != "float32"
     return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
 
@@ -265,10 +261,10 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
 
 def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
-    """Return the size of the second copy of the gradients that a rank needs during an update.
+    """Return the size of the second copy of the gradients during an update.
 
-    The copy arises because the rank joins its gradients into one tensor. ZeRO-3 does so for a few
-    layers at a time. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
+    A rank makes this copy when it joins its gradients into one tensor. ZeRO-3 joins the gradients
+    of only a few layers at a time. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
     `flatten_dense_tensors_aligned`.)
     """
     trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
@@ -281,14 +277,14 @@ def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) 
 
 
 def reading_ranks(trainer: TrainerConfig) -> int:
-    """Return how many ranks read the model from disk. Under ZeRO-3, only rank 0 does, and otherwise
-    the first rank that holds each expert. DeepSpeed broadcasts the weights to the other ranks."""
+    """Return how many ranks read the model from disk: only rank 0 under ZeRO-3, and otherwise the
+    first rank with each expert. DeepSpeed broadcasts the weights to the other ranks."""
     return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
 
 
 def bucket_elements(trainer: TrainerConfig) -> int:
-    """Return the maximum size of a gradient bucket. It is smaller for a single rank, except under
-    ZeRO-2, where the larger size was measured."""
+    """Return the maximum size of a gradient bucket. A single rank uses a smaller one, except under
+    ZeRO-2, where the default size was measured."""
     lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)
     return _LONE_BUCKET_ELEMENTS if lone else _BUCKET_ELEMENTS
 
@@ -299,7 +295,8 @@ def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
 
 
 def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
-    """Bytes for the gradients of the support head's weight and hidden states, and for kept ids."""
+    """Estimate the bytes for the support head's weight and hidden-state gradients, and for kept
+    ids."""
     tokens = _rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
     whole = _HEAD_CHUNK_BYTES * facts.vocab_size
@@ -314,12 +311,11 @@ def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
 
 
 def _activation_elements(facts: ModelFacts, config: Config) -> float:
-    """Return the number of elements per token that all layers hold at the peak, without experts'
-    tokens.
+    """Return the peak number of elements per token that all layers hold, without experts' tokens.
 
-    The peak is at the start of the backward pass. Each layer then holds what it keeps: with
+    The peak is at the start of the backward pass. Each layer then holds its saved activations: with
     checkpointing, only its input and possibly the output of attention. The last layer also holds
-    all its elements and gradients (two for the MLP and one for the residual stream).
+    all its activations and their gradients (two for the MLP and one for the residual stream).
     """
     trainer, residual = config.trainer, facts.hidden_size * (1 + config.model.wide_residual)
     whole = layer_elements(facts, config)
@@ -338,10 +334,11 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
     These are the residual stream before and after attention; the outputs of norms (2 hidden sizes);
     queries and keys before and after norm and rotary embedding, values and the output of attention
     (3 attention widths, 3 key widths); and the gate, up projection, activation and product of the
-    MLP (4 widths). Norms that are not fused also keep a float32 input and the normalised values.
-    Linear attention also keeps float32 copies for its convolution, gates and norm. If the layer is
-    `compiled`, the outputs of norms, the activation and the product are recomputed,
-    but the input of a block of experts is kept.
+    MLP (4 widths).
+
+    Norms that are not fused also keep a float32 input and the normalised values. Linear attention
+    also keeps float32 copies for its convolution, gates and norm. A `compiled` layer recomputes the
+    outputs of norms, the activation and the product, but keeps the input of a block of experts.
     """
     hidden = facts.hidden_size
     stream = 2 * hidden * (1 + config.model.wide_residual)
@@ -356,32 +353,31 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
 
 
 def normed_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that pass through the norms of an average layer.
-    These are the residual stream (twice), the queries and the keys."""
+    """Return the number of elements per token that pass through the norms of an average layer: the
+    residual stream (twice), the queries and the keys."""
     return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
 def elementwise_elements(facts: ModelFacts) -> float:
     """Return the number of elements per token that an average layer moves between its GEMMs in a
-    forward pass, without experts.
-
-    Two norms and two residual sums move 10 hidden sizes, norms and rotary embedding move 12 widths
-    each of queries and keys, and the MLP's activation and product move 5 widths.
-    """
+    forward pass, without experts. Two norms and two residual sums move 10 hidden sizes, norms and
+    rotary embedding move 12 widths each of queries and keys, and the MLP's activation and product
+    move 5 widths."""
     heads = facts.attention_width + key_width(facts)
     return 10 * facts.hidden_size + 12 * heads + 5 * _mlp_width(facts)
 
 
 def expert_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that the experts of a MoE layer keep. These are
-    copies of the token to and from each expert (2 hidden sizes), the gate, the up projection, the
-    product, and the activation if experts are not fused."""
+    """Return the number of elements per token that the experts of a MoE layer keep: copies of the
+    token to and from each expert (2 hidden sizes), the gate, the up projection, the product, and
+    the activation if experts are not fused."""
     copies = 2 * facts.experts_per_token * facts.hidden_size
     return copies + (3 if facts.fused_experts else 4) * _expert_width(facts)
 
 
 def key_width(facts: ModelFacts) -> float:
-    """Key elements per token in one layer. A latent cache is expanded to all heads."""
+    """Return the number of key elements per token in one layer, with a latent cache expanded to all
+    heads."""
     return facts.kv_width / 2 if facts.head_size else facts.attention_width
 
 
@@ -406,7 +402,7 @@ def _mlp_width(facts: ModelFacts) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """How many bytes a rank moves to host memory while it time-shares its GPU with an engine."""
+    """How many bytes a rank moves to host memory when it time-shares its GPU with an engine."""
 
     sampling: float = 0.0  # bytes in host memory while the engine samples
     training: float = 0.0
@@ -420,7 +416,8 @@ def offloads(config: Config, *, shared: bool) -> bool:
 
 
 def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
-    """Return how many bytes of GPU memory a rank needs, without the state that it can offload."""
+    """Return how many bytes of GPU memory a rank needs, not counting the state that it can
+    offload."""
     return least_bytes(config, memory) if offloads(config, shared=shared) else memory.total
 
 
@@ -447,8 +444,8 @@ def _held_bytes(memory: Memory) -> float:
 def offload_plan(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> OffloadPlan:
-    """Decide how much a rank offloads to host memory. If the GPU memory is unknown (0), it offloads
-    everything."""
+    """Decide how much a rank offloads to host memory: everything if the GPU memory is unknown
+    (0)."""
     if not offloads(config, shared=shared):
         return OffloadPlan()
     parts, state = memory.parts, memory.parts["optimizer"]
@@ -494,9 +491,8 @@ def _fixed_gib(config: Config) -> float:
 
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
-    """Return the minimum host memory that a rank needs. It holds the master weights, moments,
-    gradients and outgoing weights of an offloaded optimizer, and everything that is offloaded for
-    time-sharing."""
+    """Return the minimum host memory of a rank. It holds an offloaded optimizer's master weights,
+    moments, gradients and outgoing weights, and everything that is offloaded for time-sharing."""
     trainer = config.trainer
     learned, _ = _learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
@@ -505,8 +501,8 @@ def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
 
 
 def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float) -> bool:
-    """Return True if an engine and a rank that share a GPU fit on it while both start. The engine
-    must not be disturbed while it measures its KV cache (`guaranteed_cache_bytes`)."""
+    """Return True if an engine and a rank can start on the same GPU at the same time. The engine's
+    memory must not be disturbed while it measures its KV cache (`guaranteed_cache_bytes`)."""
     if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
         return False
     rank = trainer_memory(config, facts, gpu=True)
@@ -518,7 +514,7 @@ def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_
 def check_trainer_fits(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> None:
-    """Raise DoesNotFit if a rank does not fit on its GPU, next to an engine if they share it."""
+    """Raise DoesNotFit if a rank does not fit on its GPU, including the engine if they share it."""
     share = config.rollout.gpu_memory_utilization
     needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:

@@ -1,6 +1,6 @@
-"""Connects to the Ray cluster of a run, detects its hardware, and reserves GPUs on it.
+"""Connect to the Ray cluster of a run, detect its hardware, and reserve GPUs on it.
 
-The cluster is the one at RAY_ADDRESS, or one that Keel starts on this machine.
+This is the cluster at RAY_ADDRESS, or one that Keel starts on this machine.
 """
 
 import atexit
@@ -75,11 +75,11 @@ _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""The files that contain a container's memory limit, for cgroup versions 2 and 1."""
+"""Files with a container's memory limit, for cgroup versions 2 and 1."""
 _SMI_S = 10.0
 _NOTICED_GIB = 1.0  # an idle GPU may show this much memory as used
 QUOTED_PYTHON = {"py_executable": shlex.quote(sys.executable)}
-"""Runtime environment for all actors. It quotes the path to Python, because Ray passes it to a
+"""Runtime environment for all actors. It quotes the path to Python, which Ray otherwise passes to a
 shell unquoted."""
 _RAY_SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",  # the plan bounds memory; Ray would kill workers
@@ -158,7 +158,7 @@ def _join(address: str) -> None:
 
 
 def stop_ray() -> None:
-    """Leave the cluster, and stop it if it was started here. A lost one is not contacted, because
+    """Leave the cluster, and stop it if Keel started it. Does not contact a lost cluster, because
     Ray would wait forever or exit this process."""
     with signals_deferred():
         for kind, pids in own_processes().items():
@@ -208,7 +208,8 @@ def visible_gpus() -> int:
 
 
 def _taken_gib(*, least: bool = False) -> float:
-    """Return how many GiB others use on this machine's busiest GPU, or on the least busy one."""
+    """Return how many GiB other processes use on this machine's busiest GPU, or on its least busy
+    one if `least` is set."""
     program = shutil.which("nvidia-smi")
     if not program:
         return 0.0
@@ -232,7 +233,7 @@ def _used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
 
 
 def detect_hardware(config: Config) -> Hardware:
-    """Return the hardware that a run would get if it started now, within the recipe's limits."""
+    """Detect the hardware that the run would get if it started now, within the recipe's limits."""
     run = config.run
     detected = run.device == "auto" and (bool(visible_gpus()) or run.describes_gpus)
     if not (detected or run.device == "gpu"):
@@ -266,8 +267,7 @@ def _detect_nodes() -> list[Node]:
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
-    """Return the hardware with added nodes, so that an elastic run (`trainer.min_ranks`) has its
-    full size. Each added node is like the largest one present."""
+    """Add nodes like the largest one until all of an elastic run (`trainer.min_ranks`) fits."""
     trainer, run = config.trainer, config.run
     elastic = 0 < trainer.min_ranks < trainer.ranks
     if not hardware.found or not hardware.nodes or not elastic:
@@ -289,8 +289,8 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Return the hardware that `keel check` plans for. This is the hardware described in the
-    recipe, whose nodes have 8 GPUs by default, or else the detected hardware."""
+    """Return the hardware that `keel check` plans for: the hardware described in the recipe, with 8
+    GPUs per node by default, or else the detected hardware."""
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes
@@ -316,7 +316,8 @@ def planned_hardware(config: Config) -> Hardware:
 
 
 def seat_lines(config: Config, hardware: Hardware) -> list[str]:
-    """Return lines that show where each actor is placed, or raise ConfigError."""
+    """Return lines that show where each actor is placed. Raises ConfigError if the actors do not
+    fit."""
     idle = list(place(config, hardware.idle).lines())
     try:
         return list(place(config, hardware.nodes).lines())
@@ -344,9 +345,9 @@ class Reservation:
 
 @contextmanager
 def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
-    """Reserve the GPUs for a run until this process exits. If `only` is set, GPUs are reserved only
-    for actors of this kind. Raises ConfigError if the cluster would be too small even when idle,
-    and TimeoutError if other users do not free enough GPUs in time."""
+    """Reserve the GPUs for a run until this process exits, or only those for the actors of kind
+    `only`. Raises ConfigError if the cluster is too small even when idle, and TimeoutError if other
+    users do not free enough GPUs in time."""
     place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
     end = time.monotonic() + timeout_s
     while True:
@@ -373,7 +374,7 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
 
 
 def _group(placement: Placement) -> PlacementGroup:
-    """Create one bundle for each actor that owns GPUs, on the actor's node."""
+    """Create a placement group with one bundle per actor that owns GPUs, on the actor's node."""
     owners = _owners(placement)
     return placement_group(
         [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],
@@ -397,8 +398,8 @@ class _Downloader:
 
 
 def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
-    """Download the hub model `path` to other nodes: to those with these Ray ids, or to all. Raises
-    ConfigError if a download fails, and RuntimeError if a node is lost."""
+    """Download the hub model `path` to other nodes: to those with these Ray ids, or to all of them.
+    Raises ConfigError if a download fails, and RuntimeError if a node is lost."""
     if not is_hub_name(path) or Path(path).exists():
         return
     here = ray.get_runtime_context().get_node_id()

@@ -1,4 +1,4 @@
-"""Estimates the memory and time of a run before it starts, and checks that it fits."""
+"""Estimate the memory and time of a run before it starts, and check that it fits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def make_plan(
     spec: GpuSpec | None = None,
 ) -> Plan:
     """Plan a run for a model with these properties. `gpu_gib` is the memory of a GPU (0 if
-    unknown), and `taken_gib` is the part used by other processes. Set `shared` if an engine and a
+    unknown), and `taken_gib` is how much of it other processes use. Set `shared` if an engine and a
     rank share a GPU. Raises ConfigError if the recipe does not suit the model, and DoesNotFit if a
     GPU is too small."""
     check_trainer(config, facts, spec or GpuSpec(), gpu=gpu)
@@ -135,7 +135,8 @@ def make_plan(
 
 
 def section_lines(sections: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines of a plan. The first line of each section starts with its name."""
+    """Format the sections of a plan as lines. The first line of each section starts with its
+    name."""
     return [
         f"{'' if number else name:<12} {text}"
         for name, texts in sections.items()
@@ -153,8 +154,8 @@ def describe(
     seats: Sequence[str] = (),
     trains: bool = True,
 ) -> dict[str, Sequence[str]]:
-    """Return the sections of the plan that `keel check` prints. `data` has one line per source, and
-    `seats` has one per node. If `trains` is False, sections about steps are omitted."""
+    """Format the plan for `keel check` as sections. `data` has one line per source, and `seats` has
+    one per node. Sections about training steps are omitted if `trains` is False."""
     gpu, judge, sampling = hardware.gpu, config.rewards.judge, config.rollout.sampling
     a, r, t = config.algorithm, config.rollout, config.trainer
     sections: dict[str, Sequence[str]] = {"model": [model_line(config, facts)], "data": data}

@@ -1,9 +1,9 @@
-"""Reads the state of processes from /proc, and detects and kills those of a run that hang.
+"""Read the state of processes from /proc, and detect and kill processes of a run that hang.
 
-A process hangs if it is stopped (SIGSTOP) or if none of its threads gets to run. A process that
-computes for a long time is not hanging, and processes in a debugger are left alone. Durations are
-counted in polls instead of wall time, so that nothing is killed by mistake after the monitor itself
-was suspended.
+A process hangs if it is stopped (SIGSTOP) or if none of its threads gets to run. A process in a
+long computation is not hanging, and processes in a debugger are left alone. Durations are counted
+in polls instead of wall time, so that nothing is killed by mistake after the monitor itself was
+suspended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 from keel.model.ray_timeouts import NAME, PollClock, process_name
 
 _EXITED = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
-"""The errors that can occur if a process exits while its state is being read."""
+"""Errors that can occur if a process exits while its state is being read."""
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _KILL_TIMEOUT_S = 10.0
 RAYLET = "Ray's node process (raylet)"
@@ -30,11 +30,11 @@ RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
 POLL_S = 1.0
 WARN_S = 20.0  # a warning is printed after this many seconds without progress
 _IDLE_S = 60.0
-"""Minimum idle time before a process that was not stopped is killed. On a busy machine, a healthy
-process may get no CPU time for a while."""
+"""Minimum idle time before a process that is not stopped is killed. On a busy machine, a healthy
+process can go without CPU time for a while."""
 _RAY_HANG_S = 60.0
-"""Maximum time that Ray's own processes may hang. If a raylet does not answer for 65 s, Ray
-declares its node lost."""
+"""Maximum time that Ray's own processes may hang. Ray declares a node lost if its raylet does not
+answer for 65 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class _ThreadState:
     stopped: bool  # by SIGSTOP, together with its process
     debugged: bool
     switches: str
-    """The number of context switches so far. It is empty if the kernel does not count them (such as
-    gVisor)."""
+    """The number of context switches so far, or an empty string if the kernel does not count them
+    (as in gVisor)."""
 
 
 def _tasks(pid: int) -> Path:
@@ -64,7 +64,7 @@ def _thread_state(pid: int, tid: int) -> _ThreadState:
 
 
 def _children(pid: int) -> Iterator[int]:
-    """Yield the ids of the child processes. The kernel may omit some if others are exiting."""
+    """Yield the ids of the child processes. The kernel may omit some while others are exiting."""
     with suppress(*_EXITED):
         for task in _tasks(pid).iterdir():
             with suppress(OSError):
@@ -79,7 +79,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> str:
-    """Kill processes and wait for them. Returns a note if one does not exit."""
+    """Kill processes and wait for them to exit. Returns a note if one does not."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -116,10 +116,10 @@ class NodeHealth:
     actors: Mapping[str, int]  # the process id of each of the run's actors, keyed by actor name
     messages: tuple[str, ...] = ()  # new warnings, and messages about processes that were killed
     ray_failure: str = ""
-    """The reason Ray cannot be used, for example that one of its processes has exited or hangs. It
-    is empty if Ray can be used."""
+    """Why Ray cannot be used, for example because one of its processes has exited or hangs. Empty
+    if Ray works."""
     dead_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The hosts of nodes that Ray has declared lost, keyed by node id."""
+    """Hosts of the nodes that Ray has declared lost, keyed by node id."""
 
 
 @dataclass(slots=True)
@@ -137,8 +137,8 @@ class _ProcessHealth:
     def poll(self, elapsed_s: float, *, wakes: bool = True) -> None:
         """Check whether the process has run, and update `stopped_s` and `idle_s`.
 
-        Set `wakes` if healthy processes of this kind wake up regularly. A process that does not run
-        at all is then hanging. Raises one of `_EXITED` if the process has exited.
+        Set `wakes` if healthy processes of this kind wake up regularly, so that one that does not
+        run at all is hanging. Raises one of `_EXITED` if the process has exited.
         """
         main = _thread_state(self.process.pid, self.process.pid)
         self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0
@@ -161,8 +161,8 @@ class _ProcessHealth:
         return bool(ran)
 
     def check(self, subject: str, timeout_s: float, consequence: str, messages: list[str]) -> str:
-        """Return a description of a hang that exceeds `timeout_s` (0: none does), or an empty
-        string. A shorter hang adds one warning to `messages`."""
+        """Describe a hang that has lasted for `timeout_s` (0: no limit), or return an empty string.
+        For a shorter hang, append one warning to `messages`."""
         hang, duration_s = "has been stopped (SIGSTOP)", self.stopped_s
         if not self.stopped_s:
             hang, duration_s = "has not run at all", self.idle_s
@@ -189,11 +189,11 @@ class HangDetector:
         hang_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Monitor Ray's own processes, and the run's actors that `raylet` has started.
+        """Monitor Ray's own processes, and the run's actors started by `raylet`.
 
-        `ray_processes` maps a description of each Ray process to its id. `start` is the id of the
-        run's current start (`keel.model.ray_timeouts.start`). Actors of other starts are ignored.
-        If `hang_timeout_s` is 0, no process is killed.
+        `ray_processes` maps a description of each Ray process to its process id. `start` identifies
+        the current start of the run (`keel.model.ray_timeouts.start`), and actors of other starts
+        are ignored. If `hang_timeout_s` is 0, no process is killed.
         """
         self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
         self._ray = {
@@ -262,7 +262,8 @@ class HangDetector:
 
 
 def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int, _ProcessHealth]:
-    """Return the running processes of both. The kernel may have omitted some from `pids`."""
+    """Merge `known` and `pids`, from which the kernel may have omitted some, and drop exited
+    processes."""
     processes = dict(known)
     for pid in pids:
         if pid not in processes:
@@ -272,7 +273,8 @@ def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int
 
 
 def _mark(process: psutil.Process) -> str:
-    """Return the variable that names a process's actor and owner. Ray sets it after the start."""
+    """Read the environment variable that names a process's actor and owner. Ray sets it shortly
+    after the process starts."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(NAME, "")
     return ""

@@ -19,7 +19,7 @@ _DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Methods of Ray's `Node` class that start the autoscaler, the log monitor and the dashboard."""
 _STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py"))]
-"""The command line that runs the programs in `ray_stubs.py`."""
+"""Command line that runs the programs in `ray_stubs.py`."""
 
 
 def silence_ray() -> None:
@@ -42,32 +42,30 @@ def silence_ray() -> None:
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Return the free resources of each node by id. Ray's public functions report only the sum."""
+    """Return the free resources of each node, keyed by node id. Ray's public functions report only
+    the sum."""
     return import_module("ray._private.state").available_resources_per_node()
 
 
 def exit_now(status: int) -> NoReturn:
     """Exit without waiting for threads. Ray's threads crash once their cluster is gone, and a
-    tracker's thread may hang."""
+    tracker's thread can hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Return the ids of the Ray processes that were started here, by kind, such as `raylet`."""
+    """Return the ids of the Ray processes started here, keyed by kind, such as `raylet`."""
     processes = getattr(import_module(_WORKER)._global_node, "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
 
 
 @contextmanager
 def killing_own_processes() -> Iterator[None]:
-    """Make `ray.shutdown` kill the processes of a cluster that was started here, and their
-    descendants.
-
-    Ray would first ask each process to exit, which would take a second because they ignore SIGTERM.
-    They are also killed at exit if `ray.shutdown` was never called.
-    """
+    """Make `ray.shutdown` kill the processes of a cluster started here, with their descendants. Ray
+    would first ask each process to exit, which takes a second because they ignore SIGTERM. They are
+    also killed at exit if `ray.shutdown` was never called."""
     handles = list[int]()
     local = [pid for pids in own_processes().values() for pid in pids]
     for pid in [*local, *(child for root in local for child in descendants(root))]:
@@ -115,7 +113,7 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def without_unused_processes() -> Iterator[None]:
-    """Start clusters without four Python processes that a run does not need. They would use a tenth
+    """Start clusters without four Python processes that a run does not need and that take a tenth
     of the CPU time of a small run."""
     services: Any = import_module("ray._private.services")
     node: Any = import_module("ray._private.node").Node
@@ -130,8 +128,8 @@ def without_unused_processes() -> Iterator[None]:
 
 
 def _without_agents(command: Sequence[str]) -> list[str]:
-    """Return the raylet's command line with a stub for the dashboard agent, and with an agent for
-    runtime environments that exits with its raylet instead of a minute later."""
+    """Rewrite the raylet's command line. The dashboard agent becomes a stub, and the agent for
+    runtime environments exits together with its raylet instead of a minute later."""
     options = {name: value for name, _, value in (word.partition("=") for word in command)}
     dashboard, runtime = "--dashboard_agent_command", "--runtime_env_agent_command"
     if dashboard not in options:

@@ -1,8 +1,8 @@
-"""Programs that the raylet starts in place of parts of Ray. They use only the standard library.
+"""Stubs that the raylet starts in place of parts of Ray. They use only the standard library.
 
-agent SESSION_DIR NODE_ID   replaces the dashboard agent: reports that it has no open ports, and
-                            exits with the raylet
-bound COMMAND ARG…          runs a command that the kernel kills when its parent dies
+agent SESSION_DIR NODE_ID  replaces the dashboard agent: reports that it has no open ports, and
+                           exits together with the raylet
+bound COMMAND ARG…         runs a command that the kernel kills when its parent dies
 """
 
 import ctypes

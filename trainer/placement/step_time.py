@@ -1,4 +1,4 @@
-"""Cost model: estimates how long a step takes, using rates measured on H200s.
+"""Cost model: estimate how long a step takes, using rates measured on H200s.
 
 The model assumes that host and device work overlap in an engine, and that nothing else overlaps.
 docs/scaling.md lists the measurements and the errors.
@@ -34,7 +34,7 @@ COMPILE_S = 20.0  # added to the first step by `trainer.compile`: 13 to 20 s in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Achieved fractions of the peak rates, and fixed costs. They were fitted to the steps in
+    """Achieved fractions of the peak rates, and fixed costs, fitted to the steps in
     docs/scaling.md."""
 
     # Trainer: fractions of the peak that GEMMs reach (0.78 for dense layers and 0.66 for grouped
@@ -111,7 +111,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Estimated time in seconds for one step in which all completions reach their limits."""
+    """Estimated seconds for one step in which all completions reach their length limits."""
 
     decode: float
     prefill: float
@@ -173,10 +173,10 @@ def step_time(
 ) -> StepTime:
     """Estimate how many seconds each part of a step takes.
 
-    `micro_batches` is the number that a rank computes in all optimizer steps of a batch. Set
+    `micro_batches` is the number of micro-batches per rank in all optimizer steps of a batch. Set
     `shared` if engines and ranks share GPUs. `sequences` is the capacity of an engine's KV cache.
-    For time-shared GPUs, `woken` is the size of an engine that sleeps in each step, and `moved` is
-    how much a rank offloads and loads in the meantime, both in bytes.
+    For time-shared GPUs, `woken` is the size in bytes of an engine that sleeps in each step, and
+    `moved` is how many bytes a rank offloads and reloads in the meantime.
     """
     spec, rates = spec or GpuSpec(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
@@ -223,7 +223,7 @@ def step_time(
 
 
 def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
-    """Estimate the seconds of a supervised training step with all contexts at their limits."""
+    """Estimate the seconds per step of supervised training, with all contexts at their limits."""
     sft, trainer, rates = config.sft, config.trainer, Rates()
     each = (sft.tokens_per_step or sft.max_context_tokens * sft.step_contexts) / sft.step_contexts
     most = each * math.ceil(sft.step_contexts / trainer.groups)  # of a rank
@@ -258,7 +258,7 @@ def body_parameters(facts: ModelFacts) -> int:
 def compute_seconds(
     config: Config, facts: ModelFacts, tokens: int, micro_batches: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate how long a rank computes for its share of a step with `tokens` tokens. This includes
+    """Estimate a rank's compute time for its part of a step with `tokens` tokens, including
     recomputation, the reference model, the head and the optimizer."""
     trainer, width = config.trainer, BYTES[config.model.dtype]
     share = tokens / trainer.ranks
@@ -305,22 +305,23 @@ def compute_seconds(
 
 
 def passes(config: Config) -> int:
-    """Return the cost of a micro-batch in forward passes. A backward pass counts as two."""
+    """Return the cost of a micro-batch, in units of a forward pass. A backward pass counts as
+    two."""
     backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     return 1 + backward + config.trainer.activation_checkpointing + with_reference
 
 
 def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
-    """Return the FLOPs for a token in training, without recomputation, and in an engine."""
+    """Return the FLOPs per token in training, without recomputation, and in an engine."""
     looked_up = 0 if facts.tied else facts.vocab_size * facts.hidden_size
     forward = 2.0 * (facts.active_parameters - looked_up)
     return (passes(config) - config.trainer.activation_checkpointing) * forward, forward
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
-    """Estimate the communication time of a rank that is not hidden by compute. It covers gradients,
-    gathered weights, tokens routed to experts, and slices of contexts."""
+    """Estimate a rank's communication time that is not hidden by compute: gradients, gathered
+    weights, tokens routed to experts, and slices of contexts."""
     trainer = config.trainer
     updates = config.algorithm.updates_per_batch if config.data.sources else 1
     ranks, spread, stage = trainer.ranks, trainer.expert_parallel, trainer.zero_stage
@@ -373,8 +374,8 @@ _RATES = Rates(
     layer_step_s=3e-3,
     optimizer_bytes=28.0,
 )
-"""Rates fitted to runs of a 135 M parameter model on two cores. They are accurate to within a
-factor of two."""
+"""Rates fitted to runs of a 135 M parameter model on two cores, accurate to within a factor of
+two."""
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Watches the processes of a run from a background thread, and has hung processes killed and
+"""Watch the processes of a run from a background thread, and have hung processes killed and
 replaced.
 
-If the cluster was started here, the thread itself polls the processes. If the run joined a cluster,
-an actor on each node polls them.
+If Keel started the cluster, the thread itself polls the processes. If the run joined a cluster, an
+actor on each node polls them.
 """
 
 import os
@@ -34,7 +34,7 @@ declares the node lost and restarts its actors elsewhere."""
 CONNECT_S = 5.0  # interval between attempts to reach the GCS, and the timeout of each attempt
 _GCS = "Ray's control service (GCS), on the cluster's first node,"
 _GCS_WARN_S, _GCS_HANG_S = 15.0, 40.0
-"""Seconds without an answer from the GCS after which a warning is printed and the run ends. After
+"""Seconds without an answer from the GCS before a warning is printed and before the run ends. After
 60 s, Ray would end this process without a message."""
 _GCS_ANSWER_S = 1.0  # how long each poll waits for the GCS
 _LIST_NODES_S = 5.0  # interval at which the list of cluster nodes is updated
@@ -47,11 +47,10 @@ class Watchdog:
     def __init__(
         self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
-        """Start the thread. It polls at once if one of these local `processes` exits."""
+        """Start the thread. It polls immediately when one of these local `processes` exits."""
         self.say = say  # called from the watchdog's thread with each warning
         self.nodes: Set[str] = frozenset()
-        """Ids of the nodes on which the run has reserved GPUs. The run cannot continue without
-        them."""
+        """Ids of the nodes with GPUs reserved for the run, which cannot continue without them."""
         self._poll, self._failure, self._failed = poll, "", False
         self._ranks: set[str] = set()
         self._stopping = os.eventfd(0)
@@ -64,7 +63,7 @@ class Watchdog:
         return False
 
     def check(self) -> None:
-        """Raise `RayLost` if Ray is unusable, or `WorkerLost` if a rank or a needed node is
+        """Raise `RayLost` if Ray is unusable, or `WorkerLost` if a rank or a required node is
         lost."""
         if reason := ray_timeouts.lost_reason():
             raise ray_timeouts.RayLost(reason)
@@ -130,11 +129,9 @@ def start_watchdog(
 
 
 class _NodeMonitor:
-    """Ray actor that runs a `HangDetector` on its node.
-
-    If the node loses its connection to the cluster, the actor kills the run's processes on it. Ray
-    would leave them running, with all their memory.
-    """
+    """Ray actor that runs a `HangDetector` on its node. If the node loses its connection to the
+    cluster, the actor kills the run's processes there. Ray would leave them running, with all their
+    memory."""
 
     def __init__(self, start: str, hang_timeout_s: float) -> None:
         raylet = os.getppid()
@@ -187,7 +184,8 @@ class _Node:
     monitor: Any
     last: NodeHealth
     request: Any = None
-    """The poll that is still waiting for an answer. There is at most one, so no answer is lost."""
+    """The poll that has not been answered yet. There is never more than one, so no answer is
+    lost."""
     silent_s: float = 0.0
 
     def poll(self, timeout_s: float, elapsed_s: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""Warns about metrics that indicate a problem with training."""
+"""Warn about metrics that indicate a problem with training."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _REASONS = 3  # maximum number of reasons for missing completions that one warni
 
 @dataclass(frozen=True, slots=True)
 class _Alarm:
-    """A metric to watch, the knob that sets its limit, and the text to print if the limit is
+    """A metric to watch, the knob that sets its limit, and the warning to print if the limit is
     crossed. `problem` is a format string for the metric's value."""
 
     knob: str

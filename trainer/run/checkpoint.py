@@ -1,13 +1,13 @@
-"""Writes checkpoint folders atomically, finds them again and verifies them.
+"""Write checkpoint folders atomically, find them again and verify them.
 
-    checkpoints/step_000123/     a finished checkpoint
-        …                        weights, optimizer, random state
-        state.json               step, version, data position
-        keel_manifest.json       written last: digests of all other files
-    checkpoints/.step_000124     a checkpoint in progress, or one cut short by a crash
-    checkpoints/damaged_…        a damaged checkpoint, kept for repair
+    checkpoints/step_000123/    a finished checkpoint
+      …                         weights, optimizer, random state
+      state.json                step, version, data position
+      keel_manifest.json        written last: digests of all other files
+    checkpoints/.step_000124    a checkpoint in progress, or one cut short by a crash
+    checkpoints/damaged_…       a damaged checkpoint, kept for repair
 
-With ranks on several machines, the run folder must be on a file system that all of them share.
+If ranks run on several machines, the run folder must be on a file system that all of them share.
 """
 
 import dataclasses
@@ -56,10 +56,8 @@ def save(
     say: Callable[[str], object] = print,
 ) -> Path:
     """Write the checkpoint for `state.step`, and delete all but the newest `keep` checkpoints.
-
-    `write` is called with a folder. It writes the trainer's files there and returns the manifest
-    entries of the files it has sealed. Raises `SaveError` if the files cannot be written to disk.
-    """
+    `write` writes the trainer's files to the folder it is given and returns the manifest entries of
+    the files it has sealed. Raises `SaveError` if a file cannot be written to disk."""
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
     try:
@@ -121,13 +119,13 @@ def latest(root: Path) -> Path | None:
 
 
 def latest_complete(root: Path) -> Path | None:
-    """Return the newest checkpoint in which every file has the right size."""
+    """Return the newest checkpoint whose files all have the right size."""
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
 
 
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """Return the reasons a checkpoint cannot be used, one line per file. If `bits` is set, the
-    contents of all files are also checked."""
+    """Return the reasons why a checkpoint cannot be used, one line per file. With `bits`, also
+    check the contents of all files."""
     if damage := find_damage(folder, extra=True, bits=bits):
         return damage
     try:
@@ -140,7 +138,7 @@ def problems(folder: Path, *, bits: bool = True) -> list[str]:
 
 
 def config_digest(config: Config) -> str:
-    """Return a digest of the sections that affect training: all except `run` and `eval`."""
+    """Return a digest of the config sections that affect training: all except `run` and `eval`."""
     sections = dataclasses.asdict(config)
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)

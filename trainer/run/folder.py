@@ -41,8 +41,8 @@ from keel.trainer.run.manifest import (
 )
 
 MARK = ".lock"
-"""Name of the lock file. It contains a random token, which trainer ranks read to verify that they
-see the same folder."""
+"""Name of the lock file. It contains a random token, with which trainer ranks verify that they see
+the same folder."""
 _WRITTEN = (
     *("config.yaml", "chosen.json", "metrics.jsonl", "events.jsonl", "tensorboard"),
     *("trajectories", "rewards", "nonfinite", "model", "trackers"),
@@ -58,15 +58,16 @@ class RunFolder:
         self.model = self.path / "model"  # folder for the exported model
         self.rewards = self.path / "rewards"  # folder for the output of reward functions
         self.set_aside: Path | None = None
-        """Folder to which the files of an earlier run were moved, because it had no checkpoint."""
+        """Folder to which the files of an earlier run without a checkpoint were moved."""
         self.base, self.tokenizer = base_of(config), tokenizer
         self._config = config
         self._checkpoints, self._metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
         self._warnings: list[str] = []
         self._last_step = 0
-        """Step of the newest checkpoint when the folder was entered, even if it was damaged."""
+        """Step of the newest checkpoint when the folder was opened, even if that checkpoint was
+        damaged."""
         self._problems: dict[Path, list[str]] = {}
-        """Problems found in each verified checkpoint, cached so that each checkpoint is read only
+        """Cache of the problems found in each verified checkpoint, so that each one is read only
         once."""
 
     def __enter__(self) -> Self:
@@ -117,8 +118,8 @@ class RunFolder:
             )
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
-        """Verify the newest checkpoint. Raises ConfigError if this config may not continue from it.
-        Only knobs that start with one of the prefixes in `of` are compared."""
+        """Verify the newest checkpoint. Raises ConfigError if the run cannot continue from it with
+        this config. Only knobs that start with one of the prefixes in `of` are compared."""
         self._check_location()
         newest = checkpoint.latest(self._checkpoints)
         if newest is None:
@@ -199,8 +200,8 @@ class RunFolder:
 
     def select_checkpoint(self, knob: str, value: str) -> Path | None:
         """Return the checkpoint that the user asked for. `value` is `last`, a step number, or
-        `base`, for which the result is None. Raises ConfigError, naming `knob`, if the checkpoint
-        is missing or damaged."""
+        `base`, which returns None. Raises ConfigError, naming `knob`, if the checkpoint is missing
+        or damaged."""
         if value in ("base", "last"):
             return self.latest if value == "last" else None
         by_step = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
@@ -226,7 +227,7 @@ class RunFolder:
         return [*self._warnings, *lines]
 
     def status(self) -> str:
-        """Describe how far the run in this folder has got, or return "" for a new run."""
+        """Describe the progress of the run in this folder, or return "" for a new run."""
         state, steps = self.state(), self._config.run.steps
         if state and state.step >= steps:
             return f"holds a run whose {state.step} steps are done; raise run.steps to continue"
@@ -237,7 +238,8 @@ class RunFolder:
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically. `write` returns the entries of the files it has sealed."""
+        """Export the model atomically. `write` returns the manifest entries of the files it has
+        sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
         try:

@@ -1,10 +1,10 @@
-"""Records a run: its metrics, events, TensorBoard curves and readable trajectories.
+"""Record a run: its metrics, events, TensorBoard curves and readable trajectories.
 
 When a run is resumed, everything written after its checkpoint is removed, so that each step is
-recorded once. The cost of a run is computed in GPU-hours and in FLOPs of the model: 2 FLOPs per
-active parameter and token for a forward pass, and twice as much for a backward pass. Training
-therefore costs 6·N·D, as in the usual budgets for pre-training. Attention scores, activation
-recomputation and start-up are not counted.
+recorded once. The cost of a run is given in GPU-hours and in FLOPs of the model: 2 FLOPs per active
+parameter and token for a forward pass, and twice as much for a backward pass. Training therefore
+costs 6·N·D, as in the usual budgets for pre-training. Attention scores, activation recomputation
+and start-up are not counted.
 """
 
 import json
@@ -25,12 +25,10 @@ from keel.trainer.run.trajectory_files import BATCHES, TOKENS, TokenFile, choose
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
-"""Name of the file to which events are appended.
-
-The kinds of events are `resume`, `restart` (of engines and trainer), `alarm`, `engine` (an engine
-was restarted), `frozen` (a process hangs), `fewer` (the run has fewer ranks), `tracker`, and `end`
-(the error that ended the run). If a step is repeated, its events are recorded again.
-"""
+"""Name of the file to which events are appended. The kinds of events are `resume`, `restart` (of
+engines and trainer), `alarm`, `engine` (an engine was restarted), `frozen` (a process hangs),
+`fewer` (the run has fewer ranks), `tracker`, and `end` (the error that ended the run). If a step is
+repeated, its events are recorded again."""
 GPU_HOURS, _TRAINING, _SAMPLING = "cost/gpu_hours", "cost/train_flops", "cost/rollout_flops"
 _TOKENS = {_TRAINING: "train/tokens", _SAMPLING: "rollout/tokens"}
 HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
@@ -38,7 +36,7 @@ HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 
 @dataclass(frozen=True, slots=True)
 class CostRates:
-    """The GPUs that a run occupies and the FLOPs per token, from which its costs are computed."""
+    """The GPUs that a run occupies and its FLOPs per token, used to compute its cost."""
 
     gpus: int  # number of GPUs that the run occupies, including a judge's
     train_flops: float  # FLOPs for each token in training
@@ -71,12 +69,10 @@ class Journal:
         costs: CostRates | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the records of a run, and remove everything after step `resumed_at`.
-
-        `trajectories` is the number of trajectories saved per step, as text and as JSON. If
-        `save_all` is set, the JSON file contains all of them. `tokenizer` is the digest stored in
-        it. `tokens` writes the per-token numbers.
-        """
+        """Open the records of a run, and remove everything after step `resumed_at`. `trajectories`
+        is the number of trajectories saved per step as text and as JSON. With `save_all`, the JSON
+        file contains all of them. `tokenizer` is the digest stored in it. `tokens` writes the
+        per-token values."""
         self._view, self._alarms, self._clock = view, alarms, clock
         self._costs, self._recorded_at = costs, clock()
         self.on_write: Callable[[], None] = lambda: None
@@ -180,7 +176,7 @@ class Journal:
 
 
 def note(folder: Path, step: int, kind: str, text: str, at: float | None = None) -> None:
-    """Append an event to `events.jsonl`. Its time is `at`, or now by default."""
+    """Append an event to `events.jsonl`, with the time `at` or the current time."""
     when = round(time.time() if at is None else at, 3)
     line = {"step": step, "time": when, "kind": kind, "text": text}
     # A full disk ends the run at the next step, with a better message.
@@ -200,8 +196,8 @@ def _truncate(path: Path, step: int) -> None:
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the step and the text of each line in `metrics.jsonl`. An incomplete last line is
-    skipped. Raises ValueError, naming the file and line, if any other line is invalid."""
+    """Return the step and the text of each line in `metrics.jsonl`, except an incomplete last line.
+    Raises ValueError, naming the file and line, if any other line is invalid."""
     texts = path.read_text().splitlines() if path.exists() else []
     lines: list[tuple[int, str]] = []
     for number, text in enumerate(texts, start=1):
@@ -219,7 +215,7 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def steps_of(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of each step. They include evaluations that were made after a resume."""
+    """Return the metrics of each step, including evaluations made after a resume."""
     steps: dict[int, dict[str, Any]] = {}
     for step, text in metric_lines(path):
         steps[step] = {**json.loads(text), **steps.get(step, {})}
@@ -227,7 +223,7 @@ def steps_of(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def describe(scored: ScoredGroup, index: int) -> str:
-    """Return a trajectory as readable text, with its prompt, answer, reward and reward parts."""
+    """Format a trajectory as readable text, with its prompt, answer, reward and reward parts."""
     prompt, answer = scored.group.prompt, scored.group.trajectories[index]
     parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts_G[index].items())
     head = (
@@ -268,7 +264,6 @@ def _message_text(message: Mapping[str, Any]) -> str:
 
 
 def _total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the costs of steps or of runs. Other metrics are ignored."""
     totals: dict[str, float] = {}
     for part in parts:
         for name in (GPU_HOURS, *_TOKENS):
@@ -283,7 +278,7 @@ def costs_of(folder: Path) -> dict[str, float]:
 
 
 def cost_rows(runs: Mapping[str, Mapping[str, float]]) -> list[Sequence[str]]:
-    """Return a table row for each run and a row for their sum. `HEADER` names the columns."""
+    """Return a table row for each run and one for their sum, with the columns named in `HEADER`."""
     every = _total_costs(runs.values())
     flops = every.get(_TRAINING, 0.0) + every.get(_SAMPLING, 0.0)
 

@@ -1,4 +1,4 @@
-"""Detects damaged files and changed models.
+"""Detect damaged files and changed models.
 
 A manifest lists the size and SHA-256 digests of every file in a folder. It is written last, so a
 folder with a manifest is complete. Several threads compute the digests, in chunks of 64 MiB.
@@ -24,14 +24,14 @@ _SAMPLES = 64  # the number of positions at which a fingerprint samples each fil
 
 
 class Entry(NamedTuple):
-    """A file's size at write time, and a digest of each chunk."""
+    """The size of a file when it was written, and a digest of each chunk."""
 
     bytes: int
     sha256: list[str]
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Flush these files in `folder` to disk, and return their sizes and digests."""
+    """Flush these files in `folder` to disk, and return their manifest entries."""
     paths = {name: folder / name for name in names}
     with _threads() as threads:
         synced = [threads.submit(sync, path) for path in paths.values()]
@@ -50,8 +50,7 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 def fingerprint(folder: Path) -> str:
     """Return a quick fingerprint of a model folder, or "" if it has neither a manifest nor tensor
-    files. The fingerprint uses samples of the manifest, or of the tensor files if there is no
-    manifest."""
+    files. Only samples of the manifest, or otherwise of the tensor files, are read."""
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     files = [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors"))
@@ -72,7 +71,7 @@ def base_of(config: Config) -> str:
 
 
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
-    """Write the manifest of `folder`, computing digests for the files that are not in `sealed`.
+    """Write the manifest of `folder`, computing digests for all files that are not in `sealed`.
     Raises ValueError if a sealed file is missing or has a different size, which means that the
     ranks do not share this file system."""
     here = sizes(folder)
@@ -92,9 +91,9 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
 
 
 def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
-    """Return the differences between `folder` and its manifest, one line per file. If `extra` is
-    set, files that the manifest does not list are also reported. If `bits` is set, the contents of
-    all files are checked."""
+    """Return the differences between `folder` and its manifest, one line per file. With `extra`,
+    also report files that the manifest does not list. With `bits`, also check the contents of all
+    files."""
     try:
         entries = _read(folder / MANIFEST)
     except (OSError, ValueError) as error:
@@ -140,7 +139,8 @@ def join_problems(problems: list[str], limit: int = 3) -> str:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each file below `folder` except the manifest, keyed by path."""
+    """Return the size in bytes of each file in `folder` and its subfolders, keyed by path, without
+    the manifest."""
     by_name: dict[str, int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -1,7 +1,7 @@
-"""Shows the progress of long waits as a live line on a terminal, and as plain lines elsewhere.
+"""Show the progress of long waits as a live line on a terminal, and as plain lines elsewhere.
 
-Plain lines are printed after one second and every 30 seconds. This module also works without rich,
-because `make install` runs it in an empty environment.
+Plain lines are printed after one second and then every 30 seconds. This module must work without
+rich, because `make install` runs it in an empty environment.
 """
 
 import sys
@@ -21,8 +21,8 @@ class Wait:
     """A long wait whose progress is shown. Its fields can be set from any thread."""
 
     def __init__(self, what: str, *, total: float = 0, unit: str = "", quiet: bool = False) -> None:
-        """Start waiting for `total` `unit`s (0 if unknown). If `quiet` is set, plain lines are
-        printed only every 30 seconds."""
+        """Start waiting for `total` `unit`s (0 if unknown). With `quiet`, plain lines are printed
+        only every 30 seconds."""
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done, self.before, self.note = 0.0, 0.0, ""
         """The units done so far, the units done before the wait began, and a comment to show."""
@@ -35,7 +35,7 @@ class Wait:
         return time.monotonic() - self._began
 
     def text(self) -> str:
-        """Return the progress as text: `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""
+        """Format the progress, such as `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""
         if self.measure is not None:
             self.measure(self)
         spent = duration(self.seconds)
@@ -47,7 +47,7 @@ class Wait:
 
 
 def amount(done: float, total: float, unit: str) -> str:
-    """Format progress as text such as `3 of 8 prompts`. Bytes are shown in GB (1e9 bytes)."""
+    """Format progress, such as `3 of 8 prompts`. Bytes are shown in GB (1e9 bytes)."""
     if unit == "bytes":
         return f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
     return f"{done:,.0f} of {total:,.0f} {unit}"
@@ -77,7 +77,7 @@ class _Display:
     def __init__(self) -> None:
         self._open: list[Wait] = []
         self._printed: dict[Wait, float] = {}
-        """The seconds that each wait had taken when its last line was printed."""
+        """Maps each wait to its elapsed seconds when its last line was printed."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._live: Any = None

@@ -1,4 +1,4 @@
-"""Defines the errors that end a training attempt, and limits automatic restarts."""
+"""Define the errors that end a training attempt, and limit automatic restarts."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class CollectiveTimeout(RuntimeError):
 
 
 class OutOfMemory(WorkerLost):
-    """Raised if a training step did not fit on a rank's GPU. Smaller micro-batches help. `dropped`
+    """Raised if a training step does not fit on a rank's GPU. Smaller micro-batches help. `dropped`
     is True if the ranks have freed all memory used by the step."""
 
     def __init__(self, text: str, *, dropped: bool = False) -> None:
@@ -25,20 +25,20 @@ class OutOfMemory(WorkerLost):
 
 
 class UpdateOutOfMemory(RuntimeError):
-    """Raised if an optimizer update did not fit on a GPU. Smaller micro-batches do not help."""
+    """Raised if an optimizer update does not fit on a GPU. Smaller micro-batches do not help."""
 
 
 class Restarts:
-    """Limits how often engines and trainer may be restarted within any period of `_WINDOW_S`."""
+    """Limits how often engines and trainer can be restarted within `_WINDOW_S` seconds."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
         self._times: list[float] = []
         self.started = False
-        """Set once training has begun. A run that fails earlier is not restarted."""
+        """True once training has begun. A run that fails earlier is not restarted."""
 
     def count(self, error: WorkerLost) -> None:
-        """Count a restart. Raises WorkerLost if it is one too many or training has not begun."""
+        """Count a restart. Raises WorkerLost if the limit is exceeded or training has not begun."""
         if not self.started:
             raise error
         now = self._clock()

@@ -1,5 +1,5 @@
-"""Runs training from start to end. This includes opening the run folder, training with restarts,
-exporting the model and printing a summary."""
+"""Run training from start to end: open the run folder, train with restarts, export the model and
+print a summary."""
 
 import shlex
 import sys
@@ -43,12 +43,11 @@ def run_with_restarts(
     resume_command: str = "",
     tokenizer: str = "",
 ) -> None:
-    """Start or resume the run described by `config`, and restart it if a process is lost.
-
-    `text` is the plan, which is printed first. `restore` and `position` set and return the data
-    position. `launch` starts the actors, and `drive` is the training loop and returns the last
-    completed step. `on_open` is called with the folder. `on_out_of_memory` changes the layout and
-    returns a message. Messages show `resume_command`, or else the user's `command`.
+    """Start or resume the run described by `config`, and restart it if a process is lost. `text` is
+    the plan, which is printed first. `restore` and `position` set and return the data position.
+    `launch` starts the actors, and `drive` runs the training loop and returns the last completed
+    step. `on_open` is called with the folder. `on_out_of_memory` changes the layout and returns a
+    message. Messages tell the user to resume with `resume_command`, or by default with `command`.
     """
     check_trackers(config.run.trackers)  # for runs started from Python
     with ExitStack() as stack:
@@ -97,7 +96,8 @@ def run_with_restarts(
 
 
 def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
-    """Restore the newest checkpoint's data position. Raises ConfigError if the data has changed."""
+    """Restore the data position of the newest checkpoint. Raises ConfigError if the data has
+    changed."""
     if (state := folder.state()) is None:
         return
     try:
@@ -193,8 +193,8 @@ def save_checkpoint(
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Save a checkpoint. If writing fails, return False, or raise `SaveError` if no later one is
-    due."""
+    """Save a checkpoint. If writing fails, return False, or raise `SaveError` if no later
+    checkpoint is due."""
     state = State(
         step=step,
         version=learner.version,

@@ -29,12 +29,11 @@ FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop
 NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
 _PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
 _SLACK_S = 0.1
-"""Extra seconds for timers, because they may fire slightly too early by the clock
-`time.monotonic`."""
+"""Extra seconds for timers, which can fire slightly early as measured by `time.monotonic`."""
 
 
 class Preempted(KeyboardInterrupt):
-    """Raised after a preemption signal if there is nothing to save or no time is left."""
+    """Raised after a preemption signal if there is nothing to save or no time left."""
 
 
 @dataclass(slots=True)
@@ -43,7 +42,7 @@ class _State:
     overdue: str = ""  # text to append to the signal's name if `run.grace_s` was exceeded
     interrupted: bool = False  # True once Ctrl-C has been pressed
     open: Interrupt | None = None
-    """The active `Interrupt`, if any. It handles signals so that they do not end the command."""
+    """The active `Interrupt`, if any. It keeps signals from ending the command."""
     deferred: list[int] | None = None  # the signals received during `signals_deferred`
     terminals: list[TextIO] = field(default_factory=list)
     previous: dict[int, Any] = field(default_factory=dict)
@@ -90,7 +89,7 @@ def _in_main_thread() -> bool:
 @contextmanager
 def watching() -> Iterator[None]:
     """Raise `Preempted` if a preemption signal arrives in the main thread during the `with` block,
-    unless an open `Interrupt` handles it. SIGHUP stays ignored under `nohup`."""
+    unless an open `Interrupt` handles it. Under `nohup`, SIGHUP stays ignored."""
     if not _in_main_thread() or _STATE.previous:
         yield
         return
@@ -109,7 +108,8 @@ def watching() -> Iterator[None]:
 
 
 def fix_exit_status(status: int) -> None:
-    """Make any further signal, such as another Ctrl-C, end the process at once with this status."""
+    """Make any further signal, such as another Ctrl-C, end the process immediately with this
+    status."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -124,7 +124,7 @@ def fix_exit_status(status: int) -> None:
 
 def preempted() -> str:
     """Return the name of the preemption signal that is ending this command, or "". Call this
-    instead of catching `Preempted`, which Ray may turn into a plain KeyboardInterrupt."""
+    instead of catching `Preempted`, which Ray can turn into a plain KeyboardInterrupt."""
     return f"{_STATE.preempted.name}{_STATE.overdue}" if _STATE.preempted else ""
 
 
@@ -135,8 +135,8 @@ def stop_requested() -> bool:
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block preemption signals in processes started during the `with` block. Schedulers signal
-    every process of a job, but Ray and the trainer must live until the checkpoint is saved. At the
-    end, Keel's handlers replace those that libraries have installed."""
+    every process of a job, but Ray and the trainer must live until the checkpoint is saved. On
+    exit, restore Keel's handlers if libraries have replaced them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
         yield
@@ -163,7 +163,7 @@ def signals_deferred() -> Iterator[None]:
 
 
 class Interrupt:
-    """Makes signals request a stop instead of ending the command while it is open."""
+    """While open, turns signals into requests to stop instead of ending the command."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class _OutlivingStream:
 
 
 def outliving(stream: TextIO | None) -> TextIO:
-    """Wrap a stream so that writing to it still works once its reader is gone. `stream` is None if
+    """Wrap a stream so that writing to it still works after its reader is gone. `stream` is None if
     the stream is closed (`>&-`)."""
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 

@@ -1,8 +1,8 @@
-"""Sends the metrics and events of a run to Weights & Biases, MLflow and trackio.
+"""Send the metrics and events of a run to Weights & Biases, MLflow and trackio.
 
-A background thread for each tracker reads `metrics.jsonl` and `events.jsonl` as they grow. A slow
-or unreachable tracker does not delay the run and catches up later. `trackers/NAME.json` records its
-progress, so steps that a resumed run repeats are not sent again.
+A background thread for each tracker reads `metrics.jsonl` and `events.jsonl` as they grow, so a
+slow or unreachable tracker does not delay the run and catches up later. `trackers/NAME.json`
+records how much was sent, so that steps repeated by a resumed run are not sent again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
     from keel.trainer.run.journal import Journal
 
 RunEnd = Literal["finished", "stopped", "failed"]
-"""The end of a run. A run that was `stopped` can be resumed with the same command."""
+"""The outcome of a run. A run that was `stopped` can be resumed with the same command."""
 _PROJECT = "keel"  # default project name. Environment variables can override it.
 _EVENT = "tracker"  # the kind of the events that this module writes. They are not sent to trackers.
 _RETRY_S, _HANG_S = 30.0, 120.0
 _ABANDONED = "keel-abandoned-"  # prefix for the names of abandoned threads
 _CLOSE_S, _HURRY_S = 60.0, 5.0
-"""The maximum wait at the end of a run, normally and after a preemption."""
+"""Maximum seconds to wait for trackers when a run ends, normally and after a preemption."""
 _WANDB_TIMEOUT_S, _WANDB_PROCESS = 60.0, "wandb-core"
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
@@ -47,7 +47,7 @@ _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
 
 class _Tracker(Protocol):
     """Sends the metrics and events of a run to an experiment tracker. All methods except `abandon`
-    are called from one thread and may block. If a call raises an exception, it is repeated."""
+    are called from the same thread and may block. A call that raises an exception is retried."""
 
     remedy: str  # advice for the user after a failure
 
@@ -57,8 +57,8 @@ class _Tracker(Protocol):
         ...
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """Log the metrics of a step, in order. `time` is in seconds since the epoch. If an
-        evaluation was made later, its step is logged a second time."""
+        """Log the metrics of a step. Steps arrive in order, but a step that was evaluated later is
+        logged a second time. `time` is in seconds since the epoch."""
         ...
 
     def event(self, step: int, time: float, kind: str, text: str) -> None: ...
@@ -118,8 +118,8 @@ class _Wandb:
         self._run.finish(exit_code=0 if end == "finished" else 1)
 
     def abandon(self) -> None:
-        """Kill the W&B process. Otherwise the interpreter would wait minutes for it at exit. `wandb
-        sync` can upload the data that the process had received."""
+        """Kill the W&B process, because the interpreter would wait minutes for it at exit. `wandb
+        sync` can still upload the data that the process had received."""
         with suppress(psutil.Error):
             for process in psutil.Process().children():
                 if _WANDB_PROCESS in process.name():
@@ -127,8 +127,8 @@ class _Wandb:
 
 
 class _Mlflow:
-    """Logs a run to MLflow and resumes it by its id. The parameters stay the same as at the first
-    start, because MLflow cannot change them. It is configured by MLFLOW_* variables."""
+    """Logs to MLflow (MLFLOW_* variables) and resumes a run by its id. Parameters keep their values
+    from the first start, because MLflow cannot change them."""
 
     remedy = "Check MLFLOW_TRACKING_URI, the server's credentials and the network"
 
@@ -175,8 +175,8 @@ class _Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Replace characters that MLflow forbids in names. The result looks like `eval/sums/pass_at_1`
-    or `data.sources.sums.size`."""
+    """Replace characters that MLflow forbids in names, as in `eval/sums/pass_at_1` or
+    `data.sources.sums.size`."""
     name = name.replace("@", "_at_").replace("[", ".").replace("]", "")
     return re.sub(r"[^\w\-. :/]", "_", name)
 
@@ -219,7 +219,8 @@ TRACKERS: Mapping[str, Callable[[], _Tracker]] = {
     "mlflow": _Mlflow,
     "trackio": _Trackio,
 }
-"""The tracker of each value of `run.trackers`, which is also the name of its package and extra."""
+"""Maps each value of `run.trackers`, which is also the name of a package and an extra, to its
+tracker."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -259,8 +260,7 @@ class TrackerThread:
         self._say, self._retry_s, self._hang_s = say, retry_s, hang_s
         self._file = folder / "trackers" / f"{name}.json"
         self._sent = {"id": "", "step": -1, "events": 0, **_read_state(self._file)}
-        """The tracker's id of the run, the last step it has received, and the number of events it
-        has received."""
+        """The tracker's id of the run, and the last step and the number of events sent to it."""
         self._tracker: _Tracker | None = None
         self._opened = False
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
@@ -373,7 +373,8 @@ class TrackerThread:
 
 
 def has_abandoned_threads() -> bool:
-    """Return True if an abandoned thread is still running. It may crash the interpreter at exit."""
+    """Return True if an abandoned thread is still running, which can crash the interpreter at
+    exit."""
     return any(thread.name.startswith(_ABANDONED) for thread in threading.enumerate())
 
 
@@ -394,7 +395,8 @@ class Trackers:
             thread.wake()
 
     def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
-        """Wait up to `seconds` for the steps up to `step`. Busy threads are then abandoned."""
+        """Wait up to `seconds` until everything up to `step` is sent. Then abandon threads that are
+        still busy."""
         for thread in self._threads:
             thread.close(end)
         until = time.monotonic() + seconds
@@ -430,7 +432,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
 
 
 def _plain_knobs(config: Config) -> dict[str, Any]:
-    """Return all knobs as JSON values, without options of environments that may contain keys."""
+    """Return all knobs as JSON values, without environment options, which can contain keys."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
@@ -445,7 +447,7 @@ def _plain_knobs(config: Config) -> dict[str, Any]:
 
 
 def _without_secrets(text: str) -> str:
-    """Remove the values of secret environment variables, and passwords in URLs, from a text."""
+    """Remove the values of secret environment variables and passwords in URLs from a text."""
     for name, value in os.environ.items():
         if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8:
             text = text.replace(value, "…")

@@ -44,7 +44,7 @@ TOKENS = ".tokens.jsonl.gz"
 _MAX_LOG_RATIO = 20.0  # log-ratios are clipped to this limit, as in the loss
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 _MAX_TOKENS_PER_CHARACTER = 4
-"""Maximum number of tokens per character. UTF-8 uses at most four bytes."""
+"""Maximum number of tokens per character, because UTF-8 uses at most four bytes."""
 _REFERENCE_CHARACTERS = 2_000
 Place = tuple[ScoredGroup, int]  # a trajectory, identified by its group and its index in the group
 BATCHES = "nonfinite"  # folder for the batches of steps without a finite gradient
@@ -63,8 +63,8 @@ def watched_segments(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Segm
 
 
 def _select_tokens(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Place]:
-    """Choose the trajectories to save with their tokens: those saved as text, and then their
-    siblings, within the budget of `run.save_tokens`."""
+    """Choose the trajectories to save with their tokens, within the budget of `run.save_tokens`:
+    first those saved as text, then others from the same groups."""
     text = choose_trajectories(groups, run.save_trajectories)
     chosen = {(id(group), index) for group, index in text}
     siblings = [
@@ -82,8 +82,8 @@ def _select_tokens(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Place]
 
 
 def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place]:
-    """Choose the best and the worst completion of each group, up to `count`. Groups with the
-    largest spread of rewards come first."""
+    """Choose the best and the worst completion of each group, up to `count` in total. Groups with
+    the largest spread of rewards come first."""
     chosen: list[Place] = []
     scored = [group for group in groups if len(group.rewards_G)]
     for group in sorted(scored, key=lambda g: -float(g.rewards_G.std())):
@@ -97,7 +97,7 @@ def _unique(places: Sequence[Place]) -> list[ScoredGroup]:
 
 
 class TokenTexts:
-    """Decodes a token sequence into the text that each token adds."""
+    """Decode a token sequence into the text that each token adds."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -168,8 +168,8 @@ class TokenFile:
         partial.replace(path)
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
-        """Return one item for each stretch of tokens: a string if they were given, and an object
-        with lists of values if they were sampled."""
+        """Split a context into stretches of given and sampled tokens. Given tokens become a string,
+        and sampled ones an object with lists of values."""
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
@@ -202,8 +202,8 @@ def _group_record(
     contexts: Mapping[tuple[int, int], list[list[Any]]],
     answer: Callable[[Trajectory], str],
 ) -> dict[str, Any]:
-    """Return a line of the file. `text` and `contexts` are keyed by the group's `id()` and an
-    index."""
+    """Build the record of a group. `text` and `contexts` are keyed by the group's `id()` and the
+    trajectory's index."""
     prompt, group = scored.group.prompt, scored.group
     trajectories: list[dict[str, Any]] = []
     for index, trajectory in enumerate(group.trajectories):

@@ -43,8 +43,7 @@ _LINE = (
     ("length", "length/mean", "{:.0f}"),
     ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
 )
-"""The metrics in a plain line, each with its label, name and format. The line has about 120
-characters."""
+"""The metrics in a plain line of about 120 characters, each with its label, name and format."""
 _TIMES = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 _BARS = "▁▂▃▄▅▆▇█"
 _ECHO = 4  # the number of columns that two echoed `^C` take up
@@ -169,7 +168,8 @@ class _LiveView(View):
 
 
 def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
-    """Return a live panel if the output is a terminal, and a view of plain lines otherwise."""
+    """Return a live panel if the output is a terminal, and otherwise a view that prints plain
+    lines."""
     output = stream or sys.stdout
     return _LiveView(title, steps) if output.isatty() else View(steps, output)
 
