@@ -80,12 +80,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def with_node(cluster: Cluster, cpus: int) -> Any:
+    with without_unused_processes():
+        return patiently(lambda: cluster.add_node(num_cpus=cpus))
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with without_unused_processes():
         head = {"num_cpus": 1, "include_dashboard": False}
         cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-        patiently(lambda: cluster.add_node(num_cpus=4))
+    with_node(cluster, 4)
     cluster.wait_for_nodes(PATIENCE_S)
     ray.init(cluster.address, runtime_env=QUOTED_PYTHON, log_to_driver=False)
     yield cluster
@@ -106,7 +111,7 @@ def elsewhere(prompt: Any, trajectory: Any) -> float:
 
 
 def test_work_survives_the_loss_of_a_node(cluster: Cluster, folder: Path) -> None:
-    big = patiently(lambda: cluster.add_node(num_cpus=16))
+    big = with_node(cluster, 16)
     said: list[str] = []
     recipe, name = config(folder), f"python.{elsewhere.__name__}"
     weights = {"maths": {"correct": 1.0, name: 0.5}}
@@ -182,7 +187,7 @@ def test_nodes_add_up(cluster: Cluster, folder: Path) -> None:
             added: list[Any] = []
             for size in SIZES:
                 while len(added) + 1 < size:
-                    added.append(patiently(lambda: cluster.add_node(num_cpus=4)))
+                    added.append(with_node(cluster, 4))
                 wait_for(lambda size=size: len(nodes.others) == size, f"{size} nodes")
                 scorer.score(groups(4 * size + 2))  # starts the workers
                 work = groups(20 * size)
