@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from keel.agents.episode import ContextManager, Method, Rewrite
 from keel.agents.runner import EpisodeKind, EpisodeRunner
-from keel.agents.types import Unscored
+from keel.agents.types import NodeLost, ToolResult, Unscored
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.rl.turns import Message, TurnRequest, TurnResult
+from keel.rl.turns import Message, ToolCall, TurnRequest, TurnResult
 from keel.rl.types import Purpose, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.endpoint.kit import check_law
@@ -251,6 +251,23 @@ def test_resumed_run_sends_the_same_requests() -> None:
         return [tasks, turns]
 
     assert requests_after([]) == requests_after([0, 1, 2])
+
+
+class OnLostNode(Sums):
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        raise NodeLost("closed", "call", "its node was lost")
+
+
+@pytest.mark.parametrize("losses", [2, 9])
+def test_lost_node_starts_the_episode_again(losses: int) -> None:
+    factory = Factory()
+    factory.make = lambda: OnLostNode() if len(factory.made) < losses else Sums()
+    policy = Policy(lambda context, _: "42" if "tool" in context else "@add 40, 2")
+    with running(policy, factory) as runner:
+        group = runner.submit(TASK, group_size=1, purpose="train").result(PATIENCE_S)
+    assert len(factory.made) == 3 and not factory.open
+    assert (len(group.trajectories), len(group.dropped)) == ((1, 0) if losses == 2 else (0, 1))
+    assert losses == 2 or "its node was lost" in group.dropped[0]
 
 
 def test_open_episodes_are_limited() -> None:
