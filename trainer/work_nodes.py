@@ -261,7 +261,7 @@ class WorkNodes(WorkerPool):
 
     def _acquire(self, kind: _Load) -> _Node:
         with self._lock:
-            nodes = [self._here, *self.others]
+            nodes = [*self.others, self._here]  # an idle driver would do everything
             node = min(nodes, key=lambda node: (node.load[kind] + 1) / node.workers)
             node.load[kind] += 1
             return node
