@@ -30,13 +30,13 @@ KNOBS = frozenset(
         "trainer.zero_stage",
     }
 )
-"""Knobs that determine the layout on GPUs."""
+"""Knobs that define the layout on GPUs."""
 OPEN = KNOBS | {DTYPE}
 """All knobs that can be `auto`."""
 
 
 def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Set every knob in `OPEN` that the recipe leaves out to `auto`."""
+    """Set every knob in `OPEN` that the recipe does not set to `auto`."""
     complete = dict(tree)
     for knob in OPEN:
         section, _, name = knob.partition(".")
@@ -47,9 +47,12 @@ def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the recipe without its `auto` knobs, and those knobs separately. The schema's defaults
-    apply until the choice is made. If another knob in the recipe rules out a default, the smallest
-    valid value is used instead, so that the rules between knobs hold."""
+    """Remove the `auto` knobs from a recipe, and return it with their names. The schema's defaults
+    apply to these knobs until Keel chooses their values.
+
+    If the recipe's other knobs rule out a default, the smallest valid value is set instead, so that
+    the config is valid.
+    """
     rest, auto = dict(tree), set[str]()
     for knob in OPEN:
         section, _, name = knob.partition(".")
@@ -64,7 +67,7 @@ def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str
 
 
 def _implied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the smallest value of each `auto` knob that the recipe's other knobs permit."""
+    """Return the smallest value of each `auto` knob that the other knobs permit."""
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
     widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
     ranks = math.lcm(*(n for n in widths if type(n) is int and n > 0))

@@ -1,7 +1,7 @@
-"""Converts plain data into the dataclasses of a recipe, with strict types.
+"""Convert plain data to the dataclasses of a recipe, with strict types.
 
-All unknown keys and wrong types are reported together, each with its file and line. Advice for an
-unknown key includes the names of other frameworks, as listed in `other_frameworks.toml`.
+All unknown keys and wrong types are reported together, each with its file and line. Suggestions for
+an unknown key include the names of other frameworks (`other_frameworks.toml`).
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _NAMES = (
 _UNRECORDED = frozenset(_NAMES.split())
 """Sampling options that change the distribution in a way the trainer cannot replay."""
 _STEPS = ("eval.checkpoint", "filter.checkpoint")
-"""Text knobs that may contain a step number, which YAML reads as an integer."""
+"""Text knobs that may hold a step number, which YAML reads as an integer."""
 _MANY = 10
-"""An error message lists all knobs of a section only if there are at most this many."""
+"""Maximum number of knobs in a section for an error message to list them all."""
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 _INVALID: Any = object()
@@ -72,14 +72,12 @@ _INVALID: Any = object()
 
 @cache
 def knob_types(section: type) -> Mapping[str, Any]:
-    """Return a mapping from field names to types. It is cached because evaluating annotations is
-    slow."""
+    """Map field names to types. Cached because evaluating annotations is slow."""
     return get_type_hints(section)
 
 
 def section_type(hint: Any) -> type | None:
-    """Return the dataclass inside `X`, `X | None` or `tuple[X, ...]`. Returns None for any other
-    type."""
+    """Return the dataclass in `X`, `X | None` or `tuple[X, ...]`, or None for any other type."""
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
     if get_origin(hint) in (Union, UnionType):
@@ -88,7 +86,7 @@ def section_type(hint: Any) -> type | None:
 
 
 def _knobs(section: type, prefix: str = "") -> Iterator[str]:
-    """Yield the full path of every knob. List entries appear as `[]`, such as `sources[].name`."""
+    """Yield the full path of every knob, with list entries as `[]`: `sources[].name`."""
     for name, hint in knob_types(section).items():
         nested = section_type(hint)
         if nested is None or get_origin(hint) in (Union, UnionType):
@@ -98,7 +96,7 @@ def _knobs(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
-    """Split a section's value into its knobs. Any other value is yielded unchanged."""
+    """Split the value of a section into its knobs. Yields any other value unchanged."""
     hint: Any = root
     for step in steps:
         section = section_type(hint)
@@ -114,11 +112,11 @@ def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[st
 
 
 def suggest(key: str, section: type, prefix: str, root: type) -> str:
-    """Return advice about the unknown `key` in `section`.
+    """Suggest a replacement for the unknown `key` in `section`. `prefix` is the section's path with
+    a trailing dot.
 
-    `prefix` is the path of the section with a trailing dot. The advice names knobs with the same
-    name in other sections first, because misplaced lines are the more common mistake. Similar names
-    in this section come second.
+    Knobs with the same name in other sections come before similar names in this section, because
+    misplaced lines are the more common mistake.
     """
     path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
     if path in RENAMED:
@@ -141,11 +139,11 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
 
 
 def build(root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], recipe: str) -> T:
-    """Return a `root` object built from `tree`.
+    """Build a `root` object from `tree`.
 
-    `where` maps each dotted key to the "file:line" or the override that set it, and `recipe` is
-    reported as the origin of all other keys. Raises ConfigError with one line per wrong key or
-    type. If there are none, it reports the first broken rule.
+    `where` maps each dotted key to the "file:line" or the override that set it; all other keys are
+    reported as coming from `recipe`. Raises ConfigError with one line per wrong key or type, or
+    with the first broken rule if all keys and types are right.
     """
     builder = _Builder(root, where, recipe)
     built = builder.section(root, tree, "", "")
@@ -155,10 +153,10 @@ def build(root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], reci
 
 
 class _Builder:
-    """Builds the dataclasses and collects errors.
+    """Build the dataclasses and collect errors.
 
-    Methods take a place in the recipe in two forms: `at` is its name in messages, and `key` is used
-    to look up its origin. The two differ for list entries: `sources[sums]` and `sources.0`.
+    Methods take a position in the recipe twice: `at` is its name in messages, and `key` looks up
+    its origin. They differ for list entries: `sources[sums]` and `sources.0`.
     """
 
     def __init__(self, root: type, where: Mapping[str, str], recipe: str) -> None:
@@ -302,7 +300,7 @@ class _ForeignName:
     name: str
     """Dotted path in the other framework, without the leading dashes of an option."""
     here: tuple[str, ...]
-    """The corresponding knobs or metrics in Keel. Empty if Keel has none."""
+    """Corresponding knobs or metrics in Keel, or empty if there are none."""
     note: str
     """A remark in Markdown."""
 
@@ -317,14 +315,15 @@ class _ForeignName:
 
 @cache
 def other_frameworks() -> dict[str, dict[str, Any]]:
-    """Return the `words` and `metrics` of each framework, and what it calls its `config` file."""
+    """Load the names that other frameworks use for knobs (`words`), `metrics` and their `config`
+    file, by framework."""
     path = Path(__file__).with_name("other_frameworks.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 @cache
 def foreign_names(kind: Literal["words", "metrics"]) -> tuple[_ForeignName, ...]:
-    """Return all known names of one kind. `kind` is `words` for knobs or `metrics` for metrics."""
+    """Return all names of other frameworks for knobs (`words`) or for metrics (`metrics`)."""
     names: list[_ForeignName] = []
     for framework, table in other_frameworks().items():
         for name, value in table.get(kind, {}).items():
@@ -336,8 +335,8 @@ def foreign_names(kind: Literal["words", "metrics"]) -> tuple[_ForeignName, ...]
 
 
 def foreign_hint(path: str) -> str:
-    """Return advice about the dotted `path` of another framework's knob, or "" if the knob is
-    unknown."""
+    """Return the Keel equivalent of another framework's knob with the dotted `path`, or "" if the
+    knob is unknown."""
     names, key = foreign_names("words"), path.rpartition(".")[2]
     matches = [name for name in names if name.name in (path, key)]
     matches = matches or [name for name in names if name.name.endswith(f".{key}")]

@@ -1,4 +1,4 @@
-"""Compares two configs, and decides which differences are allowed when a run resumes."""
+"""Compare two configs, and decide which differences are allowed when a run resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RESUMABLE = {
 RESUMABLE_KNOBS = frozenset(
     f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()
 )
-"""Knobs that may change when a run resumes, because they do not change what is optimised. A new
+"""Knobs that can change when a run resumes, because they do not change the objective. A new
 learning rate or schedule applies from the resumed step on. A new `run.steps` stretches a `linear`
 or `cosine` schedule."""
 _IGNORED_SECTIONS = ("alarms.", "endpoint.")
@@ -46,12 +46,12 @@ _ABSENT = "(absent)"
 
 
 def resumable(knob: str) -> bool:
-    """Return whether this knob may change when a run resumes."""
+    """Return whether this knob can change when a run resumes."""
     return knob in RESUMABLE_KNOBS or knob.startswith(_IGNORED_SECTIONS)
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
-    """Return a mapping from knob paths to values. Paths contain the names of sources:
+    """Map knob paths to values. Paths contain the names of sources:
     `data.sources[chain_sum].size`."""
     flat: dict[str, Any] = {}
     _flatten(config, "", flat)
@@ -73,13 +73,13 @@ def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
 
 
 def diff_configs(a: Config, b: Config) -> list[str]:
-    """Return the paths of all knobs with different values, in the schema's order."""
+    """Return the paths of all knobs with different values, in schema order."""
     left, right = flatten_config(a), flatten_config(b)
     return [k for k in left | right if left.get(k, _ABSENT) != right.get(k, _ABSENT)]
 
 
 def stepping(saved: Config, new: Config) -> list[str]:
-    """Return one line per change to the learning rate, such as `trainer.lr 1e-06 → 5e-07`."""
+    """Describe changes to the learning rate, one per line, such as `trainer.lr 1e-06 → 5e-07`."""
     old, now = flatten_config(saved), flatten_config(new)
     return [f"{knob} {old[knob]} → {now[knob]}" for knob in _STEPPING if old[knob] != now[knob]]
 
@@ -88,10 +88,8 @@ def check_resumable(
     saved: Config, new: Config, folder: str, *, of: tuple[str, ...] = ("",)
 ) -> None:
     """Check that the run in `folder` would still optimise the same objective with the new config.
-
-    Only knobs that begin with one of the prefixes in `of` are compared. Raises ConfigError with the
-    old and new value of each knob that must not change.
-    """
+    Only knobs with a prefix in `of` are compared. Raises ConfigError with the old and new value of
+    each knob that must not change."""
     old, now = flatten_config(saved), flatten_config(new)
     # Sources that neither config trains on, such as the one from `eval.file`, may change.
     sources = [(config, source) for config in (saved, new) for source in config.data.sources]

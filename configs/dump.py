@@ -1,4 +1,4 @@
-"""Writes a `Config` or single values as YAML."""
+"""Write a `Config` or single values as YAML."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from keel.configs.schema import Config
 
 
 def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
-    """Return every knob in `config` as YAML. `load_config` restores an equal `Config` from it.
-    `auto` lists the knobs to write as `auto` (`keel.configs.auto`)."""
+    """Return every knob of `config` as YAML. Loading it with `load_config` gives an equal `Config`.
+    Knobs in `auto` are written as `auto` (`keel.configs.auto`)."""
     tree = escaped(asdict(config))
     for section, _, name in (knob.partition(".") for knob in auto):
         tree[section][name] = AUTO
@@ -24,7 +24,7 @@ def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
 
 
 def as_override(text: str) -> str:
-    """Return a text as an override value. It is quoted if YAML would otherwise read it as something
+    """Format text as the value of an override, with quotes if YAML would otherwise read something
     else."""
     text = str(escaped(text))
     try:
@@ -35,7 +35,7 @@ def as_override(text: str) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Return plain data as a single line of YAML."""
+    """Format plain data as a single line of YAML."""
     # YAML knows JSON's escapes, but reads a surrogate pair as two characters.
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
@@ -46,7 +46,7 @@ _SafeDumper = cast(type[yaml.SafeDumper], getattr(yaml, "CSafeDumper", yaml.Safe
 
 
 class _Dumper(_SafeDumper):
-    """A YAML dumper that also quotes strings which only OmegaConf would read as numbers, such as
+    """A YAML dumper that also quotes strings which only OmegaConf reads as numbers, such as
     1e-6."""
 
     def text(self, data: str) -> yaml.Node:
@@ -58,7 +58,7 @@ _Dumper.add_representer(str, _Dumper.text)
 
 
 def escaped(value: Any) -> Any:
-    """Escape each literal `${` in a value, so that it is not read back as a reference."""
+    """Escape every literal `${` in a value, so that it is not read as a reference."""
     if isinstance(value, dict):
         return {k: escaped(v) for k, v in cast(dict[str, Any], value).items()}
     if isinstance(value, (list, tuple)):

@@ -35,7 +35,7 @@ from keel.configs.sections.data import ROWS
 from keel.configs.synthesis import SynthesisConfig
 
 _MOST_VALUES = 100_000
-"""Maximum number of values in a recipe after its YAML aliases are expanded."""
+"""Maximum number of values in a recipe after expanding its YAML aliases."""
 _MOST_DIGITS = 100
 _RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
 """Matches a call of an OmegaConf resolver, such as `${oc.env:HOME}`."""
@@ -43,17 +43,17 @@ _ROW_KNOBS = frozenset(
     {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
     | {"pass_rates", "least_pass_rate", "most_pass_rate"}
 )
-"""Knobs that determine which rows of a source are used. The other knobs determine how rows are read
-and scored."""
+"""Knobs that define which rows of a source are used. The others define how rows are read and
+scored."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load the recipe at `path` and apply `key=value` overrides in order.
+    """Load the recipe at `path` and apply `key=value` overrides in order. `path` is a file, or the
+    bare name of a recipe that comes with Keel.
 
-    `path` is a file, or the bare name of a recipe that comes with Keel. Override keys are dotted.
-    List entries are identified by index or name: `data.sources[chain_sum].size=64`. The dotted name
-    of a reward function is a single key: `data.sources.0.rewards.my_rewards.brief=0.5`. Values are
-    YAML.
+    Keys of overrides are dotted. List entries are addressed by index or name:
+    `data.sources[chain_sum].size=64`. The dotted name of a reward function is a single key:
+    `data.sources.0.rewards.my_rewards.brief=0.5`. Values are YAML.
 
     Raises ConfigError with the file and line (or the override) of each problem.
     """
@@ -61,20 +61,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
-    """Load a recipe like `load_config`, and also return its `auto` knobs (`keel.configs.auto`). In
-    the config, these knobs have the CPU defaults."""
+    """Load a recipe like `load_config`, and also return the names of its `auto` knobs
+    (`keel.configs.auto`), which have the CPU defaults in the config."""
     tree, where, recipe = _tree(Config, Path(path), overrides)
     tree, auto = without_auto(tree)
     return build(Config, tree, where, recipe), auto
 
 
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
-    """Load a recipe for `keel synthesize`. The arguments are the same as for `load_config`."""
+    """Load a recipe for `keel synthesize`. Takes the same arguments as `load_config`."""
     return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/"))
 
 
 def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
-    """Load a recipe for `keel distill`. The arguments are the same as for `load_config`."""
+    """Load a recipe for `keel distill`. Takes the same arguments as `load_config`."""
     return build(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
 
 
@@ -144,10 +144,9 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge `above` into `below`. Sections are merged recursively, and all other values are
-    replaced.
+    """Merge `above` into `below`: sections recursively, while any other value replaces the old one.
 
-    OmegaConf's own merge fails if a section replaces a list, and the schema reports that error
+    OmegaConf's own merge fails if a section replaces a list, an error that the schema reports
     better.
     """
     both = dict(below)
@@ -187,7 +186,7 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
 def _read(
     path: Path, trail: tuple[Path, ...], folder: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the layers of the recipe (base recipes first) and the origin of each key."""
+    """Return the layers of a recipe (base recipes first) and the origin of each key."""
     path, real = resolved(path)
     if real in trail:
         raise ConfigError(f"{path}: `defaults` is circular")
@@ -229,9 +228,11 @@ def _read(
 
 
 def _parse_yaml(text: str) -> yaml.Node | None:
-    """Parse YAML into nodes without building objects. Raises yaml.YAMLError if the YAML is invalid
-    or its aliases expand to too many values. It uses PyYAML's own parser, because libyaml crashes
-    on deeply nested brackets."""
+    """Parse YAML to nodes without building objects. Raises yaml.YAMLError if the YAML is invalid or
+    its aliases expand to too many values.
+
+    Uses PyYAML's own parser, because libyaml crashes on deeply nested brackets.
+    """
     root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
     if _size(root, {}) >= _MOST_VALUES:
         raise yaml.YAMLError(f"its aliases expand to {_MOST_VALUES} values or more")
@@ -275,7 +276,7 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.No
 
 
 def _misread(node: yaml.Node) -> str:
-    """Return a warning if YAML 1.1 reads a number in an unexpected way, or "" if it does not."""
+    """Return a warning if YAML 1.1 reads a number in an unexpected way, otherwise ""."""
     kind, text = str(node.tag).rpartition(":")[2], node.value
     if kind not in ("int", "float") or not isinstance(text, str):
         return ""
@@ -301,10 +302,7 @@ def _explain(error: OmegaConfBaseException, where: Mapping[str, str], recipe: st
 
 def split_overrides(overrides: Sequence[str]) -> list[str]:
     """Split each override of a whole section into one per knob: `run={steps: 3, seed: 1}` becomes
-    `run.steps=3` and `run.seed=1`.
-
-    Other overrides stay unchanged. Raises ConfigError if an override is malformed.
-    """
+    `run.steps=3` and `run.seed=1`. Raises ConfigError if an override is malformed."""
     parts: list[str] = []
     for override in overrides:
         steps, value, _ = _parsed(override)

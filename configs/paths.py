@@ -1,4 +1,4 @@
-"""Finds the files and folders that a recipe refers to."""
+"""Find the files and folders that a recipe refers to."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ _JINJA = ("{{", "{%")
 
 
 def data_path(text: str) -> Path:
-    """Return the path of a data file in a recipe. The file need not exist.
-
-    Relative paths start in the current folder, and `configs/…` also finds the files that come with
-    Keel. Raises ConfigError if the path contains the home folder of an unknown user.
-    """
+    """Resolve the path of a data file in a recipe, whether or not the file exists. Relative paths
+    start in the current folder, and `configs/…` also finds files that come with Keel. Raises
+    ConfigError for the home folder of an unknown user."""
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
@@ -32,8 +30,8 @@ def data_path(text: str) -> Path:
 
 
 def read_template(value: str, knob: str) -> str:
-    """Return the Jinja template given by a knob. The knob contains either the template's text or
-    the path of a file. Raises ConfigError if the file cannot be read."""
+    """Return the Jinja template in a knob, which holds either its text or the path of a file.
+    Raises ConfigError if the file cannot be read."""
     if not value or any(mark in value for mark in _JINJA):
         return value
     try:
@@ -49,8 +47,7 @@ def read_template(value: str, knob: str) -> str:
 
 
 def unwritable(folder: Path) -> str:
-    """Return the reason a run could not write to its folder, or "" if it could. The check does not
-    create anything."""
+    """Return why a run cannot write to its folder, or "" if it can. Creates nothing."""
     path = folder.absolute()
     try:
         parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())
@@ -69,7 +66,7 @@ _FOLDERS: Mapping[str, str] = {
     "distill/": "Recipes for keel distill",
 }
 """Maps each folder of recipes to its heading. A bare name refers to a recipe in the command's
-folder. In the first folder, `hardware/` is searched too."""
+folder. The first folder also includes `hardware/`."""
 _FOOTER = (
     "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
     "H200s, by keel check."
@@ -78,18 +75,16 @@ _NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", 
 
 
 def shipped(folder: str = "") -> dict[str, Path]:
-    """Return Keel's recipe files for a command, keyed by bare name."""
+    """Map bare names to the recipe files that come with Keel for a command."""
     folders = (folder,) if folder else (folder, _HARDWARE)
     files = sorted(file for each in folders for file in _HERE.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
 
 
 def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
-    """Return the recipe file for a path.
-
-    For a run folder, this is its config.yaml. For a bare name, it is Keel's recipe, unless a file
-    with that name exists. In all other cases, return `otherwise` if given, or else `path`.
-    """
+    """Resolve a recipe path: a run folder to its config.yaml, and a bare name to the recipe that
+    comes with Keel, unless a file with that name exists. Returns any other path unchanged, or
+    `otherwise` if given."""
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
     known = None if path.exists() else shipped(folder).get(str(path))
@@ -97,8 +92,8 @@ def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
 
 
 def resolved(path: Path) -> tuple[Path, Path]:
-    """Expand `~`. Return the resulting path, and the real path with links resolved. Raises
-    ConfigError if the path is invalid."""
+    """Expand `~` and return the path, also with symbolic links resolved. Raises ConfigError if the
+    path is invalid."""
     try:
         path = path.expanduser()
         return path, path.resolve()
@@ -130,8 +125,8 @@ def _hint(path: Path, folder: str) -> str:
 
 
 def list_recipes(name: str = "") -> str:
-    """Return a list of all recipes with one line each, or the text of a single recipe. Raises
-    ConfigError if the recipe is unknown."""
+    """List all recipes with one line each, or return the text of the recipe `name`. Raises
+    ConfigError if it is unknown."""
     if name:
         for folder in _FOLDERS:
             if file := shipped(folder).get(name):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 SystemTemplate = Literal["none", "reasoning", "tools", "tools-in-thinking"]
 PYTHON = "python"
-"""Name of the tool that `keel.agents.environments.interpreter` provides."""
+"""Name of the tool of `keel.agents.environments.interpreter`."""
 
 _REASONING = (
     "Reason before you answer. Your reply begins with <think>. Between it and </think> you think: "
@@ -43,9 +43,8 @@ def system_prompt(
 ) -> str:
     """Return a built-in system prompt, or "" for the template "none".
 
-    `tools` contains the names of the available tools. If `python` is among them, a paragraph
-    explains it. `calls` is the maximum number of calls inside the thinking block, and `seconds` is
-    the time limit per cell.
+    `tools` holds the names of the available tools; `python` adds a paragraph about it. `calls` is
+    the maximum number of calls inside the thinking block, and `seconds` the time limit per cell.
     """
     prompt = {
         "none": "",
@@ -58,8 +57,7 @@ def system_prompt(
 
 
 def with_system(text: str, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Add `text` as a system message at the start. If there already is a system message, prepend
-    the text to it."""
+    """Add `text` as a system message at the start, or prepend it to an existing one."""
     if not text:
         return tuple(messages)
     if messages and messages[0].get("role") == "system":

@@ -1,7 +1,5 @@
-"""The output folder of a resumable command.
-
-The folder is locked while the command runs, and it can be reused only with the same settings.
-"""
+"""The output folder of a resumable command. It is locked while the command runs, and can be reused
+only with the same settings."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ _SETTINGS = "settings.json"
 
 
 class WorkFolder:
-    """A context manager that creates and locks a command's output folder."""
+    """A context manager that creates and locks the output folder of a command."""
 
     def __init__(self, path: Path, knob: str, work: str) -> None:
-        """Set up the object without creating the folder. Error messages contain `knob`, which sets
-        the folder, and `work`, which says what the command does there."""
+        """Create the object, but not the folder. Error messages contain `knob`, the name of the
+        folder's setting, and `work`, a noun for the command's work."""
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:
@@ -46,8 +44,8 @@ class WorkFolder:
         return ConfigError(f"{self._label}: {reason}")
 
     def changed(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return one line per difference from the recorded settings, or [] if none are recorded
-        yet. Raises ConfigError if the recorded settings cannot be read."""
+        """Return one line per difference from the recorded settings, or [] if nothing is recorded.
+        Raises ConfigError if the recorded settings cannot be read."""
         path = self.path / _SETTINGS
         if not path.exists():
             return []
@@ -75,8 +73,8 @@ class WorkFolder:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
 
     def lines(self, name: str) -> _Lines:
-        """Open a JSON lines file for appending, and remove an incomplete last line first. Raises
-        ConfigError if the file cannot be opened."""
+        """Open a JSON-lines file for appending, without an incomplete last line. Raises ConfigError
+        if the file cannot be opened."""
         try:
             file = self._stack.enter_context((self.path / name).open("a+b"))
             file.seek(0)
@@ -87,7 +85,7 @@ class WorkFolder:
 
 
 class _Lines:
-    """A JSON lines file that is flushed after every line."""
+    """A JSON-lines file that is flushed after every line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -1,1 +1,1 @@
-"""Loads prompts, puts them in training order, and sets some aside for evaluation."""
+"""Load prompts, order them for training, and hold some out for evaluation."""

@@ -1,7 +1,5 @@
-"""Reads all data sources in a recipe, removes duplicates, and splits off held-out prompts.
-
-It also describes the sources to the user.
-"""
+"""Read all data sources of a recipe, remove duplicates, and split off held-out prompts. Also
+describes the sources for the user."""
 
 from __future__ import annotations
 
@@ -27,23 +25,22 @@ class _SourceReport:
     train: int
     heldout: int
     dropped: Mapping[str, int]
-    """Number of prompts dropped for each reason."""
+    """Number of dropped prompts for each reason."""
     notes: tuple[str, ...]
-    """One line for each malformed row, prompt without a pass rate, and pass rate without a
-    prompt."""
+    """One line per malformed row, prompt without a pass rate, and pass rate without a prompt."""
     unread: Mapping[str, str]
-    """Maps each unused column to the location where it first occurred."""
+    """Maps each unused column to the location where it first occurs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """All prompts for a run, split into training and held-out prompts."""
+    """All prompts of a run, split into training and held-out prompts."""
 
     train: PromptStream
     heldout: Mapping[str, tuple[Prompt, ...]]
-    """Held-out prompts for each source name. They are never used for training."""
+    """Held-out prompts by source name, never used for training."""
     reserved: frozenset[str]
-    """The `Item.questions` of all held-out prompts."""
+    """Question digests (`Item.questions`) of all held-out prompts."""
     report: Mapping[str, _SourceReport]
 
 
@@ -64,12 +61,12 @@ def load_dataset(
     check_reward: _CheckReward = lambda spec: None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Dataset:
-    """Read every source, use each distinct question once, and set the held-out prompts aside.
+    """Read every source, remove duplicate questions, and split off the held-out prompts. A question
+    held out by one source is not used for training in any other.
 
-    A question held out by one source is not used for training in any other. `count_tokens` returns
-    the length of a rendered prompt. `check_reward` and `hub_answers` are passed to `load_jsonl`.
-    Raises ConfigError if a source cannot be read or has too few distinct questions, or if a prompt
-    is too long (under `long_prompts: error`).
+    `count_tokens` returns the length of a rendered prompt. `check_reward` and `hub_answers` are
+    passed to `load_jsonl`. Raises ConfigError if a source cannot be read or has too few distinct
+    questions, or if a prompt is too long (under `long_prompts: error`).
     """
 
     def load(source: SourceConfig) -> Loaded:
@@ -199,7 +196,8 @@ def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
 
 
 def source_warnings(config: Config, dataset: Dataset) -> list[str]:
-    """Return warnings about unused columns, and about prompts that occur twice in a batch."""
+    """Return warnings about unused columns and about prompts that appear more than once in a
+    batch."""
     lines: list[str] = []
     for source in config.data.sources:
         report, knob = dataset.report[source.name], f"data.sources[{source.name}]"
@@ -219,7 +217,7 @@ def source_warnings(config: Config, dataset: Dataset) -> list[str]:
 
 
 def source_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Return lines that describe each source."""
+    """Describe each source and its prompt counts, for `keel check`."""
     lines: list[str] = []
     for source in config.data.sources:
         report = dataset.report[source.name]

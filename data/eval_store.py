@@ -36,32 +36,29 @@ _SCORED_BY = re.compile(
     r"(model|rewards)\.|data\.sources\[.*\]\.(rewards|environment|budget|length)\.|"
     r"data\.sources\[.*\]\.(thinking|system|raw)"
 )
-"""Settings besides `RESUMABLE_KNOBS` that affect completions and scores."""
+"""Settings other than `RESUMABLE_KNOBS` that affect completions and scores."""
 RIGHT = "(right)"
-"""Stands in for every passing answer, so that two spellings of the correct answer count as one."""
+"""Placeholder for every correct answer, so that different spellings of it count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A prompt that was sampled in one variant, with its completions."""
+    """A prompt with the completions sampled for it in one variant."""
 
     variant: str
     source: str
     domain: str
     id: str
     digest: str
-    """A digest of the recipe's prompt, before the variant changes it."""
+    """Digest of the recipe's prompt before the variant changes it."""
     samples: Sequence[Mapping[str, Any]]
-    """One dict per completion.
-
-    The keys are correct, error, parts, tokens, thinking (the thinking length), finish_reason,
-    answer, messages, turns (in an environment), and `record`. The latter holds the additional keys
-    that `keel sft` needs.
-    """
+    """One dict per completion with the keys correct, error, parts, tokens, thinking (the thinking
+    length), finish_reason, answer, messages, turns (in an environment) and `record` (additional
+    keys for `keel sft`)."""
     missing: Sequence[str]
-    """The reason why each missing completion was not returned."""
+    """The reason for each missing completion."""
     prompt: Sequence[Mapping[str, Any]] = ()
-    """The messages of the recipe's prompt."""
+    """Messages of the recipe's prompt."""
     expected: str = ""
 
     @property
@@ -79,7 +76,7 @@ class Asked:
 
     @property
     def steps(self) -> list[int | None]:
-        """Number of turns in each completion. None if it did not end or has no turns."""
+        """Number of turns in each completion, or None if it did not finish or has no turns."""
         ended = [s.get("turns") if s["finish_reason"] == "stop" else None for s in self.samples]
         return ended + [None] * len(self.missing)
 
@@ -99,15 +96,13 @@ def asked_of(
     *,
     tokenizer: str = "",
 ) -> Asked:
-    """Collect the completions for one prompt.
-
-    `answer` returns a completion's final answer in a comparable form, or "", and `thinking` returns
-    its thinking length. `tokenizer` is a digest of the policy's tokenizer, if known.
-    """
+    """Collect the completions of one prompt. `answer` extracts a completion's final answer in a
+    comparable form, or "". `thinking` returns its thinking length, and `tokenizer` is a digest of
+    the policy's tokenizer, if known."""
 
     def messages_and_record(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
-        """Return the messages and the record of a completion. The record stores the prompt's
-        messages as `asked`, or all conversations of an agent program."""
+        """Return the messages of a completion and its record for `keel sft`. The record also holds
+        the prompt's messages (`asked`), or all conversations of an agent program."""
         record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
         if trajectory.dialogues:
             return {"messages": [dict(m) for m in trajectory.messages], "record": record}
@@ -144,7 +139,8 @@ def asked_of(
 
 
 def read_evaluation(folder: Path) -> list[Asked]:
-    """Read `samples.jsonl`. Raises ConfigError with the file and line of a malformed line."""
+    """Read `samples.jsonl`. Raises ConfigError with the file and line number of a malformed
+    line."""
     return read_records(folder / "samples.jsonl", asked_in, "an evaluation (a folder of keel eval)")
 
 
@@ -158,7 +154,7 @@ def trajectory_of(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def asked_in(line: Any) -> Asked:
-    """Parse one line from `samples.jsonl`. Raises ValueError if it is malformed."""
+    """Parse one line of `samples.jsonl`. Raises ValueError if it is malformed."""
     try:
         return Asked(**line)
     except TypeError as error:
@@ -166,7 +162,7 @@ def asked_in(line: Any) -> Asked:
 
 
 class EvaluationFolder:
-    """The result folder of one evaluation. It is a context manager that locks the folder."""
+    """The results folder of an evaluation, locked while used as a context manager."""
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
         self._given = bool(config.eval.dir)
@@ -210,8 +206,8 @@ class EvaluationFolder:
         self._opened.close()
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts that have not been sampled in this variant yet. Raises ConfigError if
-        one was sampled with the same ID but different text."""
+        """Return the prompts that are not sampled yet in this variant. Raises ConfigError if a
+        sampled prompt has the same ID but different text."""
         known = {one.id: one.digest for one in self.asked if one.variant == variant}
         for prompt in prompts:
             if known.get(prompt.prompt_id, digest_of(prompt)) != digest_of(prompt):

@@ -1,4 +1,4 @@
-"""Data types for loaded prompts, their origins, and the lines that were skipped."""
+"""Data types for loaded prompts, their origins, and skipped lines."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from keel.rl.types import Prompt
 
 R = TypeVar("R")
 MAX_MALFORMED = 1000
-"""Stop reading after this many malformed lines."""
+"""Number of malformed lines after which reading stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A prompt and where it comes from."""
+    """A prompt and its location in the data."""
 
     prompt: Prompt
     origin: str
-    """Origin of the prompt for messages: `file:line`, or the task and index."""
+    """Location of the prompt for messages: `file:line`, or the task and index."""
     bare: tuple[Mapping[str, Any], ...] = ()
-    """The messages before the template is applied. Empty if there is no template, or if it also
-    uses other columns of the row."""
+    """Messages before the prompt template is applied. Empty if there is no template, or if the
+    template also uses other columns of the row."""
 
     @property
     def question(self) -> str:
-        """Return a digest of the question that ignores ID, source, template, system message and
-        white space. Prompts with the same question all go to training or all to evaluation."""
+        """Digest of the question, ignoring ID, source, template, system message and white space.
+        Prompts with the same question are all used for training or all held out."""
         return question_of(self.bare or self.prompt.messages)
 
     @property
@@ -42,7 +42,7 @@ class Item:
 
 
 def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest of messages that ignores system messages and white space."""
+    """Return a digest of the messages, ignoring system messages and white space."""
     question = [dict(m) for m in messages if m.get("role") != "system"]
     for message in question:
         message["content"] = " ".join(str(message.get("content") or "").split())
@@ -55,19 +55,20 @@ class Loaded:
 
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()
-    """Why each malformed line was skipped."""
+    """Reason for skipping each malformed line."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Maps each unused column to the location where it first occurred."""
+    """Maps each unused column to the location where it first occurs."""
 
 
 def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:
-    """Return the first few lines, then a line that says how many more there are."""
+    """Return the first `limit` lines and, if there are more, a line with the number of the
+    others."""
     more = len(lines) - limit
     return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
 
 def malformed(lines: Sequence[str], knob: str) -> ConfigError:
-    """Return an error that lists the malformed lines with their locations."""
+    """Return an error that lists malformed lines with their locations."""
     cure = "repair it, or set on_bad_line: skip"
     if len(lines) == 1:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")
@@ -76,7 +77,7 @@ def malformed(lines: Sequence[str], knob: str) -> ConfigError:
 
 
 def read_records(path: Path, parse: Callable[[Any], R], kind: str) -> list[R]:
-    """Parse the lines of a file that Keel wrote, ignoring an incomplete last line. Raises
+    """Parse the lines of a file written by Keel, ignoring an incomplete last line. Raises
     ConfigError with the file and line number of a malformed line."""
     records: list[R] = []
     try:
@@ -97,7 +98,7 @@ def prompt_of(
     messages: Sequence[Mapping[str, Any]],
     reward: Mapping[str, Any],
 ) -> Prompt:
-    """Create a source's prompt with an ID that is unique in the source."""
+    """Create a prompt of a source. `label` makes its ID unique in the source."""
     return Prompt(
         prompt_id=f"{source.name}/{label}",
         domain=source.domain_name,
@@ -113,8 +114,8 @@ def prompt_of(
 def with_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Prepend the source's system messages to a prompt. `keel.agents.episode` adds the system
-    template of a source with an environment later, because it knows the tools."""
+    """Prepend the source's system messages to a prompt. For sources with an environment,
+    `keel.agents.episode` adds the system template later, once the tools are known."""
     template = "none" if source.environment.enabled else source.system_template
     return with_system(system_prompt(template), with_system(source.system, messages))
 
@@ -122,7 +123,7 @@ def with_source_system(
 def without_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Remove the system messages that `with_source_system` prepended."""
+    """Remove the system messages added by `with_source_system`."""
     added, (first, *rest) = with_source_system(source, ()), messages
     if not added:
         return tuple(messages)
@@ -131,7 +132,7 @@ def without_source_system(
 
 
 def digest(text: str) -> str:
-    """Return a short hash. Unlike Python's `hash`, it is the same in every process."""
+    """Return a short hash that is the same in every process, unlike Python's `hash`."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

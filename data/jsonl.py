@@ -45,13 +45,13 @@ from keel.rl.types import ENVIRONMENT, FUNCTIONS
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
 _MATCHES = {"math": ("tolerance",), "exact": (), "choice": ("choices",), "schema": (), "regex": ()}
-"""Maps each value of `match` to the keys that it uses in addition to `answer`."""
+"""Maps each value of `match` to the keys that it needs in addition to `answer`."""
 _CODE_KEYS = (
     *("tests", "subtasks", "reference", "language", "partial"),
     *("time_limit_s", "memory_mib", "tolerance"),
 )
 _REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
-"""Keys that say how to judge a completion. Each row has exactly one of them."""
+"""Keys that define how to judge a completion. Each row has exactly one of them."""
 _KNOWN = frozenset(
     ("id", "prompt", "messages", "match", "environment", *_REWARD_KEYS, *_CODE_KEYS)
 ) | frozenset(key for keys in _MATCHES.values() for key in keys)
@@ -65,7 +65,7 @@ _PARSED = frozenset(
         *("tolerance", "partial", "refuse", "time_limit_s", "memory_mib"),
     )
 )
-"""Keys whose values are not text. A table may store these values as JSON."""
+"""Keys with structured values, which a table may store as JSON text."""
 _PLACEHOLDER = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
 
 
@@ -74,11 +74,11 @@ def load_jsonl(
     check_reward: _CheckReward = lambda spec: None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
-    """Read up to `source.size` prompts from `source.path`. A size of 0 reads all of them.
+    """Read up to `source.size` prompts from `source.path` (0: all).
 
-    `check_reward` raises ValueError for an invalid reward spec. If `hub_answers` returns False, the
-    hub's local cache is read. Raises ConfigError if the file is missing or has no prompt, or for
-    malformed lines, unless `on_bad_line: skip` is set.
+    `check_reward` raises ValueError for an invalid reward spec. If `hub_answers` returns False, hub
+    datasets are read from the local cache. Raises ConfigError if the file is missing or has no
+    prompt, or for malformed lines, unless `on_bad_line: skip` is set.
     """
     knob = f"data.sources[{source.name}]"
     rows = rows_of(source, hub_answers, f"{knob}.path")
@@ -116,9 +116,9 @@ class _Row(NamedTuple):
     as_text: dict[str, Any]
     """Values of the known keys, with numbers written as in the file."""
     further: dict[str, Any]
-    """Columns that are not mapped to any key."""
+    """Columns that no key uses."""
     record: dict[str, Any]
-    """The whole row for use in templates, with numbers written as in the file."""
+    """The whole row for templates, with numbers written as in the file."""
     of_table: bool
 
 
@@ -136,9 +136,9 @@ class _Reader:
         only_prompt = template <= {"prompt", self._column["prompt"]}
         self._keeps_question = bool(source.template) and only_prompt
         self.seen: set[str] = set()
-        """The keys that occurred in the data."""
+        """Keys found so far."""
         self.unread: dict[str, str] = {}
-        """Maps each unused column to the location where it first occurred."""
+        """Maps each unused column to the location where it first occurs."""
 
     def item(self, read: ReadRow) -> Item:
         source, row = self._source, self._keyed(read)
@@ -275,8 +275,8 @@ class _Reader:
         return messages
 
     def _in_template(self, row: _Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Replace the last message, which must be the user's, with the template. Its placeholders
-        are filled with that message and the row's columns."""
+        """Replace the last message, which must be the user's, with the prompt template, filled in
+        with that message and the row's columns."""
         *before, last = messages or [{"role": "user", "content": None}]
         if last["role"] != "user":
             raise BadLine(f"ends with a message of the {last['role']}; a template needs the user's")

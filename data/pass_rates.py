@@ -35,15 +35,15 @@ class _PassRate:
     source: str
     domain: str
     samples: int
-    """Number of completions requested."""
+    """Number of requested completions."""
     passes: int
     score: float | None
-    """Mean of `correct` over the completions, or None if there are none."""
+    """Mean of `correct` over the completions, or None without completions."""
     unscored: int
     dropped: Mapping[str, int]
     """Number of missing completions for each reason."""
     digest: str
-    """A digest of the prompt's messages and reward spec."""
+    """Digest of the prompt's messages and reward spec."""
 
     @property
     def rate(self) -> float:
@@ -51,7 +51,7 @@ class _PassRate:
 
     @property
     def known(self) -> bool:
-        """Whether any completion has a score. If none has, a pass rate of 0 says nothing about the
+        """Whether any completion has a score. Otherwise, a pass rate of 0 says nothing about the
         prompt."""
         return self.unscored < self.samples
 
@@ -63,7 +63,7 @@ class _PassRate:
 
 
 def _pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> _PassRate:
-    """Compute a prompt's pass rate from all of its completion groups."""
+    """Compute the pass rate of a prompt from all its groups of completions."""
     result = evaluation(groups)
     score, passes = result["score"].value, result["pass@1"]
     samples = sum(len(group.parts_G) + len(group.group.dropped) for group in groups)
@@ -81,7 +81,7 @@ def _pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) ->
 
 
 def read_pass_rates(path: Path) -> dict[str, _PassRate]:
-    """Read the table of pass rates. If an ID appears more than once, its last line is used. Raises
+    """Read a table of pass rates. If an ID occurs more than once, its last line counts. Raises
     ConfigError with the file and line number of a malformed line."""
 
     def parse(line: dict[str, Any]) -> _PassRate:
@@ -104,7 +104,7 @@ _SECTIONS = (
     *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed"),
     *("endpoint.tells_thinking", "endpoint.extra"),
 )
-"""Settings besides `RESUMABLE_KNOBS` that affect pass rates."""
+"""Settings other than `RESUMABLE_KNOBS` that affect pass rates."""
 _SAMPLING_KNOBS = (
     "eval.temperature",
     "eval.top_p",
@@ -113,11 +113,11 @@ _SAMPLING_KNOBS = (
     "rollout.timeout_s",
 )
 _MAX_REASONS = 5
-"""Maximum number of reasons for missing completions to list in the report."""
+"""Maximum number of reasons for missing completions listed in the report."""
 
 
 class FilterFolder:
-    """The folder in which `keel filter` stores its results. As a context manager, it is locked."""
+    """The results folder of `keel filter`, locked while used as a context manager."""
 
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
@@ -141,9 +141,8 @@ class FilterFolder:
         self._number = 0  # running total of kept prompts: progress is logged after each prompt
 
     def __enter__(self) -> Self:
-        """Lock the folder and read the pass rates already in it. Raises ConfigError if the folder
-        cannot be written to, is in use, or was created with another policy, other settings or other
-        prompts."""
+        """Lock the folder and read its pass rates. Raises ConfigError if the folder is not
+        writable, is in use, or was created with another policy, other settings or other prompts."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
             if changed := folder.changed(self._settings):

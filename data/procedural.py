@@ -1,4 +1,4 @@
-"""Generates prompts: reasoning_gym tasks with their verifiers, and environment episodes."""
+"""Generate prompts: reasoning_gym tasks with their verifiers, and environment episodes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ REFUSED_TASKS = {
     "puzzle24": "its verifier ignores which numbers to use; take countdown",
 }
 """Tasks that Keel refuses because their verifiers can be exploited (reasoning_gym 0.1.25).
-
 `composite` is refused because its parts are better configured as separate sources.
-`tests/rewards/rules/test_reasoning_gym.py` tries nonsense answers on all remaining tasks.
-"""
+`tests/rewards/rules/test_reasoning_gym.py` tries nonsense answers on all remaining tasks."""
 
 _GENERATOR_ERRORS = (
     ArithmeticError,
@@ -38,13 +36,13 @@ _GENERATOR_ERRORS = (
 )
 
 _CACHE: dict[str, Any] = {}
-"""Task datasets that have already been built. Building one may mean filtering a hundred thousand
+"""Task datasets that are already built. Building one can mean filtering a hundred thousand
 words."""
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
-    """Generate items 0 to size − 1 of a task. The seed is `params.seed` if set, otherwise the
-    run's. Item i does not depend on `size`. Raises ConfigError for an unknown task or option."""
+    """Generate items 0 to size − 1 of a task, with the seed `params.seed` or else the run's. Item i
+    does not depend on `size`. Raises ConfigError for an unknown task or option."""
     knob = f"data.sources[{source.name}]"
     if source.task in REFUSED_TASKS:
         raise ConfigError(f"{knob}.task = {source.task!r}: {REFUSED_TASKS[source.task]}")
@@ -54,8 +52,8 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
 
 
 def build_task(task: str, params: Mapping[str, Any], size: int, seed: int, knob: str) -> Any:
-    """Build a reasoning_gym dataset with `size` entries. A seed in `params` takes precedence.
-    Raises ConfigError, naming the setting `knob`, for an unknown task or option."""
+    """Build a reasoning_gym dataset with `size` entries. A seed in `params` takes precedence over
+    `seed`. Raises ConfigError about the setting `knob` for an unknown task or option."""
     # Imported late: it takes a second and builds a hundred tasks.
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
@@ -116,9 +114,8 @@ def _describe(error: Exception) -> str:
 
 
 def load_episodes(source: SourceConfig) -> Loaded:
-    """Return a placeholder prompt for each of the tasks 0 to size − 1 of an environment. The
-    environment itself opens the conversation; `keel.agents.probe` rejects an environment that does
-    not."""
+    """Create placeholder prompts for tasks 0 to size − 1 of an environment, which starts each
+    conversation itself. `keel.agents.probe` rejects an environment that does not."""
     items: list[Item] = []
     for index in range(source.size):
         message = {"role": "user", "content": f"(task {source.name}/{index})"}
@@ -128,11 +125,11 @@ def load_episodes(source: SourceConfig) -> Loaded:
 
 
 def _to_jsonable(value: Any, path: str = "value") -> Any:
-    """Encode a Python value as JSON data without loss.
+    """Encode a Python value as JSON without losing its types: verifiers distinguish `(1,)` from
+    `[1]` and `{1: …}` from `{"1": …}`.
 
-    Verifiers distinguish `(1,)` from `[1]` and `{1: …}` from `{"1": …}`. Such values are encoded
-    like `{"~tuple": […]}`, and `keel.rewards.code.call_driver` decodes them. Raises TypeError with
-    the path to an unsupported value.
+    Such values become `{"~tuple": […]}` and the like, and `keel.rewards.code.call_driver` decodes
+    them. Raises TypeError with the path of an unsupported value.
     """
 
     def each(items: Any) -> list[Any]:

@@ -1,8 +1,5 @@
-"""Summarizes an evaluation by variant and prompt set, and compares two evaluations prompt by
-prompt.
-
-The statistics are confidence intervals, paired differences, maj@k and fewest@k.
-"""
+"""Summarize an evaluation by variant and prompt set, and compare two evaluations prompt by prompt.
+Includes confidence intervals, paired differences, maj@k and fewest@k."""
 
 from __future__ import annotations
 
@@ -56,11 +53,12 @@ def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -
 
 
 def scores_by_steps(asked: Sequence[Asked]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return scores by the mean number of steps, as in Figure 6 of DeepSeek-V3.2 (2025).
+    """Compute scores as a function of the mean number of steps (turns), as in Figure 6 of
+    DeepSeek-V3.2 (2025).
 
-    In the first result, one trajectory may take more and more steps. In the second, more and more
-    trajectories run in parallel (`fewest_steps_at_k`). A step is a turn. If the completions have no
-    turns, both results are empty.
+    The first result allows one trajectory a growing number of steps; the second runs a growing
+    number of trajectories in parallel (`fewest_steps_at_k`). Both are empty for completions without
+    turns.
     """
     samples = [sample for one in asked for sample in one.samples]
     if not samples or not all("turns" in sample for sample in samples):
@@ -85,11 +83,9 @@ def scores_by_steps(asked: Sequence[Asked]) -> tuple[dict[int, float], dict[int,
 
 
 def _submitted(samples: Sequence[Mapping[str, Any]], submissions: int) -> list[Mapping[str, Any]]:
-    """Return the completions to submit, in the order of submission (DeepSeek-V3.2, appendix D).
-
-    A completion is not submitted if it fails a test shown in the task, was cut off, has no score or
-    declines the task. The others are ordered by thinking length, longest first.
-    """
+    """Return the completions to submit, in submission order: longest thinking first (DeepSeek-V3.2,
+    appendix D). Completions that fail a test shown in the task, were cut off, have no score or
+    decline the task are not submitted."""
     fit = [
         sample
         for sample in samples
@@ -102,14 +98,13 @@ def _submitted(samples: Sequence[Mapping[str, Any]], submissions: int) -> list[M
 
 
 def attempts(samples: Sequence[Mapping[str, Any]], submissions: int) -> int | None:
-    """Return the number of submissions up to and including the first accepted one, or None if none
-    is accepted."""
+    """Return the number of submissions until one is accepted, or None if none is."""
     accepted = (passed(sample["correct"]) for sample in _submitted(samples, submissions))
     return next((number for number, right in enumerate(accepted, start=1) if right), None)
 
 
 def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
-    """Return a prompt's score from 0 to 1. For each subtask, only the best submission counts."""
+    """Score a prompt from 0 to 1 by the best submission for each subtask."""
     best: dict[str, float] = {}
     for sample in _submitted(samples, submissions):
         worths = {k: v for k, v in sample["parts"].items() if k.startswith("subtask/")}
@@ -121,7 +116,7 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
 def results(
     asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Return a summary for each variant and each prompt set (`_sets_of`)."""
+    """Summarize the completions for each variant and prompt set (`_sets_of`)."""
     result: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
         chosen = [one for one in asked if one.variant == variant]
@@ -133,8 +128,8 @@ def results(
 
 
 def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
-    """Return all domains except those that consist only of a source with the same name. `domain_of`
-    maps each source to its domain."""
+    """Return the domains to report: all except those with a single source of the same name.
+    `domain_of` maps each source to its domain."""
     domains = {d: {s for s in domain_of if domain_of[s] == d} for d in domain_of.values()}
     return sorted(domain for domain, sources in domains.items() if sources != {domain})
 
@@ -148,7 +143,7 @@ def _sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
 
 
 def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Format `results` as a table for the user."""
+    """Format a summary from `results` as a table."""
     names = dict.fromkeys(name for sets in result.values() for of in sets.values() for name in of)
     at_k = ("pass@", "maj@", "fewest@")
     more = [name for name in names if name.startswith(at_k) and "_" not in name][1:]
@@ -191,9 +186,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def compared(
     first: Sequence[Asked], second: Sequence[Asked]
 ) -> dict[str, dict[str, tuple[int, _Difference]]]:
-    """Compare pass@1 on the prompts shared by two evaluations. Returns the number of shared prompts
-    and the difference for each variant and prompt set. Raises ValueError if no prompt is shared, or
-    if prompts with the same name differ."""
+    """Compare pass@1 on the prompts that two evaluations share. Returns the number of shared
+    prompts and the difference for each variant and prompt set. Raises ValueError if no prompt is
+    shared, or if prompts with the same name differ."""
     earlier = {(one.variant, one.id): one for one in first}
     pairs = [(earlier[key], one) for one in second if (key := (one.variant, one.id)) in earlier]
     if not pairs:
@@ -218,7 +213,7 @@ def compared(
 
 
 def compared_table(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) -> list[str]:
-    """Format `compared` as a table for the user."""
+    """Format a comparison from `compared` as a table."""
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
     for variant, sets in result.items():
         for name, (pairs, of) in sets.items():
@@ -245,22 +240,22 @@ def compare(first: str, second: str) -> str:
 
 
 _Z = 1.959964
-"""Quantile of the normal distribution for a two-sided 95 % interval."""
+"""Normal quantile for a two-sided 95 % interval."""
 _RESAMPLES = 4000
-"""Number of bootstrap resamples and of sign flips to draw."""
+"""Number of bootstrap resamples, and of sign flips."""
 _VOTES = 200
-"""Number of random subsets of k completions to draw for maj@k."""
+"""Number of random subsets of k completions for maj@k."""
 _CHUNK = 1 << 22
 """Maximum number of random numbers to draw at once."""
 
 
 def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[float, float]:
-    """Compute the 95 % confidence interval for pass@1 over the population of prompts.
+    """Compute the 95 % confidence interval of pass@1 over the population of prompts.
 
-    Completions for the same prompt are correlated. The function therefore uses Wilson's interval
-    with an effective sample size of p(1−p)/v, where v is the variance of p between prompts (Dean
-    and Pagano, 2015). If all or no completions pass, it uses the number of prompts. Raises
-    ValueError if there are no completions.
+    Completions of the same prompt are correlated, so this is Wilson's interval with an effective
+    sample size of p(1−p)/v, where v is the variance of p between prompts (Dean and Pagano, 2015).
+    If all or no completions pass, the sample size is the number of prompts. Raises ValueError
+    without completions.
     """
     passes, samples = np.asarray(passes_P, float), np.asarray(samples_P, float)
     total, prompts = samples.sum(), len(samples)
@@ -280,14 +275,14 @@ def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
-    """Difference between two measurements on the same prompts: the second mean minus the first."""
+    """Difference of two measurements on the same prompts: the second mean minus the first."""
 
     mean: float
     low: float
     high: float
-    """Upper end of the 95 % bootstrap interval over prompts. `low` is the lower end."""
+    """Upper end of the 95 % bootstrap interval over prompts; `low` is the lower end."""
     p: float
-    """P-value from the sign-flip permutation test over prompts."""
+    """P-value of the sign-flip permutation test over prompts."""
 
 
 def _paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> _Difference:
@@ -311,12 +306,12 @@ def _paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> _
 
 
 def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
-    """Estimate maj@k: the probability that the most frequent of k `answers` is `right` (Wang et
+    """Estimate maj@k, the probability that the most frequent of k `answers` is `right` (Wang et
     al., 2023).
 
-    Tied answers share the probability, and empty answers do not count. The result is exact if k is
-    the number of answers, and averaged over `_VOTES` seeded draws otherwise. Raises ValueError
-    unless 1 ≤ k ≤ the number of answers.
+    Tied answers share the probability, and empty answers do not count. Exact if k is the number of
+    answers; otherwise the mean over `_VOTES` seeded draws. Raises ValueError unless 1 ≤ k ≤ the
+    number of answers.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to their number")
@@ -328,8 +323,8 @@ def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
 
 
 def fewest_steps_at_k(steps: Sequence[int | None], right: Sequence[bool], k: int) -> float:
-    """Compute the probability that the finished one of k trajectories with the fewest steps is
-    correct: Parallel-fewest-step from DeepSeek-V3.2 (2025), section 4.4.
+    """Compute the probability that, of k trajectories, the finished one with the fewest steps is
+    correct (Parallel-fewest-step; DeepSeek-V3.2 (2025), section 4.4).
 
     The result is exact. Ties are broken uniformly, and k unfinished trajectories (None in `steps`)
     count as wrong. Raises ValueError unless 1 ≤ k ≤ the number of trajectories.

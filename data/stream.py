@@ -1,4 +1,4 @@
-"""Orders training prompts: shuffled, mixed by weight, and resumable."""
+"""Order training prompts: shuffled, mixed by weight, and resumable."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ T = TypeVar("T", bound=_Streamed)
 class Stream(Generic[T]):
     """An endless stream of prompts or conversations from weighted sources.
 
-    Each source yields every prompt once per epoch, in a new order. The sources are interleaved so
-    that the number of prompts from each is within one of its share (slightly more with three or
-    more sources). The position is one count per source. A batch that spans two epochs may contain
-    the same prompt twice.
+    Each source yields every prompt once per epoch, in a new order. Sources are interleaved so that
+    the count of each stays within one of its share (slightly more with three or more sources). The
+    position is one count per source. A batch that spans two epochs can contain a prompt twice.
     """
 
     def __init__(
@@ -35,8 +34,8 @@ class Stream(Generic[T]):
         seed: int,
         content: Callable[[T], str],
     ) -> None:
-        """Create the stream at its beginning. Sources with weight 0 are skipped. `content` returns
-        the text of a prompt, which must not have changed when a run resumes."""
+        """Start at the beginning, without sources of weight 0. `content` returns the text of a
+        prompt, which must not change before a resume."""
         self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
         total = sum(weights[name] for name in self._sources)
@@ -58,7 +57,7 @@ class Stream(Generic[T]):
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
-        """Return the position as JSON data. The `unfinished` prompts have already been taken, and
+        """Return the position as JSON data. The `unfinished` prompts, which were already taken,
         come first after a restore."""
         return {
             "drawn": dict(self._drawn),

@@ -1,1 +1,1 @@
-"""Reads, filters, renders and splits conversations for supervised fine-tuning."""
+"""Read, filter, render and split conversations for supervised fine-tuning."""

@@ -1,5 +1,4 @@
-"""Reads conversations from files: either chats, or trajectories from Keel's runs and
-evaluations."""
+"""Read conversations from files: chats, or trajectories from Keel's runs and evaluations."""
 
 from __future__ import annotations
 
@@ -40,19 +39,19 @@ _TRAJECTORY_KEYS = KNOWN | {
     *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
     "other_conversations",
 }
-"""The keys of a record in a trajectory or evaluation file."""
+"""Keys of a record in a trajectory or evaluation file."""
 _PARSED = frozenset({"messages", "conversations", "tools"})
 """Keys whose values may be stored as JSON text in a table."""
 R = TypeVar("R")
 _Placed = tuple[str, dict[str, Any]]
-"""An object read from a file, with its location such as `file:line`."""
+"""An object read from a file and its location, such as `file:line`."""
 
 
 def read_rows(
     source: ConversationsConfig, hub_answers: Callable[[], bool] = lambda: True
 ) -> ReadSource:
-    """Read chats from a file, a folder or a dataset on the hub. Raises ConfigError with the
-    location of a malformed row, unless `on_bad_line: skip` is set."""
+    """Read chats from a file, a folder or a hub dataset. Raises ConfigError with the location of a
+    malformed row, unless `on_bad_line: skip` is set."""
     knob = f"sft.sources[{source.name}]"
     check_keys(source.columns, KNOWN, knob)
     placed = ((row.at, row) for row in rows_of(source, hub_answers, f"{knob}.path"))
@@ -77,13 +76,13 @@ def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSource:
-    """Read the trajectories of a run (`trajectories/`) or an evaluation (`samples.jsonl`) whose
-    reward meets the source's condition.
+    """Read the trajectories of a run (`trajectories/`) or an evaluation (`samples.jsonl`) that pass
+    the source's filters, such as `least_reward`.
 
     A trajectory is rendered again from its messages if it was sampled with a tokenizer other than
-    the learner's (`tokenizer`, a digest), in a different mode or without the source's system
-    message. Raises ConfigError if there is nothing to read, or with the location of a malformed
-    trajectory, unless `on_bad_line: skip` is set.
+    the learner's (`tokenizer`, a digest), in a different thinking mode or without the source's
+    system message. Raises ConfigError if there is nothing to read, or with the location of a
+    malformed trajectory, unless `on_bad_line: skip` is set.
     """
     path, knob = data_path(source.path), f"sft.sources[{source.name}].path"
     if not path.is_dir():
@@ -102,8 +101,8 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
     def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Return whether a conversation has an assistant message to train on. True for a malformed
-        one, which is rejected later."""
+        """Return whether a conversation has an assistant message to train on. Malformed ones also
+        pass and are rejected later."""
         messages = conversation.get("messages")
         return not isinstance(messages, list) or any(
             not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)
@@ -140,8 +139,8 @@ def _read(
     rows: Iterable[tuple[str, R]],
     records: Callable[[str, R], Iterable[_Placed]],
 ) -> ReadSource:
-    """Read conversations from pairs of a location and a row. `records` returns the conversations in
-    a row, or raises BadLine if it is malformed."""
+    """Read conversations from (location, row) pairs. `records` returns the conversations in a row,
+    or raises BadLine if the row is malformed."""
     # With a limit per prompt, `size` applies after it.
     size = 0 if source.most_per_prompt else source.size
     strict = source.on_bad_line == "error"

@@ -26,7 +26,7 @@ from keel.rl.turns import Message
 from keel.rl.types import Segment
 
 _FORMS = ("messages", "prompt", "conversations")
-"""The keys that identify each conversation format."""
+"""Keys that identify each conversation format."""
 _SHAREGPT = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard"), "assistant"),
@@ -41,19 +41,19 @@ _MESSAGE_KEYS = frozenset(
 )
 _SHAREGPT_KEYS = frozenset({"from", "value", "weight"})
 _FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")
-"""Names that other tools use for the key `weight`."""
+"""Names for the key `weight` in other tools."""
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def conversation_of(
     record: Mapping[str, Any], system: str, *, rendered: bool = True
 ) -> tuple[list[Message], list[int]]:
-    """Read the conversation on a line and decide which of its messages to train on.
+    """Parse the conversation on a line and choose the messages to train on. Returns the messages
+    and the indices of the chosen ones.
 
-    `system` is added to conversations without a system message. If `rendered` is True, the chat
-    template will produce the tokens, so every message to train on needs content. Otherwise a
-    message may consist of just an end-of-turn token or a malformed call. Raises BadLine if the
-    conversation cannot be read.
+    `system` is added to conversations without a system message. With `rendered`, the chat template
+    will produce the tokens, so every message to train on needs content. Otherwise a message can be
+    a bare end-of-turn token or a malformed call. Raises BadLine if the conversation cannot be read.
     """
     forms = [key for key in _FORMS if key in record]
     if len(forms) != 1 or (forms == ["prompt"] and "completion" not in record):
@@ -94,7 +94,7 @@ def conversation_of(
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a line's tools in the format that chat templates expect."""
+    """Return the tools of a line in the format that chat templates expect."""
     value = record.get("tools") or []
     if isinstance(value, str):
         value = _json(value, "tools")
@@ -122,7 +122,7 @@ def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: st
 
 
 def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
-    """Return the keys in a line and in its messages that Keel does not use."""
+    """Return the keys of a line and of its messages that Keel does not use."""
     unread = {key for key in record if key not in known}
     for form in (*_FORMS, "completion"):
         for message in record[form] if isinstance(record.get(form), list) else ():
@@ -134,7 +134,7 @@ def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> froze
 
 
 def entries_of(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the messages in a list, with their locations for error messages."""
+    """Return the messages in a list with their locations for error messages."""
     if not isinstance(value, list) or not value:
         raise BadLine(f"`{key}` must be a list of at least one message, is {kind_of(value)}")
     entries = [(m, f"{key}[{place}]") for place, m in enumerate(cast(list[Any], value))]
@@ -194,7 +194,7 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def text_of(value: Any, at: str) -> str:
-    """Return a message's content as text. It may be text, a list of text parts, or null."""
+    """Return the content of a message as text. It can be text, a list of text parts, or null."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -212,7 +212,7 @@ def text_of(value: Any, at: str) -> str:
 
 
 def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
-    """Return a message's tool calls with parsed arguments."""
+    """Return the tool calls of a message with parsed arguments."""
     parsed: list[dict[str, Any]] = []
     for call, place in entries_of(calls, at):
         function = _object(call.get("function", call), f"{place}.function")
@@ -227,9 +227,11 @@ def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Assign an ID to every tool call, and give every result the ID and name of its call. A result
-    without an ID answers the first unanswered call, or the first unanswered call with its name.
-    Raises BadLine if a result matches no call."""
+    """Assign an ID to every tool call, and to every tool result the ID and name of its call.
+
+    A result without an ID belongs to the first unanswered call, or to the first one with its name.
+    Raises BadLine if a result matches no call.
+    """
     open_calls: dict[str, str] = {}
     for place, message in enumerate(messages):
         for number, call in enumerate(message.get("tool_calls", ())):
@@ -253,31 +255,31 @@ def _json(text: str, at: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One training example: a conversation as it was read, or one window of a text."""
+    """A training example: one conversation, or one window of a text."""
 
     origin: str
-    """Origin of the conversation for messages: `file:line`, or the task and index."""
+    """Location of the conversation for messages: `file:line`, or the task and index."""
     messages: tuple[Message, ...] = ()
     trained: tuple[int, ...] = ()
     """Indices of the messages to train on."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools in the format that chat templates expect."""
+    """Tools in the format that chat templates expect."""
     thinking: bool = False
     segments: tuple[Segment, ...] = ()
-    """Known tokens: those sampled by a policy with the same tokenizer, or the window of a text."""
+    """Known tokens: sampled by a policy with the same tokenizer, or the window of a text."""
     document: str = ""
-    """A digest of the whole document. It serves as the example's question."""
+    """Digest of the whole document, which serves as the example's question."""
     window: int = 0
     """Index of the window in its document."""
     prompt_id: str = ""
-    """The `keel.rl.types.Prompt.prompt_id` of the prompt that a sampled conversation answers."""
+    """`prompt_id` of the prompt that a sampled conversation answers."""
     unread: frozenset[str] = field(default_factory=frozenset[str])
     """Keys in the line that Keel does not use."""
 
     @property
     def question(self) -> str:
-        """Return a digest of the first question, like `keel.data.items.Item.question`.
-        Conversations with the same question all go to training or all to evaluation."""
+        """Digest of the first question, like `keel.data.items.Item.question`. Conversations with
+        the same question are all used for training or all held out."""
         if self.document:
             return self.document
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -298,13 +300,11 @@ class ReadSource:
 
     examples: tuple[Example, ...]
     skipped: tuple[str, ...] = ()
-    """For each malformed line, the reason it was skipped."""
+    """Reason for skipping each malformed line."""
     unselected: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Number of trajectories dropped for each reason."""
+    """Number of dropped trajectories for each reason."""
 
 
 Render = Callable[[Example], Sequence[Segment]]
-"""Renders a conversation as contexts and marks the tokens to train on.
-
-Raises ValueError if the model's chat template cannot express the conversation.
-"""
+"""Render a conversation as contexts and mark the tokens to train on. Raises ValueError if the
+model's chat template cannot express the conversation."""

@@ -1,4 +1,4 @@
-"""Loads conversation sources: reads and renders conversations, removes duplicates, and holds some
+"""Load conversation sources: read and render conversations, remove duplicates, and hold some
 out."""
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from keel.rl.sft import SftExample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """Counts of the conversations and tokens in a source."""
+    """Counts of conversations and tokens in a source."""
 
     lessons: Sequence[SftExample]
-    """The conversations to train on."""
+    """Conversations to train on."""
     heldout: int
     documents: int
-    """Number of documents that the training windows come from (text sources only)."""
+    """Number of documents with training windows (text sources only)."""
     sampled: int
     """Number of conversations that keep the exact tokens sampled by a policy."""
     left_out: Mapping[str, int]
-    """Number of conversations left out for each reason."""
+    """Number of omitted conversations for each reason."""
     skipped: Sequence[str]
     unread: frozenset[str]
 
@@ -68,8 +68,7 @@ class _Report:
 class Lessons:
     train: Stream[SftExample]
     heldout: Mapping[str, tuple[SftExample, ...]]
-    """Held-out conversations of each source, keyed by source name. Sources that hold none out are
-    omitted."""
+    """Held-out conversations by source name, without sources that hold none out."""
     report: Mapping[str, _Report]
 
 
@@ -86,7 +85,7 @@ class _Part(NamedTuple):
     left_out: Mapping[str, int]
     skipped: list[str]
     held: set[str]
-    """The keys to hold out."""
+    """Keys to hold out."""
 
 
 def load_lessons(
@@ -103,10 +102,10 @@ def load_lessons(
 ) -> Lessons:
     """Read every source, remove duplicates, and split off the held-out conversations.
 
-    A question that one source holds out is not trained on in any other. If a document is too long
-    for the held-out set, only its last windows are held out. `reserved` contains the questions of
-    the recipe's held-out prompts, and `reserved_ids` their IDs, because an environment may change
-    the first message. `tokenizer` is a digest of the model's tokenizer, `solve` is described in
+    A question held out by one source is not trained on in any other. If a document is too long for
+    the held-out set, only its last windows are held out. `reserved` contains the questions of the
+    recipe's held-out prompts, and `reserved_ids` their IDs, because an environment may change the
+    first message. `tokenizer` is a digest of the model's tokenizer, `solve` is described in
     `_Solve`, and `encoded` tokenizes text sources. If `hub_answers` returns False, no hub is
     contacted.
 
@@ -168,7 +167,7 @@ def load_lessons(
         )
 
     def content(lesson: SftExample) -> str:
-        """Return a text that changes if the conversation's tokens change."""
+        """Return a text that changes whenever the conversation's tokens do."""
         tokens = hashlib.blake2b(digest_size=16)
         for segment in lesson.segments:
             tokens.update(segment.token_ids_T.tobytes())
@@ -237,11 +236,10 @@ def _part(
 def _held(
     source: ConversationsConfig, usable: list[_Usable], skipped: list[str], seed: int
 ) -> set[str]:
-    """Choose which `_Usable.key` values to hold out.
+    """Choose the `_Usable.key` values to hold out.
 
-    Whole questions and documents are taken in a seeded order as long as they fit. The rest of the
-    held-out set is filled with the end of one more document, or with the remaining question that
-    has the fewest conversations.
+    Take whole questions and documents in seeded order while they fit, then fill the held-out set
+    with the end of one more document, or add the remaining question with the fewest conversations.
     """
     missing = source.holdout
     if missing > len(usable):
@@ -277,7 +275,7 @@ _SEED_OFFSET = 1 << 41
 _SEED_STRIDE = 1 << 20
 """Seed distance between the questions of consecutive run seeds."""
 _Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
-"""Returns the assistant's message for a task and entry, or None if the solution is unknown."""
+"""Return the assistant's message for a task and entry, or None if the solution is unknown."""
 
 
 def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) -> ReadSource:

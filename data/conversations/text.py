@@ -37,23 +37,24 @@ from keel.data.rows.read import (
 from keel.rl.sft import supervised_segment
 
 _WHOLE = (".txt", ".md")
-"""Extensions of files that are one document. In the others (`KINDS`), each row is a document."""
+"""Extensions of files that are one document each. In other files (`KINDS`), each row is a
+document."""
 _KEYS = string.ascii_lowercase
 _FILLER = ".,-~"
 _ASK = "?"
 _ASKING_SHARE = 0.25
-"""The part of a generated text that asks for letters, as a fraction of its length."""
+"""Fraction of a generated text's length that asks for letters."""
 _Encode = Callable[[str], Sequence[int]]
-"""Converts text to token IDs without adding special tokens at the beginning or end."""
+"""Convert text to token IDs without special tokens at the beginning or end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A function that tokenizes documents, and the tokens to add before and after each document."""
+    """Tokenizes documents, and holds the tokens to add before and after each one."""
 
     encode: _Encode
     before: tuple[int, ...] = ()
-    """Token IDs that the tokenizer puts before every document. They are not trained on."""
+    """Token IDs that the tokenizer puts before every document. Not trained on."""
     after: tuple[int, ...] = ()
     """Token IDs appended to every document."""
 
@@ -66,8 +67,9 @@ class Encoded:
 
 
 def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadSource:
-    """Read the documents in `source.path` as windows of at most `window` tokens. Raises ConfigError
-    if there is no text, or for a malformed document, unless `on_bad_line: skip` is set."""
+    """Split the documents in `source.path` into windows of at most `window` tokens. Raises
+    ConfigError if there is no text, or for a malformed document, unless `on_bad_line: skip` is set.
+    """
     knob = f"sft.sources[{source.name}]"
     files, others = _files(data_path(source.path), f"{knob}.path")
     examples: list[Example] = []
@@ -94,8 +96,8 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
 
 
 def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:
-    """Generate `source.size` texts of one window each. Only the predictable digits are trained on,
-    and each is tokenized separately, so it is one token with any tokenizer."""
+    """Generate `source.size` texts of one window each. Only the predictable digits are trained on;
+    each is tokenized separately, so it is one token with any tokenizer."""
     try:
         texts = list(
             _retrieval_texts(source.size, length=source.length, seed=seed, **source.params)
@@ -150,7 +152,7 @@ def _answers(text: str) -> list[int]:
 
 
 def _files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
-    """Return the files to read and the names of the other files. Hidden files are ignored."""
+    """Return the files to read and the names of unsupported files. Hidden files are ignored."""
     files = [path]
     if path.is_dir():
         every = [file for file in sorted(path.rglob("*")) if file.is_file()]

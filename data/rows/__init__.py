@@ -1,1 +1,1 @@
-"""Reads rows from data files in any supported format."""
+"""Read rows from data files in any supported format."""

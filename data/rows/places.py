@@ -1,9 +1,9 @@
-"""Finds the data files in a folder or in a dataset on the hub.
+"""Find the data files in a folder or in a hub dataset.
 
-A folder may have been written by `save_to_disk` of the package `datasets`. Otherwise it must have
-the same layout as on the hub: `data/train-00000-of-00002.parquet`, `main/test.jsonl`,
-`train/part1.csv`. The split is taken from the name of a file or its folder, and the subset from
-the folder.
+A folder may have been written by `save_to_disk` of the package `datasets`. Otherwise it has the
+same layout as on the hub: `data/train-00000-of-00002.parquet`, `main/test.jsonl`,
+`train/part1.csv`. The split is part of the name of a file or its folder, and the subset is part of
+the folder name.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from keel.data.rows.read import Row, kind_of_file, rows_of_files, rows_of_lines
 
 _HUB_TIMEOUT_S = 30.0
 _CONVERTED = "refs/convert/parquet"
-"""The revision where the hub stores its Parquet conversion, as `subset/split/0000.parquet`."""
+"""Revision in which the hub stores its Parquet conversion, as `subset/split/0000.parquet`."""
 _PLAIN_FOLDERS = ("data", "default")
-"""Folder names that do not name a subset."""
+"""Folder names that are not subsets."""
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -42,22 +42,22 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 
 
 class _FilesNotFound(ValueError):
-    """Raised if the split or subset has no files, or if one of several subsets must be chosen."""
+    """Raised if the split or subset has no files, or if the user must choose one of several
+    subsets."""
 
 
 _Source = SourceConfig | ConversationsConfig
 
 
 def rows_of(source: _Source, hub_answers: Callable[[], bool], knob: str) -> Iterator[Row]:
-    """Yield a source's rows. `knob` is the setting of its path. Raises ConfigError that lists the
-    existing alternatives if no file matches."""
+    """Yield the rows of a source. `knob` is the name of its path setting. If no file matches,
+    raises ConfigError that lists the available splits and subsets."""
     if source.source == "jsonl":
         return rows_of_lines(data_path(source.path), knob)
     return rows_of_files(_files_of(source, hub_answers, knob), knob)
 
 
 def _files_of(source: _Source, hub_answers: Callable[[], bool], knob: str) -> list[Path]:
-    """Return a source's files in order."""
     try:
         if source.source == "hub":
             return _of_hub(source, hub_answers)

@@ -1,7 +1,7 @@
-"""Reads rows from data files and records their locations for messages.
+"""Read rows from data files and record their locations for messages.
 
-`.jsonl` and `.ndjson` files have one object per line, and `.json` files may also contain a list.
-`.csv` and `.tsv` files have a header. All of these may be compressed (`.gz`). `.parquet` and
+`.jsonl` and `.ndjson` files have one object per line, and `.json` files can also contain a list.
+`.csv` and `.tsv` files have a header. All of these can be compressed (`.gz`). `.parquet` and
 `.arrow` files are read with pyarrow.
 """
 
@@ -29,11 +29,11 @@ _LINES, _LISTS, _SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv
 _TABLES = (".parquet", ".arrow")
 KINDS = (*_LINES, *_LISTS, *_SHEETS, *_TABLES)
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""Errors raised when a file cannot be read or decompressed."""
+"""Errors raised if a file cannot be read or decompressed."""
 _TABLE_BATCH = 1024
 """Number of table rows to convert at a time."""
 _SMALL_TASKS = "small-tasks"
-"""Folder with the recipes that use the tasks in `keel.examples.small`."""
+"""Folder of the recipes that use the tasks in `keel.examples.small`."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 
@@ -42,27 +42,27 @@ class BadLine(ValueError):
 
 
 class Row(NamedTuple):
-    """One row in a data file."""
+    """One row of a data file."""
 
     at: str
-    """Location of the row: `file:line`, or `file, row 3` for a list or a table."""
+    """Location of the row: `file:line`, or `file, row 3` in a list or a table."""
     number: int
-    """Line number. For a list, a table or several files, the row number."""
+    """Line number, or row number in a list, a table or several files."""
     record: dict[str, Any] | BadLine
-    """The row's columns, or the error that explains why the row cannot be read."""
+    """Columns of the row, or the error that explains why it cannot be read."""
     written: dict[str, Any] | None
     """The record with numbers as written in the file. None for a table, where every row has all
-    columns and an empty cell means that the value is missing."""
+    columns and an empty cell is a missing value."""
 
 
 def kind_of_file(path: Path) -> str:
-    """Return a file's extension without `.gz`, or "" if the extension is unknown."""
+    """Return the extension of a file without `.gz`, or "" if it is unknown."""
     name = path.name.lower().removesuffix(".gz")
     return next((kind for kind in KINDS if name.endswith(kind)), "")
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a JSON value's type for messages."""
+    """Name the type of a JSON value for messages."""
     if value is None:
         return "missing or null"
     if isinstance(value, str):
@@ -72,12 +72,12 @@ def kind_of(value: object) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading and decompress it if its name ends in `.gz`."""
+    """Open a file for reading, decompressing it if its name ends in `.gz`."""
     return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def check_file(path: Path, knob: str) -> None:
-    """Raise ConfigError, naming the setting `knob`, if the file does not exist."""
+    """Raise ConfigError about the setting `knob` if the file does not exist."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
         if _SMALL_TASKS in path.parts and not path.parent.exists():
@@ -86,8 +86,8 @@ def check_file(path: Path, knob: str) -> None:
 
 
 def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines with their numbers. Raises ConfigError, naming the setting `knob`,
-    if the file cannot be read."""
+    """Yield the non-blank lines of a file with their numbers. Raises ConfigError about the setting
+    `knob` if the file cannot be read."""
     check_file(path, knob)
     try:
         with open_file(path) as file:
@@ -103,12 +103,12 @@ def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
 def object_of(
     line: bytes, *, replace_surrogates: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse a line as an object and return it twice: parsed, and with numbers as written, because
-    `match: exact` distinguishes 0.10 from 0.1.
+    """Parse a line as a JSON object and return it twice: parsed, and with numbers as written,
+    because `match: exact` distinguishes 0.10 from 0.1.
 
-    If `replace_surrogates` is set, lone surrogates, which a policy may sample, become replacement
-    characters, as in tokenizers (`keel.rollout.chat.render`). Raises BadLine if the line is not
-    an object.
+    With `replace_surrogates`, lone surrogates, which a policy can sample, become replacement
+    characters as in tokenizers (`keel.rollout.chat.render`). Raises BadLine if the line is not an
+    object.
     """
     try:
         text = line.decode(errors="surrogatepass") if replace_surrogates else line.decode()
@@ -143,7 +143,7 @@ def _checked(record: Any) -> dict[str, Any]:
 
 
 def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
-    """Yield the rows of a JSON-lines file, whatever its name is."""
+    """Yield the rows of a JSON-lines file with any extension."""
     for number, line in lines_of(path, knob):
         at = f"{path}:{number}"
         try:
@@ -153,7 +153,7 @@ def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
 
 
 def rows_of_files(paths: list[Path], knob: str) -> Iterator[Row]:
-    """Yield the rows of all files in order. Raises ConfigError, naming `knob` and the file, if one
+    """Yield the rows of all files in order. Raises ConfigError with `knob` and the file name if one
     cannot be read."""
     number = 0
     for path in paths:
@@ -211,7 +211,7 @@ def _json_rows(path: Path, knob: str) -> Iterator[Row]:
 
 
 def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file with the lines on which they begin. The separator may be `;`,
+    """Yield the rows of a CSV file with the lines on which they begin. The separator can be `;`,
     which spreadsheets use where the comma is the decimal mark."""
     csv.field_size_limit(1 << 30)
     with open_file(path) as file:
@@ -300,13 +300,14 @@ def check_keys(columns: Mapping[str, str], known: Collection[str], knob: str) ->
 
 
 def picked(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the keys in `columns`. A null value counts as missing."""
+    """Return the values of the keys in `columns` that are present and not null."""
     values = {key: look_up(record, name) for key, name in columns.items() if name}
     return {k: v for k, v in values.items() if v is not None and v is not MISSING}
 
 
 def look_up(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column or a dotted path into an object, or `MISSING`."""
+    """Return the value of a column, or of a dotted path into nested objects. Returns `MISSING` if
+    it does not exist."""
     if name in record or "." not in name:
         return record.get(name, MISSING)
     value: Any = record
@@ -318,7 +319,7 @@ def look_up(record: Mapping[str, Any], name: str) -> Any:
 
 
 def parse_json(key: str, text: str) -> Any:
-    """Parse a table cell as JSON. Raises BadLine if it is not valid JSON."""
+    """Parse a table cell as JSON. Raises BadLine if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -326,7 +327,7 @@ def parse_json(key: str, text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove null values from objects. Tables contain them for keys that occur only in other
+    """Remove null values from nested objects. Tables have them for keys that occur only in other
     rows."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
