@@ -1,1 +1,2 @@
-"""Samples with vLLM engines and records each token's probability, experts and sampling mask."""
+"""Samples with vLLM engines, and records each token's log-probability, experts and sampling
+mask."""

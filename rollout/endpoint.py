@@ -1,7 +1,9 @@
-"""Samples from models behind an OpenAI-compatible endpoint, for evaluation only. An endpoint
-returns text and token counts, but no token ids or log-probabilities, so its completions cannot be
-used for training. `EndpointCompletions` samples groups of completions. `EndpointTurns` samples
-conversations turn by turn, as an engine does."""
+"""Samples from models behind an OpenAI-compatible endpoint, for evaluation only.
+
+An endpoint returns text and token counts, but no token ids or log-probabilities, so its completions
+cannot be used for training. `EndpointCompletions` samples groups of completions. `EndpointTurns`
+samples conversations turn by turn, as an engine does.
+"""
 
 import asyncio
 import itertools
@@ -62,10 +64,10 @@ class _Reply:
 
 
 class EndpointCompletions:
-    """Samples completions on a separate thread. Use it as a context manager."""
+    """Samples completions from an endpoint on a separate thread. Use it as a context manager."""
 
     def __init__(self, config: EndpointConfig) -> None:
-        """Raises ValueError if the variable of the API key is not set."""
+        """Read the API key. Raises ValueError if its environment variable is not set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
@@ -108,8 +110,8 @@ class EndpointCompletions:
             self._thread.join(_CLOSE_S)
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """Sample a group. It lists each failed completion with the reason. The future fails with
-        RuntimeError if the endpoint is unusable for all requests."""
+        """Start sampling a group of completions. The group lists the reason for each failed one.
+        The future raises RuntimeError if the endpoint does not work at all."""
 
         async def group() -> Group:
             options: dict[str, Any] = {"max_tokens": sampling.max_tokens}
@@ -141,9 +143,12 @@ class EndpointCompletions:
         thinking: bool,
         within_s: float = inf,
     ) -> _Reply | str:
-        """Request a chat completion. Returns the reply, or an error message. The time limit starts
-        when the request gets one of the `endpoint.max_concurrent` slots. Raises RuntimeError if the
-        endpoint is unusable for all requests, and TimeoutError after `within_s` seconds."""
+        """Request a chat completion. Returns the response, or an error message if the request
+        failed.
+
+        Raises TimeoutError after `within_s` seconds, counted from when the request gets one of the
+        `endpoint.max_concurrent` slots, and RuntimeError if the endpoint does not work at all.
+        """
         import openai  # noqa: PLC0415  as above
 
         config = self._config
@@ -193,7 +198,8 @@ class EndpointCompletions:
             return self._printable(f"the endpoint's reply is invalid: {error}")
 
     def _fails_again(self) -> bool:
-        """Return True if so many requests in a row failed that the endpoint must be the cause."""
+        """Count a failed request. Returns whether so many requests in a row failed that the
+        endpoint must be the cause."""
         self._failures += 1
         return self._failures > MAX_FAILURES
 
@@ -245,7 +251,7 @@ def _trajectory(prompt: Prompt, sibling: int, reply: _Reply) -> Trajectory:
 
 
 class _TurnLost(OSError):
-    """Raised when the endpoint does not return a turn. The episode is then dropped."""
+    """Raised if the endpoint does not return a turn. The episode is then dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +263,11 @@ class _Part:
 
 
 class EndpointTurns:
-    """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it. The token ids are
-    unknown, so placeholders represent each part of a conversation: the number of the part, padded
-    to its number of tokens."""
+    """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it.
+
+    The token ids are unknown, so each part of a conversation is represented by placeholder ids: its
+    number, padded to its length in tokens.
+    """
 
     stop_ids: tuple[int, ...] = ()
 
@@ -299,8 +307,8 @@ class EndpointTurns:
         return reply
 
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Sample a turn. The future fails with _TurnLost if the endpoint returns none, and with
-        RuntimeError if the endpoint is unusable."""
+        """Start sampling a turn. The future raises _TurnLost if the endpoint returns none, and
+        RuntimeError if the endpoint does not work at all."""
         return self._completions.schedule(self._turn(request, self._sampling[purpose]))
 
     def forget(self, prompt: Prompt) -> Future[None]:
@@ -346,8 +354,8 @@ class EndpointTurns:
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
 
     def _with_thinking(self, messages: Sequence[Message]) -> list[Message]:
-        """Keep only the thinking after the last user message, as chat templates do. Some endpoints
-        reject tool results without it."""
+        """Remove the thinking before the last user message, like chat templates do. The thinking
+        after it is kept, because some endpoints reject tool results without it."""
         users = [n for n, message in enumerate(messages) if message["role"] in USER_ROLES]
         last = users[-1] if users else -1
         shown: list[Message] = []

@@ -36,8 +36,8 @@ class EngineSpec:
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:
-        """Build the spec for the engines of a run, with the weights in the folder or hub name
-        `model`."""
+        """Build the spec for the engines of a run. `model` is the folder or hub name of their
+        weights."""
         return cls(
             model_path=model,
             tokenizer=from_anywhere(config.model.tokenizer or model),
@@ -64,7 +64,7 @@ class EngineSpec:
         return self.residual_dtype == "float32" != self.dtype
 
     def gpu_share(self, gpu_gib: float) -> float:
-        """Return the fraction of a GPU with `gpu_gib` GiB of memory that the engine may use."""
+        """Return the fraction of the memory of a GPU with `gpu_gib` GiB that the engine may use."""
         allowed = min(1.0, self.gpu_gib / gpu_gib) if self.gpu_gib else 1.0
         return self.config.gpu_memory_utilization * allowed
 
@@ -95,22 +95,22 @@ class EngineProgress(NamedTuple):
 
 
 class EngineError(RuntimeError):
-    """Raised when an engine cannot continue. Another engine can take over its work."""
+    """Raised if an engine cannot continue. Another engine can take over its work."""
 
 
 class LostTurn(OSError):
-    """Raised when the recording of a turn is unusable. Like other OSErrors, it drops an episode
+    """Raised if the recording of a turn is unusable. Like other OSErrors, it drops the episode
     (`keel.agents.episode`)."""
 
 
 class RecordingError(RuntimeError):
-    """Raised when the engine failed to record something that the trainer needs for replay."""
+    """Raised if the engine failed to record data that the trainer needs for replay."""
 
 
 def environment(
     config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False
 ) -> dict[str, str]:
-    """Return the variables that an engine's process must have before it imports torch."""
+    """Return the environment variables that an engine's process needs before it imports torch."""
     common = {
         # vLLM in the worker's process: the recorder and weight updates need its objects.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -137,9 +137,12 @@ def environment(
 
 def captured_sizes(seqs: int, most: int) -> list[int]:
     """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows:
-    vLLM's up to twice the batch, and eight more up to four times the batch. The latter are for
-    conversations, in which turns of some 30 tokens start next to a full decoding batch. Without a
-    graph, such a step kept the host busy for 23 ms (1.2 B parameters, H200)."""
+    vLLM's up to twice the batch, and eight more up to four times the batch.
+
+    The larger ones are for conversations, in which turns of some 30 tokens start next to a full
+    decoding batch. Without a graph, such a step kept the host busy for 23 ms (1.2 B parameters,
+    H200).
+    """
     largest = min(2 * seqs, _MAX_CAPTURED)
     fine = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_CAPTURED + 1, 16)]
     wider = [largest * quarters // 4 for quarters in (5, 6, 7, 8, 10, 12, 14, 16)]

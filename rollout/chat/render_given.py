@@ -1,8 +1,10 @@
-"""Tokenizes existing conversations into the ids that the policy would have sampled. Each turn has
-the same context as in a rollout: an opening, the previous turns, and the text that `Chat.extend`
-inserts between turns. During training, each token therefore follows exactly the ids that would
-precede it during sampling. A conversation is split into several contexts where a rollout would be
-split: at a user message that ends thinking (`keel.agents.conversation`)."""
+"""Tokenizes existing conversations into the ids that the policy would have sampled.
+
+Each turn has the same context as in a rollout: an opening, the previous turns, and the text that
+`Chat.extend` inserts between turns. During training, each token therefore follows exactly the ids
+that would precede it during sampling. A conversation is split into several contexts at the same
+places as in a rollout: at user messages that end thinking (`keel.agents.conversation`).
+"""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +18,7 @@ from keel.rollout.chat.chat import TemplateChat
 
 _ASSISTANT = "assistant"
 _CHECKED: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""Sequences of roles and ways of rendering for which the template shows every message."""
+"""Sequences of roles and rendering modes for which the template is known to show every message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,13 @@ def render_given(
     thinking: bool,
     trained: Collection[int] | None = None,
 ) -> list[_Context]:
-    """Tokenize a conversation in which the policy writes the assistant messages. Each context ends
-    with one of the policy's turns. `trained` lists the indices of the messages to train on, or None
-    for all of the assistant's. Without `thinking`, reasoning is left out. Raises ValueError naming
-    the message if the template does not show a message completely."""
+    """Tokenize a conversation whose assistant messages stand for policy turns. Each returned
+    context ends with such a turn.
+
+    `trained` lists the indices of the messages to train on, or None for all assistant messages.
+    Without `thinking`, reasoning is left out. Raises ValueError naming the first message that the
+    template does not show completely.
+    """
     if not thinking:
         messages = [
             {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -87,10 +92,12 @@ def _check_shown(
     first: int,
     way: tuple[bool, bool | None],
 ) -> None:
-    """Check that the template shows every message that the assistant did not write. It may skip
-    unknown roles, or a system message that is not first. The contents are replaced by probe words
-    and rendered with `write`, once for each sequence of roles and way of rendering. `first` is the
-    index of the first message."""
+    """Raise ValueError if the template does not show a message that the assistant did not write.
+    Some templates skip unknown roles, or a system message that is not first.
+
+    The contents are replaced by probe words and rendered with `write`, once for each sequence of
+    roles and rendering mode. `first` is the index of the first message.
+    """
     roles = tuple(
         str(one["role"]) if _plain(one.get("content")) else "" for one in messages
     )  # an empty message loses nothing

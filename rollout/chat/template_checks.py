@@ -1,4 +1,4 @@
-"""Checks, before a run starts, that conversations can be extended with a model's chat template."""
+"""Checks before a run that conversations can be extended with a model's chat template."""
 
 import re
 from collections.abc import Sequence
@@ -30,10 +30,13 @@ def check_prefix_law(
     chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS, modes: Sequence[bool] = (True, False)
 ) -> None:
     """Check that extending a conversation turn by turn gives the same ids as rendering it at once,
-    that ordinary text never becomes a control token, and that tools are shown. `modes` selects
-    thinking, no thinking, or both. One difference is allowed: an empty think block that a template
-    puts before a turn but omits from the history may remain, because the policy was sampled after
-    it. Raises ValueError naming the template, the case and a fix."""
+    that ordinary text never becomes a control token, and that tools are shown. Raises ValueError
+    naming the template, the case and a fix.
+
+    `modes` selects thinking, no thinking, or both. One difference is allowed: an empty think block
+    that a template puts before a turn but omits from the history may remain, because the policy was
+    sampled after it.
+    """
     for thinking in modes:
         for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
             _check_conversation(chat, tools, calls, thinking=thinking)
@@ -41,9 +44,11 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Check that the policy can call tools while it thinks, and only then, and that the thinking
-    continues after the result. `chat` must have `tools_in_thinking` set and pass
-    `check_prefix_law`. Raises ValueError naming the template and a fix."""
+    """Check that the policy can call tools only while it thinks, and that the thinking continues
+    after the result. Raises ValueError naming the template and a fix.
+
+    `chat` must have `tools_in_thinking` set and pass `check_prefix_law`.
+    """
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
     reply = _reply(0, 1, tools, thinking=True)
     after, close = _answers(reply), chat.marks.close
@@ -75,9 +80,8 @@ def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _
 def _check_conversation(
     chat: TemplateChat, tools: Sequence[ToolSpec], calls: Sequence[int], *, thinking: bool
 ) -> None:
-    """Check a conversation in which turn i makes `calls[i]` calls, followed by an answer and
-    another question. Each turn is extended as if the policy had ended it, and as if it had been
-    truncated."""
+    """Check a conversation in which turn i makes `calls[i]` tool calls, followed by an answer and
+    another question. Each turn is extended both as a finished and as a truncated turn."""
     messages: list[Message] = [
         {"role": "system", "content": "Help."},
         {"role": "user", "content": "Which?"},
@@ -189,8 +193,11 @@ def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") ->
 
 
 def ends_of(path: str) -> tuple[int, ...]:
-    """Return the `eos_token_id`s of a model, which end every completion in the engine, from
-    generation_config.json or else config.json, as in vLLM. Raises ConfigError if neither exists."""
+    """Return the `eos_token_id`s of a model, at which the engine ends every completion.
+
+    Like vLLM, reads generation_config.json or, if that is missing, config.json. Raises ConfigError
+    if neither exists.
+    """
     try:
         config = GenerationConfig.from_pretrained(path, **hub_options(path))
     except OSError:

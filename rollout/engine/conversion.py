@@ -1,5 +1,5 @@
-"""Converts prompts to token ids for the engine, and sampled completions to trajectories. A job of
-an engine is a group of completions, or one turn of a conversation."""
+"""Converts prompts to token ids for the engine, and sampled completions to trajectories. A job is a
+group of completions, or one turn of a conversation."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,12 @@ class _RenderedPrompt:
 
 
 def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> _RenderedPrompt:
-    """Convert a prompt to token ids, with the chat template or, if it is raw, after the tokenizer's
-    start token. `marks` open and close the model's thinking. Raises ValueError if it is empty."""
+    """Convert a prompt to token ids with the chat template. A raw prompt is tokenized as is, after
+    the tokenizer's start token.
+
+    `marks` are the strings that open and close the model's thinking. Raises ValueError if there are
+    no token ids.
+    """
     if prompt.raw:
         (message,) = prompt.messages
         text = str(message["content"])
@@ -50,7 +54,8 @@ def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) 
 def decode_all(
     tokenizer: Any, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
 ) -> list[str]:
-    """Decode completions without special tokens, with `THINK` for the model's thinking marks."""
+    """Decode completions without special tokens, and replace the model's thinking marks with
+    `THINK`."""
     completions = [list(ids) for ids in completions]
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: str(token) for i, token in added.items() if token.special}
@@ -69,8 +74,11 @@ def decode_all(
 
 
 def _translate_marks(text: str, marks: ThinkingMarks) -> str:
-    """Replace thinking marks with `THINK`, the marks that rewards look for. If a model with other
-    marks writes `THINK` as text, a space keeps it from being mistaken for a mark."""
+    """Replace a model's thinking marks with `THINK`, the marks that rewards look for.
+
+    If a model with other marks writes `THINK` as text, a space is inserted so that it is not
+    mistaken for a mark.
+    """
     if marks == THINK:
         return text
     for usual in (THINK.open, THINK.close):
@@ -86,9 +94,12 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
 
 
 def _split_message(raw: str, *, thinking: bool) -> dict[str, str]:
-    """Convert a completion to a message with `content`, `raw` and perhaps `reasoning_content`. Set
-    `thinking` if the prompt has opened the think block. If it is never closed, all text is
-    reasoning, so an answer inside it does not count."""
+    """Convert a completion to a message with `content`, `raw` and, if there is thinking,
+    `reasoning_content`.
+
+    Set `thinking` if the prompt already opened the think block. If the block is never closed, all
+    text is reasoning, so that an answer inside it does not count.
+    """
     opens = raw.lstrip().startswith(THINK.open)
     text = THINK.open + raw if thinking and not opens else raw
     # No block begins after the last closing mark; searching there would take quadratic time.
@@ -143,7 +154,8 @@ class GroupJob(_Job):
     done: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
 
     def add(self, sibling: int, completion: Completion) -> None:
-        """Add a completion as a trajectory with one segment of P prompt and G sampled tokens."""
+        """Add a completion to the group, as a trajectory with one segment of P prompt and G sampled
+        tokens."""
         recording, prompt_id = completion.recording, self.prompt.prompt_id
         prompt = len(self.context)
         if not np.isfinite(recording.logp).all():
@@ -200,7 +212,7 @@ class TurnJob(_Job):
         )
 
     def result(self) -> TurnResult | LostTurn:
-        """Return the turn, without tokens if the deadline passed before the first was sampled."""
+        """Return the turn. It has no tokens if the deadline passed before the first was sampled."""
         return self.done or TurnResult(
             token_ids_N=np.zeros(0, np.int32),
             logp_old_N=np.zeros(0, np.float32),

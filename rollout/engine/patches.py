@@ -38,10 +38,13 @@ _RESERVE = 2**30  # bytes for CUDA graphs, which are captured after the cache is
 @contextmanager
 def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
     """Cap the KV cache of engines built inside this context at the size that their completions can
-    use. By default, vLLM takes all the memory that it may use. With `rollout.time_share` this
-    wastes time, because a GPU maps only some 100 GiB per second, at each update. vLLM's options
-    cannot express this limit, since the size of a completion is known only after the model is
-    loaded."""
+    use.
+
+    By default, vLLM allocates all available memory. With `rollout.time_share` this wastes time,
+    because the memory is mapped again at each update, at only some 100 GiB per second. vLLM's
+    options cannot express this limit, since the size of a completion is known only after the model
+    is loaded.
+    """
     original = _core.get_kv_cache_configs
 
     def get_kv_cache_configs(
@@ -75,10 +78,13 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
 
 
 def _enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
-    """Return the cache size for a worker in bytes: `memory` or, if that is too small for one
-    completion, the size of `one`, provided that it fits into `memory` plus the free GPU memory.
-    vLLM refuses to start without room for `one`, but may overestimate what everything else needs.
-    `free` creates a CUDA context in this process, so it is called only in that case."""
+    """Return the cache size of a worker in bytes: `memory`, or `one` if `memory` has no room for a
+    single completion but the free GPU memory does.
+
+    vLLM refuses to start without room for one completion, although it may overestimate what
+    everything else needs. `free` creates a CUDA context in this process, so it is called only in
+    that case.
+    """
     return int(one) if memory < one and one <= max(0, memory) + free() else memory
 
 
@@ -93,8 +99,11 @@ def _free_memory() -> int:
 @contextmanager
 def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
     """Skip the parts of vLLM's warm-up that Keel does not need, about 40 of 112 seconds on an H100
-    host. The model classes in `architectures` are inspected in this process, which loads them
-    anyway. vLLM would start a process for it that imports vLLM again."""
+    host.
+
+    The model classes in `architectures` are inspected in this process, which loads them anyway.
+    vLLM would start another process that imports vLLM again.
+    """
     for name in architectures:
         known = ModelRegistry.models.get(name)
         if known is not None:
@@ -126,9 +135,12 @@ def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
 
 def install_invariant_kernels() -> None:
     """Replace vLLM's batch-invariant kernels with faster ones that return bitwise identical
-    results. vLLM's GEMM tiles suit large batches for all but five shapes, and its norm of attention
-    heads copies its input. The calls are patched, because vLLM's registry only replaces whole
-    layers."""
+    results.
+
+    vLLM's GEMM tiles suit large batches for all but five shapes, and its norm of attention heads
+    copies its input. The functions are patched, because vLLM's registry can only replace whole
+    layers.
+    """
     from keel.model.batch_invariant import vllm_kernels  # noqa: PLC0415  (needs Triton)
 
     if hasattr(_linear.linear_batch_invariant, "keel_patch"):
@@ -159,9 +171,13 @@ _wide_outputs: list[_SummedLinearMethod] = []  # linear methods of the engine th
 
 @contextmanager
 def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
-    """Build engines with a float32 residual stream if `wide` is set (`keel.model.layers.residual`).
-    In vLLM, a norm layer adds a block's output to the stream and passes the sum on, here without
-    rounding it. Raises RuntimeError unless the attention of all `layers` was set up."""
+    """Build engines inside this context with a float32 residual stream, if `wide` is set
+    (`keel.model.layers.residual`).
+
+    vLLM's norm layers add a block's output to the residual stream and pass the sum on. With this
+    patch they do not round the sum. Raises RuntimeError if the attention of some of the `layers`
+    could not be set up.
+    """
     _wide_outputs.clear()
     for kind in (_Float32Norm, _Float32Output):
         name = kind.__bases__[0].__name__
@@ -177,7 +193,8 @@ def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
 
 
 class _Float32Norm(RMSNorm):
-    """Adds a block's output to the stream in float32 and rounds only its own result."""
+    """RMS norm that adds a block's output to the residual stream in float32, and rounds only the
+    normalized result."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:

@@ -39,8 +39,8 @@ def install() -> None:
 
 
 def _prepack_experts(original: Any) -> Any:
-    """Pack expert weights for the CPU kernel also when weights are updated. Otherwise the kernel
-    would read unpacked weights as packed ones, and every expert would silently be wrong."""
+    """Pack expert weights for the CPU kernel after weight updates as well. Otherwise the kernel
+    would read unpacked weights as packed ones, and every expert would be silently wrong."""
 
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         updating, before = self.moe_kernel is not None, layer.w13_weight
@@ -53,8 +53,8 @@ def _prepack_experts(original: Any) -> Any:
 
 
 def _rotate_3d_queries(original: Any) -> Any:
-    """Use torch for queries of shape [T, heads, D] (multi-head latent attention). vLLM's CPU kernel
-    mixes up their heads if the rotation is interleaved."""
+    """Rotate queries of shape [T, heads, D] (multi-head latent attention) with torch. vLLM's CPU
+    kernel mixes up their heads if the rotation is interleaved."""
 
     def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         if query.dim() == 3:
@@ -65,9 +65,11 @@ def _rotate_3d_queries(original: Any) -> Any:
 
 
 def _keep_seeded_streams(original: Any) -> Any:
-    """Make a seeded request draw random numbers only for the tokens that it keeps. After each chunk
-    of a prefill, vLLM samples a token, discards it and rewinds the generator. CPU generators cannot
-    be rewound, so completions would depend on how their prompts were split."""
+    """Make a seeded request draw random numbers only for the tokens that it keeps.
+
+    After each chunk of a prefill, vLLM samples a token, discards it and rewinds the generator. CPU
+    generators cannot be rewound, so completions would depend on how their prompts were split.
+    """
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         batch = self.input_batch
@@ -83,7 +85,8 @@ def _keep_seeded_streams(original: Any) -> Any:
 
 
 def _gated_delta_rule(original: Any) -> Any:
-    """Compute the gated delta rule in other dtypes than bfloat16, as vLLM's CPU kernels do not."""
+    """Compute the gated delta rule in dtypes other than bfloat16, which vLLM's CPU kernels do not
+    support."""
 
     def core(
         mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType
@@ -118,8 +121,8 @@ def _advance(
     a: Tensor,
     output: Tensor,
 ) -> None:
-    """Process the next tokens of sequences of equal length, and update their states in the cache,
-    which start at zero where `begun` is False."""
+    """Process the next tokens of sequences of equal length, and update their states in the cache. A
+    state starts at zero where `begun` is False."""
 
     def grouped(x: Tensor) -> Tensor:  # [N, …] → [S, T, …]
         return x.unflatten(0, (len(slots), -1))

@@ -1,6 +1,6 @@
 """Runs an engine on a separate thread. Other threads send it commands and receive futures. The
-thread steps the engine while there is work and runs commands between steps. Groups can therefore
-join or leave a running batch."""
+thread steps the engine while there is work and runs commands between steps, so groups can join or
+leave a running batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class EngineThread:
     """Runs an engine on a separate thread, which samples groups and turns and loads weights."""
 
     def __init__(self, build: Callable[[], Any], config: RolloutConfig) -> None:
-        """Build a `VllmEngine` on a new thread, wait until it is ready, and raise its error."""
+        """Start the thread, build a `VllmEngine` on it, and wait until it is ready. Raises any
+        error of the engine."""
         self._build, self._config = build, config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._in_flight: dict[int, _JobInFlight] = {}
@@ -73,12 +74,14 @@ class EngineThread:
     def sample(
         self, request: SampleRequest, *, sampling: SamplingConfig | None = None, record: bool = True
     ) -> Future[Any]:
-        """Sample a group or a turn for at most `rollout.timeout_s`, or the timeout of the turn.
-        Cancelling the future aborts the request. Routes and sampling masks are recorded only if
-        `record` is set. A turn has no tokens if its deadline passed before the first token. The
-        future fails with ValueError if the prompt does not fit, RecordingError if a token was not
-        recorded, LostTurn if a log-probability of a turn is not finite, and EngineError if the
-        engine breaks or its last update failed."""
+        """Start sampling a group or a turn, for at most `rollout.timeout_s` or the timeout of the
+        turn. Cancelling the future aborts the request.
+
+        Routes and sampling masks are recorded only if `record` is set. A turn has no tokens if its
+        deadline passed before the first token. The future raises ValueError if the prompt does not
+        fit, RecordingError if a token was not recorded, LostTurn if a log-probability of a turn is
+        not finite, and EngineError if the engine breaks or its last update failed.
+        """
         job, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
         options: dict[str, Any] = {"sampling": sampling or self._config.sampling, "record": record}
         if isinstance(request, TurnRequest):
@@ -114,7 +117,7 @@ class EngineThread:
         return self._await(self._enqueue(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
-        """Connect to the trainer rank that sends weights. If it `shares` the engine's own GPU, no
+        """Connect to the trainer rank that sends weights. If it `shares` a GPU with the engine, no
         channel is needed."""
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
@@ -124,10 +127,13 @@ class EngineThread:
             self._await(joined, "the channel to open")
 
     def receive(self) -> None:
-        """Receive and load the weights that the trainer rank sends. Raises TimeoutError if no
-        message arrives for (1 + engines) × `rollout.update_timeout_s`, or if the engine takes
-        longer than `rollout.update_timeout_s` to process one. Raises ValueError naming an unknown
-        or missing tensor. After an error, the engine cannot be used any more."""
+        """Receive the weights that the trainer rank sends, and load them. After an error, the
+        engine can no longer be used.
+
+        Raises TimeoutError if no message arrives for (1 + engines) × `rollout.update_timeout_s`, or
+        if the engine takes longer than `rollout.update_timeout_s` to process one. Raises ValueError
+        naming an unknown or missing tensor.
+        """
         inbox = self._inbox
         assert inbox is not None
         while True:
@@ -142,13 +148,13 @@ class EngineThread:
             inbox.taken()
 
     def sleep(self) -> None:
-        """Release GPU memory until the next update. Running completions pause or finish first
-        (`rollout.weight_updates`)."""
+        """Release GPU memory until the next update. Depending on `rollout.weight_updates`, running
+        completions are paused or finish first."""
         self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
-        """Begin a weight update. The engine samples again after `finish_update`. Running
-        completions pause or finish first (`rollout.weight_updates`)."""
+        """Begin a weight update. Depending on `rollout.weight_updates`, running completions are
+        paused or finish first. Sampling continues after `finish_update`."""
         self._interrupt(lambda engine: engine.begin_update())
 
     def _interrupt(self, act: Callable[[VllmEngine], Iterable[tuple[int, Result]]]) -> None:
@@ -178,7 +184,8 @@ class EngineThread:
         self._await(self._enqueue(run), what)
 
     def stats(self) -> dict[str, float]:
-        """Return totals since the start, and how many groups and recordings the engine holds."""
+        """Return counters since the start, and the number of groups and recordings in the
+        engine."""
         names = ("version", "sampled_tokens", "steps", "fast_steps", "recordings")
 
         def collect(engine: VllmEngine) -> dict[str, float]:
@@ -188,7 +195,7 @@ class EngineThread:
         return self._await(self._enqueue(collect), "the engine's statistics")
 
     def progress(self) -> EngineProgress:
-        """Return the engine's counters immediately, even if a step hangs."""
+        """Return the engine's counters without waiting, even if a step hangs."""
         return EngineProgress(self._steps, self._longest_s, len(self._in_flight))
 
     def close(self) -> None:
@@ -254,7 +261,8 @@ class EngineThread:
         self._in_flight.clear()
 
     def _run_commands(self, engine: VllmEngine, deferred: list[_Command]) -> bool:
-        """Run queued commands, or wait for one if the engine is idle. Returns False to stop."""
+        """Run queued commands, or wait for one if the engine is idle. Returns False if the thread
+        should stop."""
         while True:
             for command in list(deferred):
                 if self._is_due(command, engine):

@@ -1,11 +1,13 @@
-"""A vLLM engine that records its samples, and whose weights can be replaced while it runs. Only one
-thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports vLLM.
+"""A vLLM engine that records its samples, and whose weights can be replaced while it runs.
 
-Conversation turns are added faster than by `LLMEngine.add_request`, which validates each request,
+Only one thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports
+vLLM.
+
+Conversation turns are not added with `LLMEngine.add_request`, which validates each request,
 deep-copies its parameters and hashes every block of its prompt. This takes most of the CPU time of
-a turn. `_TemplatedRequests` adds only the first request of each kind with vLLM's own method, and
-copies it for later requests. It also reuses the block hashes of a conversation's last turn where
-the token ids are unchanged.
+a turn. `_TemplatedRequests` uses vLLM's own method only for the first request of each kind, and
+copies that one for later requests. It also reuses the block hashes of a conversation's last turn
+where the token ids are unchanged.
 """
 
 import time
@@ -70,7 +72,8 @@ _NOT_CUT = "late: had no further token after the time of its group was up (rollo
 
 
 class VllmEngine:
-    """Labels each sampled token with a weight version. The checkpoint is version 0."""
+    """Samples groups and turns with vLLM, and labels each sampled token with the version of the
+    weights. The checkpoint is version 0."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Load the model. Raises ValueError if its architecture does not support recording."""
@@ -126,7 +129,7 @@ class VllmEngine:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds of torch.compile at startup, which are few if its cache was warm."""
+        """Seconds that torch.compile took at startup. A warm cache makes this short."""
         return float(self._llm.vllm_config.compilation_config.compilation_time)
 
     @property
@@ -139,13 +142,13 @@ class VllmEngine:
 
     @property
     def fast_steps(self) -> int:
-        """Number of steps run by `keel.rollout.vllm_fast.scheduler`, if it is used."""
+        """Number of steps run by `keel.rollout.vllm_fast.scheduler`, or 0 if it is not used."""
         return getattr(scheduler_of(self._llm), "fast_steps", 0)
 
     def add(
         self, number: int, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a group or a turn as the job `number`, which `step` yields once it is
+        """Start sampling a group or a turn. `step` yields the result under `number` once it is
         complete. Raises ValueError if the prompt does not fit."""
         recording = RecordingOptions(
             routes=record and self._routes,
@@ -246,8 +249,11 @@ class VllmEngine:
                 yield number, self._jobs.pop(number).result()
 
     def cut(self, number: int) -> list[tuple[int, Result]]:
-        """End each of a job's unfinished completions with its next token, and return the job if it
-        is now complete. Those without any token are dropped, which does not bias the lengths."""
+        """End each of a job's unfinished completions with its next token. Returns the job if it is
+        now complete.
+
+        Completions without any token are dropped, which does not bias the lengths.
+        """
         job = self._jobs[number]
         job.cut = True
         scheduler = scheduler_of(self._llm)
@@ -277,7 +283,7 @@ class VllmEngine:
             self._requests.ended(name)
 
     def sleep(self) -> list[tuple[int, Result]]:
-        """Release GPU memory until the next update. Running completions pause. Returns the jobs
+        """Release GPU memory until the next update, and pause running completions. Returns the jobs
         that were completed by tokens already in flight."""
         completed = self._pause()
         self.updating = self._asleep = True
@@ -285,10 +291,12 @@ class VllmEngine:
         return completed
 
     def begin_update(self) -> list[tuple[int, Result]]:
-        """Begin a weight update. Running completions pause, and resume with the new weights after
-        `finish_update`. vLLM then recomputes the keys and values of their tokens, but each token
-        keeps the route with which it was sampled. Returns the jobs that tokens in flight
-        completed."""
+        """Begin a weight update. Running completions are paused, and resume with the new weights
+        after `finish_update`. Returns the jobs that were completed by tokens already in flight.
+
+        vLLM recomputes the keys and values of paused completions with the new weights, but each
+        token keeps the route with which it was sampled.
+        """
         completed: list[tuple[int, Result]] = []
         if self._asleep:
             self._llm.wake_up(["weights"])
@@ -314,9 +322,11 @@ class VllmEngine:
         call_workers(self._llm, "keel_load_bucket", bucket)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Switch sampling to the new weights. Raises ValueError if tensors are missing, and
-        RuntimeError if the `checksum` does not match the bytes received from the trainer. After an
-        error, the weights stay incomplete."""
+        """Switch sampling to the new weights. After an error, the weights stay incomplete.
+
+        Raises ValueError if tensors are missing, and RuntimeError if the `checksum` does not match
+        the bytes received from the trainer.
+        """
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
         if self._asleep:
@@ -426,7 +436,7 @@ class _TemplatedRequests:
         self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
         self._templates: dict[Hashable, Any] = {}  # vLLM's `EngineCoreRequest` of each kind
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
-        """Conversation, prompt and vLLM's `Request` of each unfinished request."""
+        """The conversation, prompt and vLLM `Request` of each unfinished request."""
         self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []  # stored hashes for the prompt that is being added
         if (hasher := self._core.request_block_hasher) is not None:
@@ -442,9 +452,8 @@ class _TemplatedRequests:
         varying: Mapping[str, int],
         params: Callable[[], SamplingParams],
     ) -> None:
-        """Add a request for one completion with the unique `name`. Two requests have the same
-        `kind` if their `params` differ only in `varying`. Raises ValueError if the request is
-        invalid."""
+        """Add a request for one completion with the unique `name`. Requests of the same `kind` may
+        differ only in the parameters `varying`. Raises ValueError if the request is invalid."""
         ids = np.asarray(context, np.int32)
         prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
         if (template := self._templates.get(kind)) is None:
@@ -481,7 +490,7 @@ class _TemplatedRequests:
             self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
 
     def _hash(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
-        """Replaces vLLM's block hasher: hash only the blocks that have no hash yet."""
+        """Hash only the blocks of a request that have no hash yet. Replaces vLLM's block hasher."""
         if self._known:
             request.block_hashes += self._known
         return hasher(request)

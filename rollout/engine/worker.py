@@ -1,5 +1,5 @@
 """The Ray actor that runs an `EngineThread`. Ray imports this module before the actor's environment
-takes effect, so the module imports neither vLLM nor torch."""
+variables take effect, so it imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RolloutWorker:
         return await asyncio.wrap_future(future)
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:
-        """Load weights, one bucket at a time. `buckets` contains object references."""
+        """Load new weights, one bucket at a time. `buckets` contains object references."""
         await asyncio.to_thread(self._engine.begin_update)
         for bucket in buckets:
             await asyncio.to_thread(self._engine.load_bucket, await bucket)

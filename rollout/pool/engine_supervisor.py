@@ -1,7 +1,9 @@
-"""Starts the pool's engines, updates their weights, puts them to sleep and replaces dead ones. This
-module runs on the pool's thread and never blocks, except while the engines start for the first
+"""Starts the pool's engines, updates their weights, puts them to sleep and replaces dead ones.
+
+This module runs on the pool's thread and never blocks, except while the engines start for the first
 time. Each slot waits for a future until a deadline. When the future resolves or the deadline
-passes, the pool calls `advance`. `StallDetector` finds engines that answer but make no progress."""
+passes, the pool calls `advance`. `StallDetector` finds engines that answer but make no progress.
+"""
 
 import re
 import time
@@ -17,12 +19,12 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineStarted, Sample
 from keel.weights.sync import Transfer, UpdatableEngine
 
 MAX_RESTARTS = 3
-"""Maximum number of restarts of one engine within three hours, or longer if starts and stalls take
-so long that it could not fail this often (see `replace`)."""
+"""Maximum number of restarts of an engine within three hours. The period is longer if starts and
+stalls take so long that an engine could not fail this often (see `replace`)."""
 _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
-"""vLLM's error when another process frees GPU memory during its memory profiling, and the number of
-attempts to start an engine then."""
+"""vLLM's error when another process frees GPU memory during its memory profiling, and how often to
+try to start an engine after this error."""
 _TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")  # such as process and actor ids
 PROGRESS_POLL_S = 2.0
@@ -31,18 +33,22 @@ _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0  # lower bounds, as multiples of the longe
 
 
 class RolloutEngine(UpdatableEngine, Protocol):
-    """The pool's interface to an engine. All methods return immediately. Cancelling a future aborts
-    the work. If the engine died, it fails with `EngineError` and the pool replaces the engine. The
-    pool cannot recover from other errors."""
+    """Interface of an engine in the pool. All methods return immediately. Cancelling a future
+    aborts its work.
+
+    If the engine dies, its futures raise `EngineError` and the pool replaces it. The pool cannot
+    recover from any other error.
+    """
 
     def ready(self) -> Future[EngineStarted]:
-        """Resolves when the engine can sample or, with `rollout.time_share`, when it is asleep."""
+        """Return a future that resolves when the engine can sample or, with `rollout.time_share`,
+        when it is asleep."""
         ...
 
     def sample(
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
-        """Return a future for a `Group` or `TurnResult`."""
+        """Start sampling. The future returns a `Group` or a `TurnResult`."""
         ...
 
     def sleep(self) -> Future[None]: ...
@@ -64,7 +70,7 @@ class _Progress:
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
-    """A slot for one engine in the pool. If the engine dies, a new one takes its place."""
+    """A place for one engine in the pool. If the engine dies, a new one takes its place."""
 
     index: int
     engine: RolloutEngine
@@ -91,7 +97,7 @@ class WeightUpdate:
 
 
 class EngineSupervisor:
-    """Keeps all engines on the weights in `target`, or puts them to sleep once `resting` is set."""
+    """Keeps all engines on the weights in `target`, or puts them to sleep if `resting` is set."""
 
     def __init__(
         self,
@@ -102,7 +108,7 @@ class EngineSupervisor:
         startup_s: float,
         update_s: float,
     ) -> None:
-        """Create a supervisor without starting any engine. `build(i)` begins to start engine i.
+        """Create the supervisor without starting any engine. `build(i)` begins to start engine i.
         `update_s` is the time limit for a weight update, and for an engine to fall asleep."""
         self.slots: list[EngineSlot] = []
         self.update_s = update_s
@@ -112,7 +118,7 @@ class EngineSupervisor:
         self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
         self._started: Stage = "asleep" if config.time_share else "ready"
-        """Stage of an engine that has just started. With `rollout.time_share`, it sleeps."""
+        """Stage of an engine that has just started. With `rollout.time_share`, it is asleep."""
         self._closed = False  # set by `kill`, which may run on a different thread than `start`
 
     @property
@@ -160,7 +166,7 @@ class EngineSupervisor:
                 return
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
-        """Make all engines load the new weights or fall asleep, at the end of their current
+        """Make all engines load the new weights, or fall asleep, once they finish their current
         stage."""
         self.resting = resting
         if target is not None and target is not self.target:
@@ -171,7 +177,7 @@ class EngineSupervisor:
                 self._put_to_sleep(slot)
 
     def kill(self) -> None:
-        """Kill all engines, even if they are being started on another thread."""
+        """Kill all engines, even while another thread is starting them."""
         self._closed = True
         for slot in self.slots:
             slot.engine.kill()
@@ -183,7 +189,7 @@ class EngineSupervisor:
             raise EngineError("the engines were killed while they started")
 
     def advance(self, slot: EngineSlot) -> EngineError | None:
-        """Move a slot to its next stage, once its pending result has arrived or its deadline has
+        """Move a slot to its next stage, after its pending future has resolved or its deadline has
         passed. Returns an error if the engine must be replaced."""
         assert slot.pending is not None
         if not slot.pending.done():
@@ -209,7 +215,7 @@ class EngineSupervisor:
 
     def replace(self, slot: EngineSlot, error: EngineError) -> None:
         """Start a new engine in this slot. Raises EngineError if the slot was restarted too often,
-        or if two starts failed alike."""
+        or if two starts in a row failed with the same error."""
         slot.engine.kill()
         if slot.stage == "starting":
             failure = _NUMBER.sub("#", str(error))
@@ -233,9 +239,12 @@ class EngineSupervisor:
         self._check_updated()
 
     def _check_updated(self) -> None:
-        """Resolve the update once all running engines have the new weights. Those that are
-        restarting load them later. With `rollout.time_share`, the update waits for them as well,
-        because the trainer needs the GPU memory that they use to start."""
+        """Resolve the update once all running engines have the new weights. Engines that are
+        restarting load them later.
+
+        With `rollout.time_share`, the update also waits for restarting engines, because the trainer
+        needs the GPU memory that they use to start.
+        """
         waited_for = self._config.time_share
         rest = [slot for slot in self.slots if slot.stage != "starting" or waited_for]
         if self.target is not None and rest and all(slot.stage == "ready" for slot in rest):
@@ -256,9 +265,12 @@ class EngineSupervisor:
 
 
 class StallDetector:
-    """Detects engines that have work but finish no steps. A process still answers when its GPU
-    hangs, so the pool polls the number of finished steps. Weight updates, sleep and idle time do
-    not count, nor does the first step, which may compile kernels."""
+    """Detects engines that have work but finish no steps.
+
+    A process still answers when its GPU hangs, so the pool polls the number of finished steps. Time
+    spent idle, asleep or in weight updates does not count, nor does the first step, which may
+    compile kernels.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last = clock, clock()
@@ -270,7 +282,8 @@ class StallDetector:
     def poll(
         self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
     ) -> list[tuple[EngineSlot, EngineError]]:
-        """Return the slots of engines that hang, and call `warn` for those that may."""
+        """Return the slots of engines that hang, with an error for each. Calls `warn` for engines
+        that have been slow for a shorter time."""
         now = self._clock()
         if now < self.next_poll:
             return []

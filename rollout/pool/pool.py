@@ -2,10 +2,9 @@
 
 `RolloutPool` accesses engines through a Protocol based on futures. `keel.rollout.pool.ray_engines`
 implements this Protocol with Ray actors. The pool dispatches requests on its own thread, so that
-engines never wait for a busy driver. `EngineSupervisor` manages the state of each engine.
-
-A group goes to the least loaded engine and is never split across engines. A conversation goes back
-to the engine that has its prefix in the KV cache.
+engines never wait for a busy driver. `EngineSupervisor` manages the state of each engine. A group
+goes to the least loaded engine and is never split across engines. A conversation goes back to the
+engine that has its prefix in the KV cache.
 """
 
 import itertools
@@ -57,7 +56,8 @@ class _Request:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Sort key. Evaluation comes first, because the training loop waits for it."""
+        """Sort key for the queue. Evaluation comes first, because the training loop waits for
+        it."""
         return self.purpose != "eval", self.number
 
 
@@ -114,7 +114,7 @@ class RolloutPool:
 
     @property
     def steps(self) -> int:
-        """Total number of decoding steps of all engines. The value may be a few seconds old."""
+        """Total number of decoding steps of all engines. The value can be a few seconds old."""
         return sum(slot.progress.last.steps for slot in self._supervisor.slots)
 
     def start(self) -> tuple[str, ...]:
@@ -134,11 +134,13 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[Group]:
-        """Sample `group_size` completions of `prompt`. Cancelling the future aborts them. The
-        engine stops them after `rollout.timeout_s` from the start of sampling. If an engine dies or
-        stops responding, its groups are sampled again. Evaluation is not recorded. The future fails
-        with the engine's error if the prompt is invalid, and with EngineError if engines keep
-        dying."""
+        """Start sampling `group_size` completions of `prompt`. Cancelling the future aborts them.
+
+        The engine ends completions `rollout.timeout_s` after it starts to sample them. If an engine
+        dies or stops responding, its groups are sampled again. Evaluation is not recorded. The
+        future raises the engine's error if the prompt is invalid, and EngineError if engines keep
+        dying.
+        """
         sampling = sampling or self._config.sampling
         with self._lock:
             draw = self._draws[prompt.prompt_id]
@@ -157,8 +159,8 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
-        """Sample one turn of a conversation, if possible on the engine that sampled the previous
-        one. If that engine dies, the turn is sampled again."""
+        """Start sampling one turn of a conversation, if possible on the engine that sampled the
+        previous turn. If the engine dies, the turn is sampled again."""
         sampling = sampling or self._config.sampling
         label = f"turn of conversation {request.conversation}"
         return self._enqueue(request, sampling, purpose, label, 1, request.max_tokens)
@@ -184,12 +186,14 @@ class RolloutPool:
         return request.result
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
-        """Send new weights to every engine, including engines that restart later. The future
-        resolves once all running engines sample from `version` or a later one. It waits for
-        restarting engines only with `rollout.time_share`. The same version may be sent again to
-        wake sleeping engines. An engine that takes longer than `update_timeout_s` is replaced. The
-        future fails if the weights are invalid. Raises RuntimeError if another update is in
-        flight."""
+        """Send new weights to every engine, including engines that restart later. The same version
+        can be sent again to wake sleeping engines.
+
+        The future resolves once all running engines sample from `version` or a later one. It waits
+        for restarting engines only with `rollout.time_share`. An engine that takes longer than
+        `update_timeout_s` is replaced. The future fails if the weights are invalid. Raises
+        RuntimeError if another update is in flight.
+        """
         update = WeightUpdate(version, transfer)
         with self._lock:
             if self._ended is not None:
@@ -212,8 +216,11 @@ class RolloutPool:
 
     def sleep(self) -> Future[None]:
         """Release the GPU memory of every engine until the next `update`. Engines that are loading
-        weights finish first. If the engines failed for good, the future resolves as well, so that
-        the last checkpoint can use their memory."""
+        weights finish first.
+
+        The future also resolves if the engines failed for good, so that the last checkpoint can use
+        their memory.
+        """
         with self._lock:
             update = self._update
             if update is None or update.done.done():
@@ -315,8 +322,10 @@ class RolloutPool:
         self, request: _Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
     ) -> EngineSlot | None:
         """Choose the engine that has the conversation's prefix, or else the least loaded one.
-        Returns None if the conversation should wait for its own engine, which is full, because no
-        available engine has less than half of its load."""
+
+        Returns None if the conversation should wait for its own engine. This is the case if that
+        engine is full and every other available engine has at least half of its load.
+        """
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
         if not isinstance(request.sample, TurnRequest):
             return chosen
@@ -402,7 +411,7 @@ class RolloutPool:
         return [request for request in self._in_flight.values() if request.slot is slot]
 
     def _replace(self, slot: EngineSlot, error: EngineError) -> None:
-        """Start a new engine in a slot and put the old engine's requests back into the queue."""
+        """Start a new engine in a slot, and put the old engine's requests back into the queue."""
         self._supervisor.replace(slot, error)
         self.say(f"rollout engine {slot.index} is restarted: {error}")
         for request in self._in_slot(slot):

@@ -86,8 +86,8 @@ def ray_pool(
     update_timeout_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> RolloutPool:
-    """Return a pool without starting its engines. `options(i)` returns additional actor options for
-    engine i, at each start."""
+    """Build a pool of engines in Ray actors, without starting them. `options(i)` returns additional
+    actor options each time engine i is started."""
     return RolloutPool(
         spec.config,
         lambda index: _RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
@@ -98,8 +98,8 @@ def ray_pool(
 
 
 def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
-    """Return a future for an actor call, which it can cancel. The errors in `gone` and timeouts
-    inside the actor become `EngineError`."""
+    """Convert an actor call to a future. Cancelling the future cancels the call. The errors in
+    `gone` and timeouts inside the actor become `EngineError`."""
     future = _with_engine_errors(ref.future(), gone)
 
     def cancelled(outer: Future[Any]) -> None:
@@ -111,7 +111,7 @@ def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future
 
 
 def _with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
-    """Convert errors caused by a dead or late engine to `EngineError`."""
+    """Convert errors of a future that a dead or late engine caused to `EngineError`."""
     outer: Future[Any] = Future()
 
     def done(inner: Future[Any]) -> None:

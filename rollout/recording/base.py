@@ -1,7 +1,9 @@
-"""Defines what is recorded for sampled tokens, and selects the recorder. On GPUs, `NativeRecorder`
-reads the outputs of vLLM's Model Runner V2. `PackedRecorder` takes the same data before vLLM
-converts it to Python objects. On CPUs, `V1Recorder` hooks into the V1 runner. All three must pass
-the tests in `tests/rollout/recording/contract.py`."""
+"""Defines what is recorded for sampled tokens, and selects the recorder.
+
+On GPUs, `NativeRecorder` reads the outputs of vLLM's Model Runner V2, and `PackedRecorder` takes
+the same data before vLLM converts it to Python objects. On CPUs, `V1Recorder` hooks into the V1
+runner. All three must pass the tests in `tests/rollout/recording/contract.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +24,30 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _Read = Callable[[Sequence[int], int, int], NDArray[Any]]
-"""`read(blocks, first, tokens)` returns the rows [tokens − first, …] of the request that has these
+"""`read(blocks, first, tokens)` returns the rows [tokens − first, …] of the request with these
 cache blocks, starting at position `first`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The recording of a completion of G tokens after a prompt of P tokens."""
+    """What was recorded for a completion of G tokens after a prompt of P tokens."""
 
     logp: NDArray[np.float32]
     """[G] log-probability of each sampled token, after temperature and truncation. If any value is
     not finite, the completion is dropped and the other fields may be None."""
     sampling_mask: SamplingMasks | None
-    """Sampling masks of the G tokens: the ids that truncation kept. None if sampling was not
-    truncated or if masks are not recorded."""
+    """Sampling masks of the G tokens, which contain the ids that truncation kept. None if sampling
+    was not truncated or if masks are not recorded."""
     routes: NDArray[np.int16] | None
     """[P+G−1−F, L, K] experts chosen in the MoE layers, starting at position F = `routes_from`.
-    Each row was computed with the weights that sampled the next token. Rows for prompt positions
+
+    Each row was computed with the weights that sampled the next token. Rows of prompt positions
     were computed with the weights that sampled the completion's first token. None if the model has
-    no experts or if routes are not recorded."""
+    no experts or if routes are not recorded.
+    """
     selected: NDArray[np.uint8] | None = None
-    """[P+G−1−F, L, b] bitmaps of the positions that sparse attention selected at the same positions
-    as `routes`. None if they are not recorded."""
+    """[P+G−1−F, L, b] bitmaps of the positions that sparse attention selected, for the same rows as
+    `routes`. None if they are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +58,8 @@ class RecordingOptions:
     sampling_mask: bool
     selection: bool = False
     routes_from: int = 0
-    """First position whose routes and selections are recorded. Earlier positions were already
-    recorded by earlier turns."""
+    """First position whose routes and selections are recorded. Earlier turns already recorded the
+    positions before it."""
 
 
 class Recorder(ABC):
@@ -74,7 +78,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def attach(self, engine: LLMEngine) -> None:
-        """Attach the recorder to the engine. Raises ValueError if the model is not supported."""
+        """Attach the recorder to an engine. Raises ValueError if the model is not supported."""
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
         """Return additional `SamplingParams` for a request."""
@@ -86,7 +90,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        """Remove the recording of a finished request and return it. This must be called before the
+        """Remove the recording of a finished request and return it. Must be called before the
         engine's next step. Raises RecordingError if a token is missing."""
 
     def forget(self, request_id: str) -> None:
@@ -99,10 +103,12 @@ class Recorder(ABC):
         return len(self._options)
 
     def _save_before_preemption(self, scheduler: Any, read: _Read, *, group: int = 0) -> None:
-        """Save the routes or selections of requests just before vLLM preempts them. A preempted
-        request loses its keys and values. They are computed again later, possibly with new weights.
-        Recorders that read rows from the same cache slots must therefore read them before the
-        preemption."""
+        """Save the routes or selections of requests just before vLLM preempts them.
+
+        A preempted request loses its keys and values. They are computed again later, possibly with
+        new weights. Recorders that read rows from the same cache slots must therefore read them
+        before the preemption.
+        """
         preempt = scheduler._preempt_request
 
         def patched(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,9 +129,11 @@ class Recorder(ABC):
         self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _Read
     ) -> NDArray[Any]:
         """Return the rows [tokens − first, …] of a request, and delete those saved before a
-        preemption. Rows that were not saved are read with `read`. If a completion was preempted
-        while its last token was in flight, it has no blocks left. All of its rows have been saved
-        in that case."""
+        preemption.
+
+        Rows that were not saved are read with `read`. A completion that was preempted while its
+        last token was in flight has no blocks left, but all of its rows were saved.
+        """
         saved = self._saved.pop(request_id, None)
         if saved is None:
             return read(blocks, first, tokens)
@@ -137,8 +145,8 @@ class Recorder(ABC):
 
 
 def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> str:
-    """Return the name of the recorder for the setting `rollout.recorder`. `full_attention` is
-    defined in `keel.model.load.full_attention`."""
+    """Return the name of the recorder for the setting `rollout.recorder`. `full_attention` is the
+    result of `keel.model.load.full_attention`."""
     name = config.recorder
     if name == "auto" and gpu:
         return "packed" if config.packs(full_attention=full_attention) else "native"
@@ -153,7 +161,7 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
 
 
 def check_count(request_id: str, what: str, recorded: int, expected: int) -> None:
-    """Raise RecordingError unless exactly `expected` entries were recorded."""
+    """Raise RecordingError unless exactly `expected` items were recorded."""
     if recorded != expected:
         raise RecordingError(
             f"request {request_id}: the engine recorded {recorded} {what} instead of {expected}, "
@@ -163,8 +171,10 @@ def check_count(request_id: str, what: str, recorded: int, expected: int) -> Non
 
 def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top_k: int) -> None:
     """Check that every token after the first `top_k` of the context has a selection of `top_k`
-    positions in every layer. Raises RecordingError otherwise. The first row of `selected` is the
-    token at position `first`."""
+    positions in every layer. Raises RecordingError otherwise.
+
+    The first row of `selected` is the token at position `first`.
+    """
     counts = np.bitwise_count(selected[max(0, top_k - first) :]).sum(-1, dtype=np.int64)
     wrong = (counts != top_k).any(-1)
     if wrong.any():
@@ -177,9 +187,11 @@ def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top
 
 
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
-    """Check that every token and every layer has routes. Raises RecordingError for a token without
-    a route. Also raises it for a layer in which all entries are zero, because no router sends every
-    token to expert 0 K times."""
+    """Check that every token has a route in every layer. Raises RecordingError otherwise.
+
+    Also raises it for a layer whose routes are all zero, because no router sends every token to
+    expert 0 K times.
+    """
     unrouted = routes == NO_ROUTE
     if unrouted.any():
         missing = np.flatnonzero(unrouted.any(axis=(1, 2)))

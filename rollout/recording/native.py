@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 WIDEST_MASK = 1024
-"""The top_k for evaluation requests that do not set one, because an engine that returns masks needs
-such a bound. Must equal `keel.rollout.vllm_fast.sample_kernels.WIDEST_TOP_K`."""
+"""The top_k of evaluation requests that do not set one, because an engine that returns masks needs
+a limit on their size. Must equal `keel.rollout.vllm_fast.sample_kernels.WIDEST_TOP_K`."""
 
 
 class NativeRecorder(Recorder):
     """Records from vLLM's outputs: checks and reshapes `routed_experts`, `sampling_mask` and
-    `logprobs`. vLLM does not return the selections of sparse attention, so `SelectionExtension`
-    records them."""
+    `logprobs`.
+
+    vLLM does not return the selections of sparse attention, so `SelectionExtension` records them.
+    """
 
     def engine_args(self) -> dict[str, Any]:
         extension = "keel.rollout.recording.selection.SelectionExtension"
@@ -121,7 +123,8 @@ class NativeRecorder(Recorder):
 
 
 def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
-    """Return the top_k for a request that does not set one, on an engine that returns masks."""
+    """Return the top_k for a request that does not set one, on an engine that returns masks. Raises
+    ValueError if the request is recorded."""
     if sampling.top_k > 0:
         return {}
     if options.routes or options.sampling_mask:
@@ -134,7 +137,7 @@ def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[s
 
 def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
     """Sort the ids in each mask, so that the trainer can check the masks in one pass. Raises
-    RecordingError if a mask does not contain the token that was sampled."""
+    RecordingError if a mask does not contain the sampled token."""
     check_count(request_id, "sampling masks", len(masks), len(output.token_ids))
     rows = np.repeat(np.arange(len(masks)), masks.sizes())
     if (np.diff(masks.ids)[rows[1:] == rows[:-1]] < 0).any():

@@ -1,7 +1,9 @@
-"""Records on Model Runner V2 without creating a Python object for each token. The scheduler keeps
-log-probabilities and sampling masks in arrays that cover whole steps
+"""Records on Model Runner V2 without creating a Python object for each token.
+
+The scheduler keeps log-probabilities and sampling masks in arrays that cover whole steps
 (`keel.rollout.vllm_fast.step_arrays`). Routes stay on the GPU until the request has finished
-(`keel.rollout.vllm_fast.install`)."""
+(`keel.rollout.vllm_fast.install`).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _READ_AHEAD = 16
-"""Maximum number of requests whose routes are read together. All of them finished in the same
-step."""
+"""Maximum number of requests, all finished in the same step, whose routes are read together."""
 
 
 class PackedRecorder(Recorder):
@@ -50,7 +51,8 @@ class PackedRecorder(Recorder):
     def attach(self, engine: LLMEngine) -> None:
         self._engine, self._scheduler = engine, scheduler_of(engine)
         self._ahead: dict[str, NDArray[np.int16]] = {}
-        """Routes of further requests that were read together with one request's routes."""
+        """Routes that were read together with those of another request, but have not been requested
+        yet."""
         engine.collective_rpc("keel_install_fast", args=(self._routes,))
         if self._routes:
             self._scheduler.leave_routes()
@@ -91,8 +93,11 @@ class PackedRecorder(Recorder):
 
     def _finished_rows(self, request_id: str, first: int) -> NDArray[np.int16]:
         """Return the routes of a request that finished in the last step, starting at position
-        `first`. The same call also reads the routes of other requests that finished in that step,
-        and keeps them for later."""
+        `first`.
+
+        The same call reads the routes of other requests that finished in that step, and caches
+        them.
+        """
         if request_id not in self._ahead:
             blocks: dict[str, list[int]] = self._scheduler.finished_blocks
             others = {

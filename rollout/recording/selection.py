@@ -44,8 +44,8 @@ class SelectionTable:
             ) from error
 
     def store(self, chosen: Tensor, slots: Tensor) -> None:
-        """Store the selections of a step: the positions chosen [n, k] int32, padded with −1, of the
-        tokens in slots [n]. Tokens with slot −1 are padding."""
+        """Store the selections of a step: the positions `chosen` [n, k] int32, padded with −1, for
+        the tokens in `slots` [n]. Tokens with slot −1 are padding."""
         (count, words), top_k = self.bitmaps.shape, chosen.shape[1]
         sizes: dict[str, Any] = {"BLOCK": _BLOCK}
         _store[(len(chosen),)](
@@ -71,14 +71,13 @@ def _store(chosen, slots, bitmaps, stride, top_k, count, words, BLOCK: tl.conste
 
 
 _tables: dict[str, SelectionTable] = {}
-"""Table of each layer with an indexer, by the name of its key cache, in layer order."""
+"""Maps the key cache of each layer with an indexer to its table, in layer order."""
 _attention: Any = attention
 _select = _attention.sparse_attn_indexer
 
 
 def _recorded(query: Tensor, layer: str, cache: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Call vLLM's indexer and store its selection. The ninth of the other arguments is the engine's
-    longest context."""
+    """Call vLLM's indexer and store its selection. `args[8]` is the engine's longest context."""
     chosen = _select(query, layer, cache, *args, **options)
     slots = get_forward_context().slot_mapping
     if isinstance(slots, dict) and layer in slots and cache.numel():
@@ -96,7 +95,7 @@ class SelectionExtension(WeightsExtension):
     """Methods that vLLM adds to its workers. They run on all ranks, whose selections are equal."""
 
     def keel_selections(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.uint8]:
-        """Return the bitmaps [tokens − first, L, b] of the request that has these cache blocks. A
+        """Return the bitmaps [tokens − first, L, b] of the request with these cache blocks. A
         bitmap is zero if its token attends to its whole context."""
         (group,) = self.model_runner.kv_cache_config.kv_cache_groups
         size = group.kv_cache_spec.block_size

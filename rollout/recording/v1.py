@@ -1,6 +1,8 @@
-"""Records on the V1 model runner (CPUs), which returns neither routes nor sampling masks. The
-recorder uses three hooks and no patches: the capture function of each router, a forward hook on the
-model, and a forward hook on the last stage of the sampler."""
+"""Records on the V1 model runner (CPUs), which returns neither routes nor sampling masks.
+
+The recorder uses three hooks and no patches: the capture function of each router, a forward hook on
+the model, and a forward hook on the last stage of the sampler.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ from keel.weights.loader import moe_runners
 
 
 class _RouteTable:
-    """Stores the experts of every token that is in the KV cache, indexed by cache slot. A token
-    keeps its slot as long as another token attends to it. Routes can therefore be found through a
-    request's blocks, even after chunked prefills, with shared prefixes, or when tokens are
-    recomputed after a preemption."""
+    """Stores the experts of every token in the KV cache, indexed by cache slot.
+
+    A token keeps its slot as long as another token attends to it. Routes can therefore be found
+    through a request's blocks, even after chunked prefills, with shared prefixes, or when tokens
+    are recomputed after a preemption.
+    """
 
     def __init__(self, runner: Any) -> None:
         groups = runner.kv_cache_config.kv_cache_groups
@@ -89,14 +93,14 @@ class _RouteTable:
         return self._batch.block_table[self.group].get_numpy_array()[row].tolist()
 
     def rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """Return the routes [tokens − first, L, K] of the request that has these cache blocks."""
+        """Return the routes [tokens − first, L, K] of the request with these cache blocks."""
         positions = np.arange(first, tokens)
         begins = np.asarray(blocks, np.int64)[positions // self._block] * self._block
         return self._slots[torch.from_numpy(begins + positions % self._block)].numpy()
 
 
 class _Draws(NamedTuple):
-    """The tokens sampled in one step, with one entry for each row of the batch."""
+    """The tokens sampled in one step, one for each row of the batch."""
 
     tokens: list[int]
     logp: list[float]
@@ -111,7 +115,8 @@ class V1Recorder(Recorder):
     def attach(self, engine: LLMEngine) -> None:
         runner = self._runner = engine.model_executor.driver_worker.model_runner
         self._live: dict[str, list[tuple[_Draws, int]]] = {}
-        """The draws of each unfinished request, each with the request's row in that step."""
+        """Maps each unfinished request to the draws of its steps, with the request's row in
+        each."""
         runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
         if self._routes:
             self._table = _RouteTable(runner)
@@ -138,8 +143,8 @@ class V1Recorder(Recorder):
                 draws.append((step, row))
 
     def _supports(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
-        """Return the ids with a finite log-probability in each row, for requests whose sampling is
-        truncated. Returns None if no request is truncated."""
+        """Return the ids with a finite log-probability in each row, for requests with truncated
+        sampling. Returns None if no request is truncated."""
         options = [self._options.get(name) for name in names[: len(logprobs)]]
         truncated = torch.tensor([each is not None and each.sampling_mask for each in options])
         if not truncated.any():

@@ -1,14 +1,15 @@
 """Installs everything that makes vLLM faster for an engine with the packed recorder.
+
 `AsyncFastScheduler` and `FastExtension` are passed to the engine as arguments
 (`keel.rollout.recording.packed`). After the engine is built, `FastExtension.keel_install_fast`
 replaces parts of each worker's model runner.
 
-`_StepReuse` runs decoding steps that reuse what was prepared for the previous step. vLLM prepares
-every step from scratch: its rows, the state of each request and the attention metadata. For a batch
-with few sequences, this takes longer than the computation on the GPU. In a `_DecodeBatch`, only the
-lengths change from one step to the next, and the GPU can update them. Reuse is possible if vLLM has
-run a step as a CUDA graph and the next step has the same rows. One kernel then advances the rows by
-one token, and the graph is replayed.
+`_StepReuse` runs decoding steps with the inputs that were prepared for the previous step. vLLM
+prepares every step from scratch: its rows, the state of each request and the attention metadata.
+For a batch with few sequences, this takes longer than the computation on the GPU. In a
+`_DecodeBatch`, only the lengths change from one step to the next, and the GPU can update them.
+Inputs can be reused if vLLM has run a step as a CUDA graph and the next step has the same rows. One
+kernel then advances the rows by one token, and the graph is replayed.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -36,16 +37,22 @@ from keel.weights.loader import WeightsExtension, moe_runners
 
 
 class _SlotRoutes:
-    """Stores routes on the GPU, indexed by KV cache slot. It replaces vLLM's
-    `AuxOutputWorkerConnector`, which copies each step's routes to the CPU and sorts them in Python.
-    One kernel per step stores each token's routes under the slot that also holds the token's keys.
-    A token keeps its slot as long as another token attends to it, so routes can be found through a
-    request's blocks, even after chunked prefills, with shared prefixes, or after a preemption."""
+    """Stores routes on the GPU, indexed by KV cache slot.
+
+    Replaces vLLM's `AuxOutputWorkerConnector`, which copies each step's routes to the CPU and sorts
+    them in Python. One kernel per step stores each token's routes under the slot that also holds
+    the token's keys. A token keeps its slot as long as another token attends to it, so routes can
+    be found through a request's blocks, even after chunked prefills, with shared prefixes, or after
+    a preemption.
+    """
 
     def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:
-        """`captured` [N, all layers, K] int32 holds the experts of the current step, and `slots` [≥
+        """Allocate the table. `layers` lists the MoE layers, and `size` is the number of slots in
+        the cache.
+
+        `captured` [N, all layers, K] int32 contains the experts of the current step, and `slots` [≥
         N] the cache slot of each token in it. Both are overwritten in each step, in stream order.
-        `layers` lists the MoE layers, and `size` is the number of slots in the cache."""
+        """
         self._captured, self._slots = captured, slots
         every = list(range(captured.shape[1]))
         self._layers = (
@@ -63,7 +70,7 @@ class _SlotRoutes:
         self._copy_stream = torch.cuda.Stream() if captured.is_cuda else None
 
     def begin_step(self, metadata: Any) -> None:
-        """vLLM calls this before the forward pass."""
+        """Do nothing. vLLM calls this before the forward pass."""
 
     def prepare_output(self, batch: Any) -> None:
         """Store the routes of the step. vLLM calls this after sampling."""
@@ -76,8 +83,8 @@ class _SlotRoutes:
         self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
 
     def rows(self, slots: NDArray[np.int64], *, stored: bool = False) -> NDArray[np.int16]:
-        """Return the routes [len(slots), L, K], after the steps in flight unless all are
-        `stored`."""
+        """Return the routes [len(slots), L, K]. Waits for the steps in flight, unless all routes
+        are already `stored`."""
         with (
             torch.cuda.stream(self._copy_stream) if stored and self._copy_stream else nullcontext()
         ):
@@ -85,7 +92,7 @@ class _SlotRoutes:
             return self._table[index].cpu().numpy()
 
     def close(self) -> None:
-        """vLLM calls this when the engine shuts down."""
+        """Do nothing. vLLM calls this when the engine shuts down."""
 
 
 class FastExtension(WeightsExtension):
@@ -123,14 +130,14 @@ class FastExtension(WeightsExtension):
         )
 
     def keel_routes(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """Return the routes [tokens − first, L, K] of the request that has these cache blocks."""
+        """Return the routes [tokens − first, L, K] of the request with these cache blocks."""
         return self.model_runner.aux_output_connector.rows(self._keel_slots(blocks)[first:tokens])
 
     def keel_finished_routes(
         self, requests: Sequence[tuple[Sequence[int], int]]
     ) -> list[NDArray[np.int16]]:
         """Return the routes [slots from `first` on, L, K] of requests that finished in the last
-        step, each given as (cache blocks, first)."""
+        step. Each request is given as (cache blocks, first)."""
         slots = [self._keel_slots(blocks)[first:] for blocks, first in requests]
         rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), stored=True)
         return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])
@@ -266,7 +273,7 @@ class _StepReuse:
         return known._replace(state=state)
 
     def _run(self, graph: Any, state: Any) -> Tensor:
-        """`state` is used by tests without CUDA graphs."""
+        """Replay the CUDA graph of a step. Tests without CUDA graphs use `state` instead."""
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 
@@ -282,11 +289,14 @@ def advance(
     ids: Tensor,
     slots: Tensor,
 ) -> None:
-    """Fill the first rows of `positions`, `lengths`, `ids` and `slots` for the next step, whose
-    inputs are the tokens sampled last. `requests` [rows] int64 is the request of each row. By
-    request, `computed` [requests] is the number of tokens with keys and values, `sampled`
-    [requests, 1] is the last token, and `table` [requests, blocks] lists the KV blocks of `page`
-    tokens each. On the device `meta`, the kernel is only compiled."""
+    """Prepare the inputs of the next decoding step on the GPU: fill the first rows of `positions`,
+    `lengths`, `ids` and `slots`. The input of each row is the token that it sampled last.
+
+    `requests` [rows] int64 is the request of each row. Indexed by request, `computed` [requests] is
+    the number of tokens with keys and values, `sampled` [requests, 1] the last token, and `table`
+    [requests, blocks] lists the KV blocks of `page` tokens each. On the device `meta`, the kernel
+    is only compiled.
+    """
     rows = len(requests)
     _advance[(triton.cdiv(rows, _BLOCK),)](requests, computed, sampled, table, table.stride(0),
         positions, lengths, ids, slots, rows, PAGE=page, BLOCK=_BLOCK,
@@ -311,7 +321,8 @@ def _advance(
 
 
 def _covers(runner: Any) -> bool:
-    """Return True for a text model with full attention on one GPU with CUDA graphs."""
+    """Return whether steps can be reused: for a text model with full attention on one GPU with CUDA
+    graphs."""
     groups = runner.kv_cache_config.kv_cache_groups
     return (
         runner.vllm_config.parallel_config.world_size == 1

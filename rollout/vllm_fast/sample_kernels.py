@@ -4,10 +4,12 @@ keeps.
 vLLM copies the logits to float32, scans each row many times with one program to truncate it, then
 scans it once to draw the token, and again for the token's log-probability, its rank and its
 sampling mask. Here, all blocks of all rows are read in parallel. If vLLM has already truncated the
-logits, they are read once. Otherwise `truncate` reads them twice. The first pass finds the maxima
-of a thousand groups per row. At least top_k logits are as large as the top_k-th largest maximum,
-which therefore is a lower bound for the kept logits. The second pass finds the logits that reach
-this bound. They are few enough to sort. Everything else uses only the few ids found.
+logits, they are read once.
+
+Otherwise `_truncate` reads them twice. The first pass computes the maxima of a thousand groups
+per row. At least top_k logits are as large as the top_k-th largest maximum, which is therefore a
+lower bound for the kept logits. The second pass collects the logits that are at least this bound.
+They are few enough to sort. Everything else uses only the few ids found.
 
 The result is exact. If several logits at the cutoff are equal, those with the lowest ids are kept,
 and no row keeps more than its top_k. Noise and ties are handled as in vLLM, so the sampled tokens
@@ -40,8 +42,8 @@ _LAST_BIT = tl.constexpr(10)  # of the bound; an error of 2^-13 adds only a few 
 
 @triton.jit
 def _order(logits_ptr, ids, inside, temperature):
-    """Divide logits by the temperature and convert them to integers in the same order. NaN becomes
-    infinity, so that the log-probability becomes NaN and is detected."""
+    """Divide logits by the temperature and convert them to integers that sort in the same order.
+    NaN becomes infinity, so that the log-probability becomes NaN and is detected."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     logits = logits / temperature  # as in vLLM's kernel, to the bit
     logits = tl.where(logits != logits, float("inf"), logits)
@@ -61,8 +63,8 @@ def _maxima(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, maxima_ptr, vocab_size,
     groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum of each of GROUPS groups in one row. A group has every `groups`-th id,
-    because likely ids are often neighbours."""
+    """Compute the maxima of GROUPS groups of logits in one row. A group contains every `groups`-th
+    id, because likely ids are often neighbours."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -78,7 +80,8 @@ def _bound(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find a threshold that at least top_k logits of a row, or else all finite ones, reach."""
+    """Find a threshold such that at least top_k logits of a row are not below it. If fewer logits
+    are finite, all finite ones are above it."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:
@@ -103,7 +106,8 @@ def _file(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, bounds_ptr, keys_ptr,
     found_ptr, vocab_size, ROOM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the sort keys of the logits in one block that reach the row's bound, in no order."""
+    """Collect the sort keys of all logits in a block that are at least the row's threshold, in no
+    particular order."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -129,8 +133,8 @@ def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
 
 @triton.jit
 def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
-    """Store the sort keys of a row's top_k largest logits with many passes, for a flat distribution
-    whose candidates do not fit into the buffer."""
+    """Collect the sort keys of a row's top_k largest logits in many passes. Used for flat
+    distributions, whose candidates do not fit into the buffer."""
     least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, _LEAST)
     for step in range(31):
         higher = least + (1 << (30 - step))
@@ -152,7 +156,8 @@ def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl
 
 @triton.jit
 def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
-    """Store the ids of the candidates that are kept, and return their number."""
+    """Sort the candidates of a row, apply top_k and top_p, and store the ids that remain. Returns
+    their number."""
     place = tl.arange(0, SIZE)
     keys = tl.load(keys_ptr + place, mask=place < found, other=-0x7FFFFFFFFFFFFFFF)
     keys = tl.sort(keys, descending=True)
@@ -176,7 +181,7 @@ def _cut(
     found_ptr, ids_ptr, counts_ptr, vocab_size, width, LIKELY: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find the kept ids of one row, and store them with their number."""
+    """Truncate one row: store the ids that it keeps, and their number."""
     row = tl.program_id(0)
     keys = keys_ptr + row.to(tl.int64) * ROOM
     ids = ids_ptr + row.to(tl.int64) * width
@@ -207,10 +212,13 @@ def _truncate(
     top_p: Tensor,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's kept ids [rows, width] int32, most likely first, and their number [rows]
-    int32. `logits` [rows, V] come directly from the model. `states` [rows] is the index of each
-    row's request. `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request.
-    `width` is at most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0."""
+    """Apply temperature, top-k and top-p to logits. Returns each row's kept ids [rows, width]
+    int32, most likely first, and their number [rows] int32.
+
+    `logits` [rows, V] come directly from the model. `states` [rows] is the index of each row's
+    request. `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request. `width`
+    is at most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0.
+    """
     rows, vocab_size = logits.shape
     device = logits.device
     group = _LARGEST_GROUP
@@ -250,7 +258,8 @@ def _find(
     logits_ptr, logits_row, sampled_ptr, ids_ptr, counts_ptr, bits_ptr, bits_row, vocab_size,
     width, RECORD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find the kept ids in one block of a row, in no particular order, and set their bits."""
+    """Collect the ids in a block of a row that vLLM has not cut off, in no particular order. If
+    `RECORD` is set, also set their bits."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(sampled_ptr + row) > 0:
@@ -285,7 +294,7 @@ def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
 
 @triton.jit
 def _start(counts_ptr, row, width, ROWS: tl.constexpr):
-    """Return the total number of ids in the rows before this one."""
+    """Return the total number of kept ids in the rows before this one."""
     every = tl.arange(0, ROWS)
     counts = tl.load(counts_ptr + every, mask=every < row, other=0)
     return tl.sum(tl.minimum(counts, width))
@@ -296,8 +305,8 @@ def _draw_filed(
     logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
     RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the token, the largest logit and the sum of exponentials of a row whose kept ids are
-    all stored."""
+    """Draw the token of a row whose kept ids are all stored. Returns the token, the largest logit
+    and the sum of exponentials."""
     place = tl.arange(0, WIDTH)
     inside = place < count
     # Ascending, so the lowest id wins ties and the sum is deterministic.
@@ -315,7 +324,8 @@ def _draw_filed(
 
 @triton.jit
 def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
-    """Return the same for a row that keeps more ids than are stored."""
+    """Draw the token of a row that keeps more ids than are stored, from its logits. Returns the
+    token, the largest logit and the sum of exponentials."""
     token = 0
     highest = -float("inf")
     top = -float("inf")
@@ -343,8 +353,8 @@ def _draw(
     SCALE: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of one row, and write its log-probability and, after those of earlier rows,
-    its ids."""
+    """Draw the token of one row. Writes the token, its log-probability and, after the ids of
+    earlier rows, the kept ids."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * logits_row
     ids = ids_ptr + row.to(tl.int64) * width
@@ -374,7 +384,7 @@ def _draw(
 
 
 class SampledRows(NamedTuple):
-    """Tokens, log-probabilities and sampling masks from a step with `rows` requests."""
+    """Tokens, log-probabilities and sampling masks of a step with `rows` requests."""
 
     tokens: Tensor  # [rows, 1] int64 sampled token ids
     logp: Tensor  # [rows, 1] float32 natural log-probabilities over the ids that are kept
@@ -382,7 +392,7 @@ class SampledRows(NamedTuple):
 
 
 class Truncation(NamedTuple):
-    """Per-request truncation parameters (top-k and top-p), stored on the GPU."""
+    """Truncation parameters of each request (top-k and top-p), stored on the GPU."""
 
     top_k: Tensor  # [requests] int32
     top_p: Tensor  # [requests] float32
@@ -400,14 +410,18 @@ def draw(
     record: bool,
     truncation: Truncation | None = None,
 ) -> SampledRows:
-    """Draw a token for each row of `logits` [rows, V].  With `truncation`, temperature and
-    truncation are applied here. Otherwise, the logits must be divided by the temperature and minus
-    infinity for ids that were cut off. `states` [rows] is the index of each row's request, and
-    `positions` [rows] the position of its token. `temperature` and `seeds` are indexed by request.
-    Where `sampled` [rows] is 0 (an unfinished prompt), the mask is empty and the other results are
-    undefined. `width` is the largest top_k among the rows or, without `truncation`, the number of
-    ids that a row usually keeps. All results are new tensors, because a later step may run before
-    they are read."""
+    """Draw a token for each row of `logits` [rows, V].
+
+    If `truncation` is given, temperature and truncation are applied here. Otherwise, the logits
+    must already be divided by the temperature, and be minus infinity for ids that were cut off.
+    `states` [rows] is the index of each row's request, and `positions` [rows] the position of its
+    token. `temperature` and `seeds` are indexed by request. Where `sampled` [rows] is 0 (an
+    unfinished prompt), the mask is empty and the other results are undefined.
+
+    `width` is the largest top_k among the rows or, without `truncation`, the number of ids that a
+    row usually keeps. All results are new tensors, because a later step may run before they are
+    read.
+    """
     rows, vocab_size = logits.shape
     width = min(width, vocab_size, _WIDEST)
     device = logits.device

@@ -47,7 +47,8 @@ _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
 class _StepLogprobs(NamedTuple):
-    """Has the methods of vLLM's `LogprobsTensors`, but no ids or ranks."""
+    """The log-probabilities of a step, with the methods of vLLM's `LogprobsTensors` but no ids or
+    ranks."""
 
     logp: Tensor  # [rows, 1] float32
 
@@ -61,7 +62,7 @@ class _StepLogprobs(NamedTuple):
 
 
 class _KeptSampler(Sampler):
-    """Samples one token per request, and computes a log-probability for that token only."""
+    """Samples one token per request, and computes the log-probability of that token only."""
 
     one_and_none: Tensor  # [2, requests] int32, sampled (1) and rejected (0). Never written.
     unmasked: NDArray[np.bool_]  # [requests] True where sampling masks are not recorded
@@ -82,8 +83,8 @@ class _KeptSampler(Sampler):
 
     @property
     def only_known(self) -> bool:
-        """True if all logits processors are vLLM's own, whose state changes only with the
-        requests."""
+        """True if all logits processors are vLLM's own, whose state changes only when requests are
+        added or removed."""
         return [type(processor) for processor in self.logits_processors] == _PROCESSORS
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
@@ -131,7 +132,7 @@ class _KeptSampler(Sampler):
         return _as_vllm(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
-        """Return True if these requests use only temperature > 0, top-p and a small top-k."""
+        """Return whether these requests use only temperature > 0, top-p and a small top-k."""
         states, thinking = self.sampling_states, self.thinking_budget_state
         if not self.only_known:
             return False
@@ -208,7 +209,7 @@ def _fill(
     top_p: Tensor,
     seeds: Tensor,
 ) -> None:
-    """Fill the first `size` rows with the parameters of `requests`, followed by padding."""
+    """Copy the sampling parameters of `requests` to the first rows, and pad them to `size` rows."""
     grid, rows = (triton.cdiv(size, _BLOCK),), len(requests)
     _gather[grid](requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=_BLOCK)
 
@@ -233,7 +234,7 @@ _Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]  # `_COPIES`, with resu
 
 
 class _SampleGraphs:
-    """Wraps a model runner's `sample` and runs supported steps with CUDA graphs."""
+    """Replaces a model runner's `sample` and runs supported steps as CUDA graphs."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._original = runner, runner.sample
@@ -307,7 +308,8 @@ class _SampleGraphs:
         return self._runner.cudagraph_manager.hidden_states
 
     def _of(self, size: int, width: int) -> _Graphs:
-        """Return the graphs for a batch size, or [] if capturing failed."""
+        """Return the graphs for a batch size, capturing them if necessary, or [] if capturing
+        failed."""
         fixed = self._fixed()
         if self._at != fixed.data_ptr():
             self._at = fixed.data_ptr()
@@ -361,7 +363,8 @@ class _SampleGraphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection, because freeing a tensor would abort a capture."""
+    """Disable garbage collection inside the context, because freeing a tensor would abort a
+    capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -390,7 +393,8 @@ def _empty_like(sampled: SampledRows) -> SampledRows:
 
 
 def install_graphs(runner: Any) -> None:
-    """Use CUDA graphs in a model runner on one GPU with few enough steps in flight."""
+    """Sample with CUDA graphs in a model runner, if it uses one GPU and keeps few enough steps in
+    flight."""
     alone = runner.vllm_config.parallel_config.world_size == 1
     few = runner.vllm_config.max_concurrent_batches <= _COPIES
     if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:

@@ -72,7 +72,7 @@ class _DecodeBatch:
         self._logp = np.empty((_MAX_STEPS, places), np.float32)
         self._starts = np.zeros((_MAX_STEPS, places), np.int64)
         self._sizes = np.zeros((_MAX_STEPS, places), np.int64)
-        """Number of ids in each sampling mask, from `_starts` in `_ids` on."""
+        """Number of ids in each sampling mask. A mask starts at `_starts` in `_ids`."""
         self._ids = np.empty(0, np.int32)
         self._num_ids = 0
         self._with_logp = self._with_masks = False
@@ -84,7 +84,8 @@ class _DecodeBatch:
         return self.received + len(self.in_flight)
 
     def settle(self) -> None:
-        """Update what depends on the requests in the batch, after some have joined or left."""
+        """Update everything that depends on which requests are in the batch. Call this after
+        requests joined or left."""
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
         self.places = np.array(list(present), int)
         self.ids = [request.request_id for request in present.values()]
@@ -93,8 +94,8 @@ class _DecodeBatch:
         self.end = int(self.room.min())
 
     def join(self, request: Request, *, window: int, block: int) -> None:
-        """Let a request join at the next step, before `settle`. `window` is the size of the context
-        window, and `block` the number of tokens per KV block."""
+        """Add a request, starting with the next step. Call `settle` afterwards. `window` is the
+        size of the context window, and `block` the number of tokens per KV block."""
         place, now = self.requests.index(None), self.scheduled
         params: Any = request.sampling_params
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
@@ -116,7 +117,8 @@ class _DecodeBatch:
         self.due[place] = self.room[place] = _NEVER
 
     def as_cached(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
-        """Return the requests of the next step in vLLM's format, with new KV `blocks` by `ids`."""
+        """Return the requests of the next step in vLLM's format. `blocks` contains the new KV
+        blocks of each request in `ids`."""
         now = self.scheduled
         return CachedRequestData(
             req_ids=self.ids,
@@ -161,8 +163,8 @@ class _DecodeBatch:
         return [place for place in self.places.tolist() if not self.live[place]]
 
     def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
-        """Update a request with its state and new `tokens`. With scheduling ahead, `step` is the
-        number of its last step."""
+        """Write a request's counters and its new `tokens` back to vLLM's `Request`. With scheduling
+        ahead, `step` is the number of its last step."""
         request = self.requests[place]
         in_flight = self.scheduled - max(self._known(place), int(self.first[place]))
         request.num_computed_tokens = int(self.computed[place]) + self.scheduled
@@ -174,7 +176,7 @@ class _DecodeBatch:
             request.append_output_token_ids(tokens)
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
-        """Receive the tokens of the oldest step. Returns the batch slots of the requests that end
+        """Record the tokens of the oldest step. Returns the batch slots of the requests that end
         with them, or None if vLLM has to handle the step."""
         step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
         if output.num_nans_in_logits or column + 1 >= self.end:
@@ -222,7 +224,8 @@ class _DecodeBatch:
         begins: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> None:
-        """Store the masks `ids[begins[n]:ends[n]]` of `places[n]` for one step."""
+        """Store the sampling masks of one step. The mask of batch slot `places[n]` is
+        `ids[begins[n]:ends[n]]`."""
         self._with_masks = True
         total = self._num_ids + len(ids)
         if total > len(self._ids):
@@ -233,7 +236,7 @@ class _DecodeBatch:
         self._num_ids = total
 
     def _known(self, place: int) -> int:
-        """Return the number of steps received up to the request's end."""
+        """Return the number of steps received for a request, up to its end."""
         return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
@@ -254,8 +257,8 @@ class _DecodeBatch:
 
 
 def _positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
-    """Return the index of each row's token in a flat array, which is its row if `firsts` is
-    None."""
+    """Return the index of each row's token in a flat array. Without `firsts`, it is the row
+    itself."""
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]
 
 
@@ -351,7 +354,8 @@ class _FastPath(Scheduler):
         return super().reset_prefix_cache(*args, **kwargs)
 
     def has_finished_requests(self) -> bool:
-        """A paused engine with undelivered tokens runs one more (empty) step."""
+        """Also return True if a paused engine has undelivered tokens, so that it runs one more
+        (empty) step."""
         pending = self._undelivered or (self._batch is not None and self._batch.received)
         paused = self._pause_state != PauseState.UNPAUSED
         return bool(paused and pending) or super().has_finished_requests()
@@ -365,7 +369,8 @@ class _FastPath(Scheduler):
     # The batch.
 
     def _new_batch(self) -> _DecodeBatch | None:
-        """Return a batch of all running requests, or None if some of them do more than decode."""
+        """Build a batch of all running requests. Returns None if some of them do more than
+        decode."""
         if (
             not self._possible
             or not self.running
@@ -379,8 +384,8 @@ class _FastPath(Scheduler):
         return batch
 
     def _only_decodes(self, request: Request) -> bool:
-        """Return True if a request only samples one token per step until it ends. The recorder
-        handles its log-probabilities."""
+        """Return whether a request only samples one token per step until it ends, and returns no
+        log-probabilities except to the recorder."""
         params = request.sampling_params
         known = request.num_tokens + request.num_output_placeholders
         return not (
@@ -466,7 +471,8 @@ class _FastPath(Scheduler):
     def _with_others(
         self, batch: _DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
-        """Let vLLM schedule all other requests with the remaining capacity, and merge the steps."""
+        """Let vLLM schedule all other requests with the remaining capacity, and merge its step with
+        that of the batch."""
         count, outside = len(batch.ids), len(self._outside)
         self.running = self._outside
         for name in _LIMITS:
@@ -499,7 +505,8 @@ class _FastPath(Scheduler):
     def _allocate(
         self, batch: _DecodeBatch, due: list[int], ahead: int
     ) -> list[tuple[list[int], ...] | None]:
-        """Allocate KV blocks for the slots in `due`. Returns the new blocks in batch order."""
+        """Allocate KV blocks for the batch slots in `due`. Returns the new blocks in batch
+        order."""
         if not due:
             return [None] * len(batch.ids)
         size, now = self._block_size, batch.scheduled

@@ -1,7 +1,9 @@
 """Stores the log-probabilities and sampling masks of whole steps in flat arrays, on GPU and CPU.
+
 vLLM copies one bit for each id of the vocabulary to the CPU and creates an object for every token.
 This takes longer than computing the tokens. Here, only the kept ids are copied, and they stay in
-arrays until the completion has finished."""
+arrays until the completion has finished.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ UNMASKED = "keel_unmasked"  # key in a request's `extra_args` that turns off its
 
 
 class StepMasks(NamedTuple):
-    """The sampling masks of a step. It has the methods of vLLM's `SamplingMaskTensors`."""
+    """The sampling masks of a step, with the methods of vLLM's `SamplingMaskTensors`."""
 
     counts: Tensor  # [rows] int32
     flat: Tensor  # int32 ids of all rows, one after another, as far as they fit
@@ -37,7 +39,8 @@ class StepMasks(NamedTuple):
         return StepMasks(counts, flat, self.ids.clone(), self.bits)
 
     def tolists(self, num_sampled_tokens: Any = None) -> SamplingMaskLists:
-        """Return the ids `token_ids[offsets[r]:offsets[r + 1]]` that row r kept, ascending."""
+        """Copy the masks to the CPU. The ids that row r kept are `token_ids[offsets[r]:offsets[r +
+        1]]`, in ascending order."""
         counts, width = self.counts.cpu().numpy(), self.ids.shape[1]
         offsets = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -72,7 +75,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(slots=True)
 class PackedRecording:
-    """The log-probabilities and sampling masks of one request, in pieces of one or more tokens."""
+    """The log-probabilities and sampling masks of one request, in arrays of one or more tokens."""
 
     with_masks: bool
     logp: list[NDArray[np.float32]] = field(default_factory=list)
