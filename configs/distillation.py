@@ -13,7 +13,7 @@ from keel.configs.sections.base import Section, knob, require, require_unique
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialistConfig(Section):
-    """A model that is trained with `recipe` on some of the recipe's sources."""
+    """Settings for a model that is trained with `recipe` on some of the recipe's sources."""
 
     name: str
     """Name of the specialist's folder. It may contain letters, digits, `_`, `+` and `-`."""
@@ -34,7 +34,7 @@ class SpecialistConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectConfig(Section):
-    """Selection of completions from the specialists for supervised distillation."""
+    """Settings for selecting the specialists' completions for supervised distillation."""
 
     PATH = "select"
 

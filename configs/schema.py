@@ -1,7 +1,7 @@
-"""All knobs of a run. A recipe (YAML) lists only what differs from these defaults.
+"""All knobs of a run. A recipe (YAML) lists only the differences from these defaults.
 
-Each section (`configs/sections/`) checks its own bounds when it is created, and `Config` checks the
-rules between sections, so every existing `Config` is valid.
+Each section (`configs/sections/`) checks its bounds on creation, and `Config` checks the rules
+between sections, so every `Config` object is valid.
 """
 
 from __future__ import annotations
@@ -202,11 +202,10 @@ class Config(Section):
         self.require(ok, "agents.summary_tokens", rule)
 
     def calls_in_thinking(self, source: SourceConfig) -> bool:
-        """Whether episodes of this source call tools inside the thinking.
+        """Return whether episodes of this source call tools inside the thinking.
 
-        This is the case with the `system_template` tools-in-thinking, and with
-        `agents.tools_in_thinking` unless the template is tools. It is never the case for a source
-        that does not think.
+        True with the `system_template` tools-in-thinking, and with `agents.tools_in_thinking`
+        unless the template is tools. Always False for a source without thinking.
         """
         template = source.system_template
         inside = self.agents.tools_in_thinking and template != "tools"
@@ -219,8 +218,7 @@ class Config(Section):
 
     @property
     def window(self) -> int:
-        """Maximum number of tokens in an episode's context window. This includes the sampled
-        tokens."""
+        """Maximum number of tokens in an episode's context window, including sampled tokens."""
         return self.agents.window or self._longest_completion
 
     @property
@@ -229,8 +227,8 @@ class Config(Section):
 
     @property
     def max_context(self) -> int:
-        """Maximum sequence length in tokens. This is either the longest prompt with the longest
-        completion, or a full context window."""
+        """Maximum sequence length in tokens: the longest prompt plus the longest completion, or a
+        full context window."""
         if not self.data.sources:
             return self.sft.max_context_tokens
         agents = [source.environment.enabled for source in self.data.sources]
@@ -262,7 +260,7 @@ class Config(Section):
         return self.rollout.dtype or self.model.dtype
 
     def budget(self, domain: str) -> BudgetConfig:
-        """Return a domain's limits with all defaults filled in. Only max_sampled_tokens may still
+        """Return the limits of a domain with defaults filled in. Only max_sampled_tokens can still
         be 0, which means no limit."""
         limits, agents = self.data.budgets_by_domain[domain], self.agents
         return BudgetConfig(
@@ -305,8 +303,8 @@ class Config(Section):
             raise ConfigError(f"{variant.full_path()}: {error}") from error
 
     def sampling(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
-        """Return the sampling parameters for `purpose`. If `domain` is given, that domain's
-        completion limit applies. Turns are limited by `budget`."""
+        """Return the sampling parameters for `purpose`, with the completion limit of `domain` if
+        given. The limits of turns are in `budget`."""
         most = self.budget(domain).max_tokens if domain else self.rollout.sampling.max_tokens
         sampling = replace(self.rollout.sampling, max_tokens=most)
         if purpose == "train":
@@ -330,19 +328,17 @@ class Config(Section):
 
     @property
     def group_timeout_s(self) -> float:
-        """Maximum time in seconds to wait for the next group to finish. It includes the time to
-        replace an unresponsive engine and to sample its groups again."""
+        """Maximum time in seconds to wait for the next group to finish, including the time to
+        replace an unresponsive engine and sample its groups again."""
         silent = 2 * self.rollout.silent_s
         started = self.run.startup_timeout_s + self.sending_timeout_s
         return silent + started + self.scoring_timeout_s + self._environment_timeout_s
 
     @property
     def _environment_timeout_s(self) -> float:
-        """Maximum number of seconds that an environment takes in addition to the engine time.
-
-        This includes opening, replying and grading. It also includes the wait for an engine if
-        there are more open episodes than engine slots.
-        """
+        """Maximum time in seconds that an episode needs besides its own sampling: opening the
+        environment, its replies and grading, plus the wait for an engine if there are more open
+        episodes than engine slots."""
         times = [
             source.environment.open_s
             + source.environment.verdict_s
@@ -356,7 +352,7 @@ class Config(Section):
 
     @property
     def sending_timeout_s(self) -> float:
-        """Maximum number of seconds in which a trainer rank sends weights. The rank's engines
-        finish their requests at the same time, and then receive the weights one after another."""
+        """Maximum time in seconds for a trainer rank to send weights. The rank's engines finish
+        their requests at the same time, then receive the weights one after another."""
         engines_per_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
         return (1 + engines_per_rank) * self.rollout.update_timeout_s

@@ -1,7 +1,5 @@
-"""The recipe for `keel synthesize`: the author, its costs, and one family of tasks.
-
-Only the section for the selected `family` is used.
-"""
+"""The recipe for `keel synthesize`: the author, its costs, and one family of tasks. Only the
+section of the selected `family` is used."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _MOST_ANSWERERS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSourceConfig(Section):
-    """A git repository from which to make tasks."""
+    """Settings for a git repository from which to make tasks."""
 
     PATH = "code.sources[]"
 
@@ -55,7 +53,8 @@ class CodeSourceConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTasksConfig(Section):
-    """Tasks made from code changes with tests. Candidates outside a limit are rejected."""
+    """Settings for tasks made from code changes with tests. Candidates outside a limit are
+    rejected."""
 
     PATH = "code"
 
@@ -104,8 +103,8 @@ class CodeTasksConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralConfig(Section):
-    """Tasks for general agents: a database, tools for it, and tasks of rising difficulty.
-    DeepSeek-V3.2 (2025), section 3.2.3."""
+    """Settings for general agent tasks: a database, tools for it, and tasks of increasing
+    difficulty. DeepSeek-V3.2 (2025), section 3.2.3."""
 
     PATH = "general"
 
@@ -154,14 +153,14 @@ class GeneralConfig(Section):
 
 
 def slug(category: str) -> str:
-    """Return a category's folder name."""
+    """Return the folder name of a category."""
     return re.sub(r"\W+", "_", category.lower()).strip("_")[:48]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswererConfig:
-    """An agent that attempts each question. A question that one of these agents answers correctly
-    is too easy and is rejected."""
+    """Settings for an agent that attempts each question. Questions that one of these agents answers
+    correctly are too easy and are rejected."""
 
     system: str = ""
     """Additional system prompt."""
@@ -174,8 +173,9 @@ class AnswererConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTasksConfig(Section):
-    """Questions about rare entities that every answering agent gets wrong and a verification agent
-    confirms. DeepSeek-V3.2 (2025), section 3.2.3."""
+    """Settings for questions about rare entities. A question is kept if every answering agent gets
+    it wrong and a verification agent confirms its reference answer. DeepSeek-V3.2 (2025), section
+    3.2.3."""
 
     PATH = "search"
 
@@ -238,7 +238,8 @@ class SearchTasksConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthorConfig(Section):
-    """A model behind an OpenAI-compatible endpoint that writes, solves or checks tasks."""
+    """Settings for a model behind an OpenAI-compatible endpoint that writes, solves or checks
+    tasks."""
 
     PATH = "author"
 
@@ -251,7 +252,7 @@ class AuthorConfig(Section):
     temperature: float = knob(1.0, ge=0)
     """Sampling temperature. 0: greedy."""
     max_tokens: int = knob(8192, ge=1)
-    """Maximum number of tokens per reply."""
+    """Maximum number of tokens per response."""
     max_concurrent: int = knob(8, ge=1)
     """Maximum number of concurrent requests."""
     timeout_s: float = knob(600.0, gt=0)
@@ -272,7 +273,7 @@ class AuthorConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig(Section):
-    """Limits for all calls together, including those from earlier starts in the same folder."""
+    """Limits for all calls together, including earlier starts in the same folder."""
 
     PATH = "budget"
 
@@ -339,6 +340,6 @@ class SynthesisConfig(Section):
 
 
 def decides_tasks(knob: str) -> bool:
-    """Return whether this knob affects the tasks. If it does, it must not change for an existing
+    """Return whether this knob affects the tasks. If so, it must not change for an existing
     folder."""
     return knob.partition(".")[0] in {"family", "seed", *get_args(_Family)}

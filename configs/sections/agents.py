@@ -12,8 +12,8 @@ from keel.configs.sections.base import ConfigError, Section, knob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig(Section):
-    """An environment in which the policy acts: a Python class or module (`target`) or an MCP server
-    (`command` or `url`). Keel or an agent `program` drives it."""
+    """Settings for the environment in which the policy acts: a Python class or module (`target`) or
+    an MCP server (`command` or `url`). Keel or an agent `program` drives it."""
 
     PATH = "data.sources[].environment"
 
@@ -91,7 +91,7 @@ class EnvironmentConfig(Section):
 
     @property
     def grades(self) -> bool:
-        """True if the environment can grade episodes. An MCP server alone cannot."""
+        """True if the environment can grade episodes, which an MCP server alone cannot."""
         return bool(self.target or self.program)
 
     @property
@@ -123,9 +123,8 @@ class EnvironmentConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsConfig(Section):
-    """Limits for a trajectory in an environment. Each turn is also limited by
-    `rollout.sampling.max_tokens`, and `rollout.timeout_s` limits the time that the whole trajectory
-    spends in engines and tools."""
+    """Limits for a trajectory in an environment. `rollout.sampling.max_tokens` also limits each
+    turn, and `rollout.timeout_s` limits the total time of the trajectory in engines and tools."""
 
     PATH = "agents"
 

@@ -15,7 +15,7 @@ masks is computed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig(Section):
-    """GRPO and the four stabilisers (DeepSeek-V3.2, section 3.1)."""
+    """Settings for GRPO and its four stabilisers (DeepSeek-V3.2, section 3.1)."""
 
     PATH = "algorithm"
 
@@ -86,8 +86,8 @@ class AlgorithmConfig(Section):
 
     @property
     def probes(self) -> int:
-        """Maximum number of tokens per completion or turn for which the probability mass of the
-        sampling mask is computed. The metric alone needs only one token."""
+        """Maximum number of tokens per completion or turn for which to compute the probability mass
+        of the sampling mask. The metric alone needs only one token."""
         return _PROBES if self.kept_mass_coef > 0 else 1
 
     def check_sampling(self, sampling: SamplingConfig) -> None:

@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """The range of a numeric knob. The names are those that pydantic and typer use."""
+    """Bounds of a numeric knob, named as in pydantic and typer."""
 
     ge: float | None = None
     gt: float | None = None
@@ -64,8 +64,7 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
 ) -> T:
-    """Declare a knob with bounds. The section enforces the bounds, and the documentation page on
-    knobs lists them."""
+    """Declare a knob with bounds. The section enforces them, and docs/knobs.md lists them."""
     return field(default=default, metadata={"bounds": _Bounds(ge, gt, le, lt)})
 
 
@@ -75,14 +74,14 @@ def bounds_of(declared: Field[Any]) -> _Bounds | None:
 
 @cache
 def _bounded(section: type[Any]) -> Sequence[tuple[str, _Bounds]]:
-    """Return the knobs of a section that have bounds. Cached, because the layout search creates
+    """Return the knobs of a section that have bounds. Cached because the layout search creates
     thousands of sections."""
     pairs = [(declared.name, bounds_of(declared)) for declared in fields(section)]
     return tuple((name, bounds) for name, bounds in pairs if bounds is not None)
 
 
 class Section:
-    """Base class of the sections of a recipe, which check themselves when they are created."""
+    """Base class for the sections of a recipe, which validate themselves on creation."""
 
     __slots__ = ()
     PATH = ""
@@ -99,7 +98,7 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """Check the rules between knobs. Each number is already known to be within its bounds."""
+        """Check the rules between knobs. The bounds of each knob have already been checked."""
 
     def require(self, ok: bool, name: str, rule: str) -> None:
         if not ok:
@@ -109,15 +108,15 @@ class Section:
             require(False, f"{self.full_path()}.{name}".lstrip("."), value, rule)
 
     def require_kind(self, kind: str, rules: Sequence[tuple[str, object, Sequence[str]]]) -> None:
-        """Check knobs that apply only to some kinds of sources. For all other kinds, such a knob
-        must have its default value."""
+        """Check that knobs for other kinds of sources have their default values. Each rule is a
+        knob's name, its default and the kinds that use it."""
         for name, default, kinds in rules:
             ok = kind in kinds or getattr(self, name) == default
             self.require(ok, name, f"belongs to source: {', '.join(kinds)}")
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
-    """If `ok` is false, raise a `ConfigError` about the knob `name`."""
+    """Raise a ConfigError about the knob `name` if `ok` is false."""
     if not ok:
         raise ConfigError(f"{name} = {value!r}: {rule}")
 
@@ -135,8 +134,8 @@ def require_pass_rates(section: Any) -> None:
 
 
 def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
-    """Check that at least one weight in `rewards` or `others` is not zero. Otherwise, every
-    advantage would be 0."""
+    """Check that `rewards` or `others` have a nonzero weight. Otherwise, every advantage would be
+    0."""
     require(
         any(rewards.values()) or any(others),
         f"{section}.rewards",
@@ -147,7 +146,7 @@ def require_gradient(section: str, rewards: Mapping[str, float], *others: float)
 
 
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
-    """Check an endpoint's URL and the name of its API key variable. Error messages do not quote
+    """Check the URL of an endpoint and the name of its API key variable. Error messages never quote
     values that may be secret."""
     try:
         url = urlsplit(base_url)

@@ -31,7 +31,8 @@ MOST = 10_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthConfig(Section):
-    """Penalty for a completion's length relative to its group (`rewards/length.py`)."""
+    """Settings for the penalty on a completion's length relative to its group
+    (`rewards/length.py`)."""
 
     PATH = "data.sources[].length"
 
@@ -81,7 +82,7 @@ class BudgetConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig(Section):
-    """One source of prompts."""
+    """Settings for one source of prompts."""
 
     name: str
     """Name of the source. Its held-out set is reported as `eval/<name>/pass@1`."""
@@ -261,7 +262,7 @@ class SourceConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig(Section):
-    """The sources of training prompts and held-out sets."""
+    """Settings for the training prompts and the held-out sets."""
 
     PATH = "data"
 
@@ -322,8 +323,8 @@ class DataConfig(Section):
             require(name in names, knob, name, f"no such source{hint}")
 
     def weight_of(self, source: SourceConfig) -> float:
-        """Return a source's training weight. It is 0 if the source is not in `train_on` or all of
-        its prompts are held out."""
+        """Return the training weight of a source. It is 0 if the source is not in `train_on` or all
+        of its prompts are held out."""
         trained = not self.train_on or source.name in self.train_on
         return source.weight if trained and source.holdout != "all" else 0.0
 
@@ -337,8 +338,8 @@ class DataConfig(Section):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The distinct reference models of the KL term. The initial model is written as "". It
-        always comes first, even if no domain uses it."""
+        """Distinct reference models of the KL term. The initial model, written as "", always comes
+        first, even if no domain uses it."""
         used = (s.teacher for s in self.sources if s.kl_coef > 0 and self.weight_of(s) > 0)
         return tuple(dict.fromkeys(("", *used)))
 

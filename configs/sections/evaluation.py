@@ -22,8 +22,8 @@ Context = Literal["as-in-training", "none", "summary", "discard-75", "discard-al
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig(Section):
-    """An OpenAI-compatible endpoint that `keel eval` and `keel filter` sample from instead of the
-    recipe's model. No engine or trainer is started."""
+    """Settings for an OpenAI-compatible endpoint that `keel eval` and `keel filter` sample from
+    instead of the recipe's model. No engine or trainer is started."""
 
     PATH = "endpoint"
 
@@ -54,7 +54,8 @@ class EndpointConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalVariant(Section):
-    """`keel eval`: one way of asking the prompts, which is evaluated next to the other variants."""
+    """`keel eval`: settings for one way of asking the prompts. Each variant is evaluated on all
+    prompts."""
 
     name: str
     """Name in the results. It may contain letters, digits, `.`, `_`, `+` and `-`."""
@@ -83,7 +84,7 @@ class EvalVariant(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig(Section):
-    """Evaluations during training and with `keel eval`."""
+    """Settings for evaluations during training and with `keel eval`."""
 
     PATH = "eval"
 
@@ -152,7 +153,7 @@ class EvalConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig(Section):
-    """`keel filter`: select training prompts by the policy's pass rate."""
+    """`keel filter`: settings for selecting training prompts by the policy's pass rate."""
 
     PATH = "filter"
 

@@ -14,7 +14,7 @@ TINY_MODEL = "tiny"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartConfig(Section):
-    """Supervised warm-up for the tiny model on generated solutions."""
+    """Settings for the supervised warm-up of the tiny model on generated solutions."""
 
     PATH = "model.tiny.cold_start"
 
@@ -36,7 +36,7 @@ class ColdStartConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModelConfig(Section):
-    """Shape of the tiny mixture-of-experts model, whose random weights depend on the run's seed."""
+    """Shape of the tiny mixture-of-experts model. Its random weights depend on the run's seed."""
 
     PATH = "model.tiny"
 
@@ -92,7 +92,7 @@ class TinyModelConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig(Section):
-    """Low-rank adapters, which train a small part of the parameters."""
+    """Settings for low-rank adapters, which train a small fraction of the parameters."""
 
     PATH = "model.lora"
 
@@ -123,8 +123,8 @@ class LoraConfig(Section):
         return self.rank > 0
 
     def parameters(self, projections: Mapping[str, int]) -> int:
-        """Return the number of parameters in the adapters. The argument is described in
-        `ModelFacts.projections`."""
+        """Return the number of adapter parameters. `ModelFacts.projections` describes the
+        argument."""
         return self.rank * sum(projections.get(target, 0) for target in self.targets)
 
 
@@ -133,7 +133,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Section):
-    """The model, its tokenizer and its precision."""
+    """Settings for the model, its tokenizer and its precision."""
 
     PATH = "model"
 
@@ -191,6 +191,6 @@ class ModelConfig(Section):
 
     @property
     def wide_residual(self) -> bool:
-        """True if the residual stream has a higher precision than the inputs and outputs of the
+        """True if the residual stream has higher precision than the inputs and outputs of the
         blocks."""
         return self.residual_dtype == "float32" != self.dtype

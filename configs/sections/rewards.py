@@ -32,7 +32,7 @@ _SERVER_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeServerConfig(Section):
-    """The vLLM servers that `rewards.judge.serve` starts."""
+    """Settings for the vLLM servers that `rewards.judge.serve` starts."""
 
     PATH = "rewards.judge.server"
 
@@ -62,7 +62,8 @@ class JudgeServerConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig(Section):
-    """The model that judges rubrics and proofs, behind any OpenAI-compatible endpoint."""
+    """Settings for the model that judges rubrics and proofs, behind any OpenAI-compatible
+    endpoint."""
 
     PATH = "rewards.judge"
 
@@ -128,10 +129,11 @@ class JudgeConfig(Section):
         return self.server.replicas * self.server.tensor_parallel if self.serve else 0
 
     def check_used(self, *, judged: bool, gpu: bool) -> None:
-        """Check that there is a judge if prompts need one, and that a served judge has prompts.
+        """Raise ConfigError if prompts need a judge and none is set, or if a served judge has no
+        prompts.
 
-        Set `judged` if any prompt has criteria or is a proof, or if any rewards include `refusal`.
-        Set `gpu` if the run has GPUs. Raises `ConfigError` if a check fails.
+        `judged` says whether any prompt has criteria or is a proof, or any rewards include
+        `refusal`. `gpu` says whether the run has GPUs.
         """
         if judged and not self.model:
             raise ConfigError(
@@ -153,7 +155,7 @@ class JudgeConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig(Section):
-    """Sandbox that runs programs in completions against hidden tests."""
+    """Settings for the sandbox that runs code from completions against hidden tests."""
 
     PATH = "rewards.code"
 
@@ -178,7 +180,8 @@ class CodeConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig(Section):
-    """Processes that score completions. `data.sources[].rewards` sets the reward parts."""
+    """Settings for the processes that score completions. `data.sources[].rewards` sets the reward
+    parts."""
 
     PATH = "rewards"
 

@@ -48,7 +48,7 @@ CUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Section):
-    """vLLM engines, their limits, and how they receive new weights."""
+    """Settings for the vLLM engines: their limits, and how they receive new weights."""
 
     PATH = "rollout"
 
@@ -119,10 +119,11 @@ class RolloutConfig(Section):
 
     @property
     def silent_s(self) -> float:
-        """Number of seconds without a group after which an engine is considered dead.
+        """Time in seconds without a finished group after which an engine counts as dead, excluding
+        work between steps.
 
-        A live engine cuts or drops a late group within `CUT_S`. A weight update may keep the engine
-        busy for `update_timeout_s`. Work between steps does not count.
+        A live engine cuts or drops a late group within `CUT_S`, and a weight update can keep it
+        busy for `update_timeout_s`.
         """
         return 1.05 * self.timeout_s + CUT_S + max(CUT_S, self.update_timeout_s)
 

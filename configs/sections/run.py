@@ -11,7 +11,7 @@ from keel.configs.sections.base import Section, knob, require, require_unique
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Section):
-    """Settings of a run: its folder, the number of steps, checkpoints and hardware."""
+    """Settings for a run: its folder, the number of steps, checkpoints and hardware."""
 
     PATH = "run"
 

@@ -14,7 +14,7 @@ TEXT = ("text", "retrieval")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationsConfig(Section):
-    """One source of conversations or text."""
+    """Settings for one source of conversations or text."""
 
     name: str
     """Name of the source. Its held-out loss is reported as `eval/<name>/loss`."""
@@ -110,8 +110,8 @@ class ConversationsConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig(Section):
-    """Supervised fine-tuning and pre-training on text. The sections `run`, `model`, `trainer` and
-    `alarms` apply as in `keel train`."""
+    """Settings for supervised fine-tuning and pre-training on text. The sections `run`, `model`,
+    `trainer` and `alarms` apply as in `keel train`."""
 
     PATH = "sft"
 

@@ -14,7 +14,7 @@ off."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig(Section):
-    """Settings of the trainer: its ranks, ZeRO, parallelism and AdamW."""
+    """Settings for the trainer: its ranks, ZeRO, parallelism and AdamW."""
 
     PATH = "trainer"
 
@@ -109,8 +109,8 @@ class TrainerConfig(Section):
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether attention outputs are kept for the backward pass. ZeRO 3 is excluded: when it
-        recomputes, it gathers weights a different number of times, which PyTorch's checkpointing
+        """True if attention outputs are kept for the backward pass. Not possible with ZeRO 3: when
+        it recomputes, it gathers weights a different number of times, which PyTorch's checkpointing
         rejects."""
         return self.activation_checkpointing and self.keep_attention and self.zero_stage != 3
 
@@ -138,5 +138,5 @@ class TrainerConfig(Section):
 
     @property
     def groups(self) -> int:
-        """Number of rank groups. The ranks in a group share each micro-batch's tokens."""
+        """Number of rank groups. The ranks of a group split the tokens of each micro-batch."""
         return self.ranks // self.sequence_parallel
