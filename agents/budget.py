@@ -47,7 +47,7 @@ class Budget:
     def remaining_s(self, usage: Usage) -> float:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
-    def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
+    def turn_limit(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
         """Return the limit that the next turn will hit first, and the number of tokens left until
         it. A number below 1 means that the limit has already been hit."""
         if usage.turns >= self.turns:
@@ -62,7 +62,7 @@ class Budget:
         return nearest, limits[nearest]
 
 
-def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
+def add_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
     """Return a copy of `usage` that includes one more turn. `repeated` is the number of context
     tokens that an earlier turn already processed."""
     return replace(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
-from keel.agents.budget import Budget, with_turn
+from keel.agents.budget import Budget, add_turn
 from keel.agents.conversation import Conversation
 from keel.agents.types import (
     Environment,
@@ -192,7 +192,7 @@ class Episode:
     async def _speak(
         self, conversation: Conversation, max_tokens: int | None = None
     ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
-        nearest, room = self.budget.room(
+        nearest, room = self.budget.turn_limit(
             self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
         )
         if room < 1:
@@ -203,7 +203,7 @@ class Episode:
             timeout_s=self.budget.remaining_s(self.usage),
         )
         result = await self._sampled(request)
-        self.usage = with_turn(self.usage, result, repeated=request.routes_from)
+        self.usage = add_turn(self.usage, result, repeated=request.routes_from)
         if not len(result.token_ids_N):
             return "deadline"
         parsed = conversation.append(result)

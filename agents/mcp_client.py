@@ -19,7 +19,7 @@ from keel.agents.env_process.process import (
     launch,
     with_deadline,
 )
-from keel.agents.schemas import Arguments, arguments_of
+from keel.agents.schemas import ArgumentValidator, argument_validator
 from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
@@ -66,7 +66,7 @@ class McpEpisode:
         self._session: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._client: Any = None
-        self._arguments: Arguments | None = None
+        self._arguments: ArgumentValidator | None = None
         self._lost: EnvironmentLost | None = None
         self.grades = False
 
@@ -85,7 +85,7 @@ class McpEpisode:
                 transport = self._streams(self._process)
             try:
                 tools = await with_deadline(timeout_s, self._connect(transport))
-                self._arguments = arguments_of(tools)
+                self._arguments = argument_validator(tools)
             except asyncio.CancelledError:
                 await self.close()
                 raise
@@ -126,7 +126,7 @@ class McpEpisode:
         if self._lost is not None or self._arguments is None or self._closing.is_set():
             reason = f"lost before this: {self._lost}" if self._lost else "is not open"
             raise EnvironmentLost("closed", "call", reason)
-        if complaint := self._arguments.complaint(call):
+        if complaint := self._arguments.explain_error(call):
             return ToolResult(text=complaint, failed=True)
         from mcp import MCPError  # noqa: PLC0415
 

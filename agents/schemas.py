@@ -22,7 +22,7 @@ _MATCH_S = 0.1
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-class Arguments:
+class ArgumentValidator:
     """Validates the arguments of tool calls. A schema must not refer to other documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
@@ -39,7 +39,7 @@ class Arguments:
             except ValueError as error:
                 raise ValueError(f"tool {tool.name}: its schema {error}") from error
 
-    def complaint(self, call: ToolCall) -> str:
+    def explain_error(self, call: ToolCall) -> str:
         """Explain to the policy what is wrong with a call, or return "" if it is valid."""
         validator = self._validators.get(call.name)
         if validator is None:
@@ -66,15 +66,15 @@ class Arguments:
         return f"{call.name}: {'; '.join(messages)}" if messages else ""
 
 
-def arguments_of(tools: Sequence[ToolSpec]) -> Arguments:
-    """Return the `Arguments` for `tools`, from a cache shared by episodes with the same tools."""
+def argument_validator(tools: Sequence[ToolSpec]) -> ArgumentValidator:
+    """Return the validator for `tools`, from a cache shared by episodes with the same tools."""
     return _arguments_of(json.dumps([[t.name, t.description, dict(t.parameters)] for t in tools]))
 
 
 @lru_cache(maxsize=64)
-def _arguments_of(text: str) -> Arguments:
+def _arguments_of(text: str) -> ArgumentValidator:
     tools = json.loads(text)
-    return Arguments([ToolSpec(name=n, description=d, parameters=p) for n, d, p in tools])
+    return ArgumentValidator([ToolSpec(name=n, description=d, parameters=p) for n, d, p in tools])
 
 
 def _validator(parameters: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import openai
 from openai import AsyncOpenAI, Timeout
 
-from keel.agents.schemas import arguments_of
+from keel.agents.schemas import argument_validator
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.client import bounded_http
@@ -319,7 +319,7 @@ async def work(
     """Let a model call tools until it stops or a limit is reached. `call` runs the tool calls that
     match the schema of their tool, with its own timeout; invalid ones are answered with an error.
     Exceptions from `author` and `call` propagate."""
-    history, schemas = list(messages), arguments_of(tools)
+    history, schemas = list(messages), argument_validator(tools)
     for _ in range(most_turns):
         reply = await author.ask(history, purpose=purpose, tools=tools)
         history.append(reply.message())
@@ -330,7 +330,7 @@ async def work(
         for one in reply.calls:
             if isinstance(one, Malformed):
                 result = ToolResult(text=f"malformed call: {one.why}", failed=True)
-            elif complaint := schemas.complaint(one):
+            elif complaint := schemas.explain_error(one):
                 result = ToolResult(text=complaint, failed=True)
             else:
                 result = await call(one)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.budget import Budget
-from keel.agents.endpoint.program import AgentProgram, command_of, try_program
+from keel.agents.endpoint.program import AgentProgram, resolve_command, try_program
 from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_process.process import KEEL, Deadlines, EnvSandbox, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
@@ -323,7 +323,7 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
     python = environment.python or sys.executable
     folder = Path(environment.folder or ".").absolute()
     try:
-        command = command_of(environment.program, python=python, folder=folder)
+        command = resolve_command(environment.program, python=python, folder=folder)
         network = "loopback" if environment.network == "none" else "host"
         isolated = wrap(config, source, network=network)
         local = runtime(command[0]).paths if isolated else ()

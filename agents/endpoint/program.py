@@ -85,7 +85,7 @@ class AgentProgram:
         return self.command[-1] if self.is_function else self.command[0]
 
 
-def command_of(program: str, *, python: str, folder: Path) -> list[str]:
+def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
     """Resolve the `program` of a recipe to a command line. It is either a command, looked up in
     `folder`, next to `python` and on the PATH, or a function given as `module:function`."""
     if _FUNCTION.fullmatch(program):

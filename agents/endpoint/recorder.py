@@ -22,16 +22,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget, with_turn
+from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget, add_turn
 from keel.agents.conversation import SegmentRecord, common_prefix, message_of, segments_of
 from keel.agents.endpoint.requests import (
     ApiError,
     ChatRequest,
     Reply,
-    budget_spent,
+    budget_error,
     replace_surrogates,
 )
-from keel.agents.schemas import arguments_of
+from keel.agents.schemas import argument_validator
 from keel.rl.turns import (
     USER_ROLES,
     Chat,
@@ -115,7 +115,7 @@ class TrajectoryRecorder:
             self.refusal = error.message
             self.counts["refused"] += 1
 
-    def mark_lost(self, reply: Reply) -> None:
+    def keep_undelivered(self, reply: Reply) -> None:
         """Keep the response for a client that has disconnected, in case it sends the same request
         again."""
         self._lost.setdefault(reply.request_key, []).append(reply)
@@ -180,7 +180,7 @@ class TrajectoryRecorder:
             return lost.pop(0)
         if (characters := request.characters) > self._budget.characters:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)
-            raise budget_spent(self._budget, "window", tokens)
+            raise budget_error(self._budget, "window", tokens)
         if tools_key not in self._checked_tools:
             await request.check_tools()
             self._checked_tools.add(tools_key)
@@ -226,7 +226,7 @@ class TrajectoryRecorder:
         )
         verbatim = len(message.get("tool_calls", ())) == len(parsed.calls)
         self.index.add(request, keys, turn, verbatim=verbatim)
-        self._usage = with_turn(self._usage, result, repeated=repeated)
+        self._usage = add_turn(self._usage, result, repeated=repeated)
         if message.get("tool_calls"):
             self._count_calls(request, parsed)
         return Reply(
@@ -246,7 +246,7 @@ class TrajectoryRecorder:
                     self._check_open()
                     usage = self.usage
                     sampled = sum(record.sampled_tokens for record in self._records)
-                    limit, room = self._budget.room(
+                    limit, room = self._budget.turn_limit(
                         replace(usage, turns=usage.turns + len(self._sampling)),
                         context=context,
                         sampled=sampled + sum(self._sampling.values()),
@@ -254,7 +254,7 @@ class TrajectoryRecorder:
                     if room > 0:
                         return min(room, max_tokens or room)
                     if not self._sampling or limit in ("window", "deadline"):
-                        raise budget_spent(self._budget, limit, context)
+                        raise budget_error(self._budget, limit, context)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
@@ -308,7 +308,7 @@ class TrajectoryRecorder:
             if not self._sampling:
                 self._idle_since = monotonic()
         if not len(result.token_ids_N):
-            raise budget_spent(self._budget, "deadline")
+            raise budget_error(self._budget, "deadline")
         record.extend(ids)
         try:
             record.append(request, result)
@@ -319,7 +319,7 @@ class TrajectoryRecorder:
     def _count_calls(self, request: ChatRequest, parsed: Parsed) -> None:
         valid = [call for call in parsed.calls if not isinstance(call, Malformed)]
         malformed = len(parsed.calls) - len(valid)
-        invalid = sum(bool(arguments_of(request.tools).complaint(call)) for call in valid)
+        invalid = sum(bool(argument_validator(request.tools).explain_error(call)) for call in valid)
         self._usage = replace(
             self._usage,
             calls=self._usage.calls + len(parsed.calls),
@@ -401,7 +401,7 @@ class _TurnIndex:
     ) -> None:
         """Add a turn and the new messages of its request. Set `verbatim` if the turn's message
         contains everything that was sampled, which makes it trainable."""
-        messages = self._as_recorded(request.messages, keys)
+        messages = self._restore_recorded(request.messages, keys)
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
             if key not in self._keys:
@@ -459,7 +459,7 @@ class _TurnIndex:
                     ids = self._chat.extend(turn.ids, new, thinking=self._thinking)
                     if ids is not None:
                         return turn, ids
-            messages = self._as_recorded(messages, keys)
+            messages = self._restore_recorded(messages, keys)
             ids = self._chat.opening(messages, request.tools, thinking=self._thinking)
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
@@ -473,7 +473,7 @@ class _TurnIndex:
         )
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
-    def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
+    def _restore_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
         """Replace the policy's messages by the recorded ones, because clients may drop the
         thinking."""
         recorded: list[Message] = []
@@ -498,7 +498,11 @@ def _extend_key(key: str, message: Message) -> str:
         message["role"],
         message["content"].strip() if is_turn else message["content"],
         [
-            [call["id"], call["function"]["name"], _whole_floats(call["function"]["arguments"])]
+            [
+                call["id"],
+                call["function"]["name"],
+                _floats_to_integers(call["function"]["arguments"]),
+            ]
             for call in calls
         ],
         message.get("tool_call_id"),
@@ -510,14 +514,14 @@ def _key_of_tools(tools: Sequence[ToolSpec]) -> str:
     return _hash(json.dumps([tool.as_json() for tool in tools], sort_keys=True))
 
 
-def _whole_floats(value: Any) -> Any:
+def _floats_to_integers(value: Any) -> Any:
     """Convert whole floats such as 1.0 to integers, as many clients do."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
-        return {k: _whole_floats(item) for k, item in cast(Mapping[str, Any], value).items()}
+        return {k: _floats_to_integers(item) for k, item in cast(Mapping[str, Any], value).items()}
     if isinstance(value, list):
-        return [_whole_floats(item) for item in cast(list[Any], value)]
+        return [_floats_to_integers(item) for item in cast(list[Any], value)]
     return value
 
 

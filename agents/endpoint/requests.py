@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget
-from keel.agents.schemas import arguments_of
+from keel.agents.schemas import argument_validator
 from keel.rl import strict_json
 from keel.rl.turns import USER_ROLES, Message, ToolSpec
 from keel.rl.types import FinishReason
@@ -73,7 +73,7 @@ def invalid_field(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
-def budget_spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
+def budget_error(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
     """Create the error for an exhausted budget. Its status code tells clients not to retry."""
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
@@ -221,7 +221,7 @@ class ChatRequest(_Model):
             limit = f"must have at most {_MAX_TOOL_CHARACTERS:,} characters as JSON"
             raise invalid_field("tools", limit)
         try:
-            await asyncio.to_thread(arguments_of, self.tools)
+            await asyncio.to_thread(argument_validator, self.tools)
         except ValueError as error:
             raise invalid_field("tools", str(error)) from error
 

@@ -98,7 +98,7 @@ class Endpoint:
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._models)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
         app.router.add_post("/t/{name}/v1/messages", self._chat)
-        app.router.add_route("*", "/t/{name}/mcp/{key}", self._tools)
+        app.router.add_route("*", "/t/{name}/mcp/{key}", self._handle_mcp)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         logger = logging.getLogger(f"{__name__}.http")
         logger.addFilter(_is_our_fault)
@@ -116,11 +116,13 @@ class Endpoint:
         try:
             await self._runner.setup()
             loop = asyncio.get_running_loop()
-            listener = await loop.create_server(self._accept, "127.0.0.1", 0)
+            listener = await loop.create_server(self._accept_connection, "127.0.0.1", 0)
             self._listeners.append(listener)
             self._port = listener.sockets[0].getsockname()[1]
             path = Path(self._folder) / _SOCKET
-            self._listeners.append(await loop.create_unix_server(self._accept, str(path)))
+            self._listeners.append(
+                await loop.create_unix_server(self._accept_connection, str(path))
+            )
             # As open as the port, since a sandbox's user may be another. The keys protect it.
             path.parent.chmod(0o711)
             path.chmod(0o666)
@@ -162,7 +164,7 @@ class Endpoint:
                 return trajectory.recorder
         raise KeyError(name)
 
-    def _accept(self) -> web.RequestHandler:
+    def _accept_connection(self) -> web.RequestHandler:
         """Create the handler for a new connection. If there are too many connections, close the
         oldest idle one, or the newest if none is idle."""
         assert self._runner is not None and self._runner.server is not None
@@ -235,7 +237,7 @@ class Endpoint:
             raise ApiError(401, message, code="invalid_api_key")
         return place
 
-    async def _tools(self, request: web.Request) -> web.StreamResponse:
+    async def _handle_mcp(self, request: web.Request) -> web.StreamResponse:
         """Handle a JSON-RPC message of an MCP client. The key is part of the URL, because MCP
         clients send no API key."""
         if request.method != "POST":
@@ -286,12 +288,12 @@ class Endpoint:
             async with asyncio.timeout(_READ_S):
                 return await _send(request, chat_request, reply)
         except (TimeoutError, ConnectionError):
-            recorder.mark_lost(reply)
+            recorder.keep_undelivered(reply)
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()  # the client is gone
         except asyncio.CancelledError:
-            recorder.mark_lost(reply)
+            recorder.keep_undelivered(reply)
             raise
 
 

@@ -36,7 +36,7 @@ from keel.agents.env_process.process import (
     open_channel,
     with_deadline,
 )
-from keel.agents.schemas import Arguments, arguments_of
+from keel.agents.schemas import ArgumentValidator, argument_validator
 from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
@@ -67,7 +67,7 @@ class Hosted:
         self._starting = starting
         self._fork_server = fork_server
         self._process: ChildProcess | None = None
-        self._arguments: Arguments | None = None
+        self._arguments: ArgumentValidator | None = None
         self._lost: EnvironmentLost | None = None
         self._closed = False
         self.grades = True
@@ -112,7 +112,7 @@ class Hosted:
         try:
             opening = _parsed(_OpeningReply, reply)
             specs = tuple(ToolSpec(**dict(tool)) for tool in opening.tools)
-            self._arguments = arguments_of(specs)
+            self._arguments = argument_validator(specs)
         except ValueError as error:
             raise await self._fail("start", "open", f"{program.target}: {error}") from error
         self.grades = opening.grades
@@ -122,7 +122,7 @@ class Hosted:
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         if self._arguments is None:
             raise self._lost or EnvironmentLost("closed", "call", "it was not opened")
-        if complaint := self._arguments.complaint(call):
+        if complaint := self._arguments.explain_error(call):
             return ToolResult(text=complaint, failed=True)
         request = {
             "do": "call",

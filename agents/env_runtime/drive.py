@@ -27,7 +27,7 @@ from contextlib import suppress
 from typing import Any
 
 from keel.agents.env_runtime.episode import take_channel
-from keel.agents.env_runtime.processes import adopt_orphans, end_with_parent, limit_memory
+from keel.agents.env_runtime.processes import adopt_orphans, die_with_parent, limit_memory
 
 _MAX_BYTES = 1 << 20
 _MAX_ENV_BYTES = 100_000
@@ -35,7 +35,7 @@ _MAX_ENV_BYTES = 100_000
 _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_URL")
 
 
-def _forward(path: str) -> int:
+def _forward_port(path: str) -> int:
     """Open a loopback port that forwards connections to the unix socket `path`. Returns the port
     number."""
     import asyncio  # noqa: PLC0415  (only a sandbox without a network needs it)
@@ -80,7 +80,7 @@ def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
                 last_line[0] = line[-_MAX_BYTES:]
 
 
-def _exit_code(process: Any) -> int:
+def _wait_for_exit(process: Any) -> int:
     """Wait for the program to exit and return its exit code. Meanwhile, reap orphans, because the
     sandbox limits the number of processes."""
     while True:
@@ -103,7 +103,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         env["KEEL_TASK"] = task
     if request["socket"] is not None:
         try:
-            port = _forward(request["socket"])
+            port = _forward_port(request["socket"])
         except OSError as error:
             return {
                 "cannot": f"no socket can be opened here ({error}): the sandbox of a driven "
@@ -125,7 +125,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             env=env,
-            preexec_fn=end_with_parent,
+            preexec_fn=die_with_parent,
         )
     except (OSError, ValueError) as error:
         return {"cannot": f"cannot run {command[0]}: {error}"}
@@ -135,7 +135,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         target=_copy_lines, args=(process.stdout.fileno(), last_line), daemon=True
     )
     copying.start()
-    code = _exit_code(process)  # Keel keeps the deadline, and kills
+    code = _wait_for_exit(process)  # Keel keeps the deadline, and kills
     copying.join(0.5)  # a background process may hold the pipe open
     verdict = None
     with suppress(OSError), open(paths["verdict"], "rb") as file:
@@ -145,7 +145,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    end_with_parent()
+    die_with_parent()
     adopt_orphans()  # to be found and killed
     requests, replies = take_channel()
     result = _run(json.loads(requests.readline()))

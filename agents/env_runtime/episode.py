@@ -27,13 +27,13 @@ from keel.agents.env_runtime.tool_objects import (
     EnvironmentGone,
     InvalidEnvironment,
     Object,
+    await_result,
     bind_arguments,
     error_location,
     error_text,
-    functions_of,
     methods_of,
     parameters_of,
-    resolve,
+    public_functions,
 )
 
 Request = dict[str, Any]
@@ -88,7 +88,7 @@ class _Episode:
         seed = request["seed"]
         random.seed(0)  # draws at import are the same for all episodes
         if not is_address(request["target"]):
-            load(request["target"])
+            load_object(request["target"])
         random.seed(seed)
         self._environment = make(request)
         random.seed(seed)
@@ -134,7 +134,7 @@ def call_function(target: str) -> None:
     written to KEEL_VERDICT: a string is the answer, a number or a dict of numbers is the verdict,
     and `(verdict, facts)` adds facts."""
     sys.path.insert(0, os.getcwd())
-    function = load(target)
+    function = load_object(target)
     if not callable(function):
         raise InvalidEnvironment(f"{target} is not a function")
     with open(os.environ["KEEL_TASK_FILE"], encoding="utf-8") as file:
@@ -151,7 +151,7 @@ def call_function(target: str) -> None:
         if one.name in values or one.default is one.empty or one.kind is one.VAR_KEYWORD
     ]
     positional, named = bind_arguments(target, parameters, values)
-    result = resolve(function(*positional, **named))
+    result = await_result(function(*positional, **named))
     if result is None:
         return
     parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
@@ -172,9 +172,9 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
     """Import the modules that every episode needs, before forking."""
     late: tuple[str, ...] = (CLIENT,)
     if not is_address(target):
-        load(target)
+        load_object(target)
         if action:
-            load(action)
+            load_object(action)
         name = target.partition(":")[0]
         module = sys.modules[_module_name(name) if name.endswith(".py") else name]
         late = getattr(module, "PRELOAD", ())
@@ -183,7 +183,7 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
             importlib.import_module(name)
 
 
-def load(target: str) -> Any:
+def load_object(target: str) -> Any:
     """Load an object given as `module:name`, `module` or `file.py:name`. Each is loaded once per
     process."""
     if target in _loaded:
@@ -238,10 +238,10 @@ def make(request: dict[str, Any]) -> Any:
     rest = {key: value for key, value in arguments.items() if key not in options}
     if is_address(target):
         return OpenEnv(RemoteSession(target, **rest), **options)
-    value = load(target)
+    value = load_object(target)
     if kind == "openenv" or (kind == "auto" and is_openenv(value)):
         action = rest.pop("action", None)
-        return OpenEnv(WrappedObject(value(**rest), action and load(action)), **options)
+        return OpenEnv(WrappedObject(value(**rest), action and load_object(action)), **options)
     if kind == "auto":
         no_object = inspect.isroutine(value) or inspect.ismodule(value)
         kind = "class"
@@ -250,7 +250,7 @@ def make(request: dict[str, Any]) -> Any:
         elif hasattr(value, "reset") and hasattr(value, "step"):
             kind = "game"
     if kind == "functions":
-        functions = functions_of(value)
+        functions = public_functions(value)
         if not functions:
             raise InvalidEnvironment(f"{target} has no public function to be a tool")
         return Object(None, functions)

@@ -201,7 +201,7 @@ class OpenEnv:
             ]
             if not self._tools:
                 raise InvalidEnvironment(f"the environment lists no tools: {listing}")
-        text = "\n\n".join(filter(None, (self._rules, _text_of(first))))
+        text = "\n\n".join(filter(None, (self._rules, _observation_text(first))))
         system = [one for one in task.get("messages", ()) if one["role"] == "system"]
         messages = [*system, {"role": "user", "content": text}] if text else None
         return {"messages": messages, "tools": self._tools}
@@ -216,7 +216,9 @@ class OpenEnv:
         self._total += float(reward or 0.0)
         self._steps += 1
         failure = observation.get("error") if self._backend.has_tools else None
-        text = str(cast(_Data, failure).get("message")) if failure else _text_of(observation)
+        text = (
+            str(cast(_Data, failure).get("message")) if failure else _observation_text(observation)
+        )
         return {"text": text, "failed": bool(failure), "done": self._over}
 
     def reply(self, turn: _Data) -> None:
@@ -230,7 +232,7 @@ class OpenEnv:
         self._backend.close()
 
 
-def _text_of(observation: _Data) -> str:
+def _observation_text(observation: _Data) -> str:
     """Convert an observation to text: the result of a tool call, the value of its only field, or
     JSON."""
     fields = {k: v for k, v in observation.items() if k not in _HIDDEN_FIELDS and v is not None}

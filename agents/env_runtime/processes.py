@@ -20,7 +20,7 @@ _adopts = False
 """True once this process adopts its orphaned descendants."""
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies."""
     _prctl(_PDEATHSIG, 9)
 
@@ -28,7 +28,7 @@ def end_with_parent() -> None:
 def protect_process() -> None:
     """Protect the process that computes the verdict: other processes cannot read its memory, and it
     ends with its parent."""
-    end_with_parent()
+    die_with_parent()
     _prctl(_DUMPABLE, 0)
 
 
@@ -84,7 +84,7 @@ def adopt_orphans() -> None:
     _adopts = True
 
 
-def stop_all() -> None:
+def kill_descendants() -> None:
     """Kill all descendants. Raises TimeoutError if some survive, for example because they keep
     forking."""
     deadline = time.monotonic() + _KILL_S

@@ -60,7 +60,7 @@ class Tool:
 
     def __call__(self, arguments: dict[str, Any]) -> str:
         values = {key: _value_of(self._hints.get(key, Any), arguments[key]) for key in arguments}
-        return text_of(resolve(self._function(**values)))
+        return text_of(await_result(self._function(**values)))
 
 
 def text_of(value: Any) -> str:
@@ -72,7 +72,7 @@ def text_of(value: Any) -> str:
 _loop: Any = None
 
 
-def resolve(value: Any) -> Any:
+def await_result(value: Any) -> Any:
     """Return the value, or the result of the coroutine after running it on the episode's event
     loop."""
     global _loop
@@ -103,7 +103,7 @@ class Object:
         self._tools_from_task = False
 
     def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
-        result = self._invoke("opening", task=task, seed=seed)
+        result = self._call_reserved("opening", task=task, seed=seed)
         messages = [{"role": "user", "content": result}] if isinstance(result, str) else result
         offered = getattr(self._target, "offered", None)  # set by `opening`
         tools: list[Any] = list(self._tools) if offered is None else list(offered)
@@ -123,7 +123,7 @@ class Object:
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if self._tools_from_task:
-            text = text_of(resolve(self._target.call(name, arguments)))
+            text = text_of(await_result(self._target.call(name, arguments)))
         else:
             text = self._tools[name](arguments)
         return {"text": text, "done": self.done}
@@ -142,11 +142,11 @@ class Object:
         )
 
     def reply(self, turn: dict[str, Any]) -> Any:
-        text = self._invoke("reply", text=str(turn.get("content") or ""))
+        text = self._call_reserved("reply", text=str(turn.get("content") or ""))
         return {"role": "user", "content": text} if isinstance(text, str) else text
 
     def verdict(self, messages: list[Any], finish_reason: str) -> dict[str, Any]:
-        result = self._invoke("verdict", messages=messages, finish_reason=finish_reason)
+        result = self._call_reserved("verdict", messages=messages, finish_reason=finish_reason)
         parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
         if parts is None:
             if hasattr(self._target, "verdict"):
@@ -155,16 +155,16 @@ class Object:
         return {"parts": parts if isinstance(parts, dict) else {"correct": parts}, "facts": facts}
 
     def close(self) -> None:
-        self._invoke("close")
+        self._call_reserved("close")
 
-    def _invoke(self, name: str, **values: Any) -> Any:
+    def _call_reserved(self, name: str, **values: Any) -> Any:
         """Call a reserved method with the parameters that it declares. Returns None if the object
         does not define it."""
         method = getattr(self._target, name, None)
         if method is None:
             return None
         positional, named = bind_arguments(name, parameters_of(method), values)
-        return resolve(method(*positional, **named))
+        return await_result(method(*positional, **named))
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -206,7 +206,7 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
     return {name: getattr(target, name) for name in names}
 
 
-def functions_of(target: Any) -> dict[str, Callable[..., Any]]:
+def public_functions(target: Any) -> dict[str, Callable[..., Any]]:
     """Collect functions by name from a module (its public functions), a list, or a single
     function."""
     if inspect.ismodule(target):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def with_instructions(
+def add_instructions(
     messages: Sequence[Mapping[str, Any]], *instructions: str
 ) -> list[dict[str, Any]]:
     """Add instructions to the system message. The question stays unchanged, because its language

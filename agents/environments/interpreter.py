@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.env_runtime.processes import socket_folder
-from keel.agents.environments import with_instructions
+from keel.agents.environments import add_instructions
 
 CELL_S = 120.0
 """Time limit for a cell in seconds (DeepSeek-V3.2, 2025, Appendix B, Table 7)."""
@@ -68,7 +68,7 @@ class Interpreter:
         names = _put_files(own_words.get("files") or (), self._files, self._where)
         self._start()
         text = f"The working directory of the tool has {', '.join(names)}." if names else ""
-        return with_instructions(task["messages"], text)
+        return add_instructions(task["messages"], text)
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints, and the value of its last expression.

@@ -16,7 +16,7 @@ from keel.agents.environments.code.environment import Repository
 from keel.agents.environments.code.files import apply_edit, number_lines
 from keel.agents.environments.code.languages import REPO
 from keel.agents.environments.demonstrations import Demonstration, demonstrate
-from keel.agents.environments.general.author_code import SUBMIT, tools_of
+from keel.agents.environments.general.author_code import SUBMIT, load_tools
 from keel.agents.environments.interpreter import Interpreter
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search
@@ -83,7 +83,7 @@ def _answers(text: str) -> Calls:
 @_demonstrations("prices")
 def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
     """Generate conversations about looking up prices. The hasty ones guess the answer."""
-    (spec,) = (tool.spec for tool in tools_of(tasks.PRICE_TOOLS, {}).values())
+    (spec,) = (tool.spec for tool in load_tools(tasks.PRICE_TOOLS, {}).values())
     keys = ("name", "description", "parameters")
     specs = [{key: one[key] for key in keys} for one in (spec, SUBMIT)]
     shop = tasks.draw_prices(draw)

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keel.agents.environments.code.languages import LANGUAGES, ProjectLanguage, is_grading, matches
+from keel.agents.environments.code.languages import (
+    LANGUAGES,
+    ProjectLanguage,
+    is_grading,
+    matches_pattern,
+)
 from keel.agents.environments.code.tree import Entry, Tree, is_safe
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeSourceConfig
@@ -59,7 +64,7 @@ class Candidate:
         return self.changed(lambda path: is_grading(self.language, path))
 
     def test_files(self) -> list[str]:
-        return [path for path in self.harness if matches(path, self.language.tests)]
+        return [path for path in self.harness if matches_pattern(path, self.language.tests)]
 
     def patch(self, paths: Sequence[str]) -> str:
         return "".join(_diff(path, self.base.get(path), self.after.get(path)) for path in paths)

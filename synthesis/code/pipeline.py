@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.environments.code.languages import REPO, matches
+from keel.agents.environments.code.languages import REPO, matches_pattern
 from keel.agents.types import Transcript, Unscored
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
@@ -275,7 +275,7 @@ def _check_change(candidate: Candidate, limits: CodeTasksConfig) -> None:
     added, removed = _added_and_removed(candidate.patch(sources))
     tested = any(candidate.after.get(path) for path in candidate.test_files())
     new_sources = any(path not in candidate.base for path in sources)
-    build_files = any(matches(path, language.steers) for path in candidate.harness)
+    build_files = any(matches_pattern(path, language.steers) for path in candidate.harness)
     mib = sum(len(entry[1]) for tree in trees for entry in tree.values()) / 2**20
     changed = (*gold, *candidate.harness)
     text = all(is_text(tree.get(path)) for path in changed for tree in trees)

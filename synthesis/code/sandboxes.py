@@ -22,13 +22,13 @@ from typing import Any, Literal, cast
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.process import Deadlines, Program
 from keel.agents.environments.code.environment import find_packages, normalize_name
-from keel.agents.environments.code.languages import matches
+from keel.agents.environments.code.languages import matches_pattern
 from keel.agents.environments.code.tree import (
     Entry,
     Tree,
-    erase,
+    encrypt,
+    erase_folder,
     overlay,
-    seal,
     tree_as_json,
     tree_from_json,
 )
@@ -76,7 +76,7 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
         "harness": harness,
         "harness_gone": gone,
         "canary_in": changed[0].rpartition("/")[0] if changed else "",
-        "canary_at": [path for path in changed if at_the_end and matches(path, patterns)],
+        "canary_at": [path for path in changed if at_the_end and matches_pattern(path, patterns)],
         "canary": False,
         "f2p": [],
         "p2p": [],
@@ -143,7 +143,7 @@ class CodeSandboxes:
 
     def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:
         key = secrets.token_bytes(32)
-        write(self.folder / "sealed" / name, seal(dict(instance), key))
+        write(self.folder / "sealed" / name, encrypt(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
 
     @asynccontextmanager
@@ -269,7 +269,7 @@ class PrefixBuilder:
                 if isinstance(error, Rejected):
                     self._refused[name] = (error.gate, error.reason)
                 # Episodes could read it, and no list names its packages.
-                await asyncio.to_thread(erase, str(self._rooms.folder / "prefixes" / name))
+                await asyncio.to_thread(erase_folder, str(self._rooms.folder / "prefixes" / name))
                 (self._rooms.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
                 raise
             fields = {"name": name, "setup": built.setup, "test": built.test}
@@ -290,7 +290,7 @@ class PrefixBuilder:
         manifests = {
             path: hashlib.sha256(entry[1]).hexdigest()
             for path, entry in sorted(candidate.base.items())
-            if matches(path, language.manifests)
+            if matches_pattern(path, language.manifests)
         }
         scripts = [source.setup or language.setup, source.test or language.test]
         text = json.dumps([source.name, source.language, scripts, manifests, dict(source.env)])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from keel.agents.schemas import Arguments
+from keel.agents.schemas import ArgumentValidator
 from keel.rl.turns import ToolCall
 from keel.synthesis.author import gather_or_cancel, tool_spec_of
 from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
@@ -43,7 +43,7 @@ async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
         "typed", environment, "describe", each_s=rooms.config.call_s
     )
     try:
-        Arguments([tool_spec_of(spec) for spec in specs.values()])
+        ArgumentValidator([tool_spec_of(spec) for spec in specs.values()])
         _ = [spec["returns"] for spec in specs.values()]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise Rejected("typed", f"the tools' schemas: {error}") from error

@@ -27,9 +27,9 @@ from keel.agents.environments.search.documents import (
     SearchIndex,
     ensure_index,
     excerpt,
-    terms,
+    search_terms,
 )
-from keel.agents.environments.search.environment import named_library
+from keel.agents.environments.search.environment import load_library
 from keel.agents.types import EnvironmentLost, ToolResult, Transcript, Unscored
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
@@ -394,7 +394,7 @@ def _search_of(config: GeneralConfig) -> _Search | None:
     index: Library
     try:
         if config.library:
-            index = named_library(config.library, config.options)
+            index = load_library(config.library, config.options)
         else:
             index = SearchIndex(ensure_index(Path(config.documents).expanduser()))
             if not len(index):
@@ -404,7 +404,7 @@ def _search_of(config: GeneralConfig) -> _Search | None:
         raise ConfigError(f"general.{where} = {getattr(config, where)}: {error}") from error
 
     def search(query: str) -> str:
-        words = terms(query)
+        words = search_terms(query)
         if not words:
             raise ValueError("the query contains no words")
         results: list[dict[str, str]] = []

@@ -21,8 +21,13 @@ from typing import Any, Self
 
 import yaml
 
-from keel.agents.environments.search.documents import Library, SearchIndex, ensure_index, squeeze
-from keel.agents.environments.search.environment import named_library
+from keel.agents.environments.search.documents import (
+    Library,
+    SearchIndex,
+    ensure_index,
+    letters_and_digits,
+)
+from keel.agents.environments.search.environment import load_library
 from keel.configs.sections.base import ConfigError
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.specs import Rubric
@@ -83,7 +88,7 @@ class SearchPipeline:
         library: Library
         try:
             if config.library:
-                library = named_library(config.library, config.options)
+                library = load_library(config.library, config.options)
                 arguments: dict[str, Any] = {
                     "library": config.library,
                     "options": dict(config.options),
@@ -301,7 +306,7 @@ def _candidates(index: SearchIndex) -> set[str]:
             names.append(document.title)
         for name in (*names, *_capitalised(document.text, plain, alone)):
             least = _MIN_SIGNS if ord(name[0]) > 0x2FFF else _MIN_LETTERS
-            if len(name) <= _MAX_NAME and len(squeeze(name)) >= least:
+            if len(name) <= _MAX_NAME and len(letters_and_digits(name)) >= least:
                 result.add(name)
     # A word that is capitalized only at the start of sentences is not a name.
     return {name for name in result if name not in alone or name.lower() not in plain}

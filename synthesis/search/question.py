@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from keel.agents.environments.search.documents import Library, SearchIndex, squeeze, terms
-from keel.agents.environments.search.environment import Search, quote_fault
+from keel.agents.environments.search.documents import (
+    Library,
+    SearchIndex,
+    letters_and_digits,
+    search_terms,
+)
+from keel.agents.environments.search.environment import Search, explain_invalid_quote
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.specs import Rubric
 from keel.rewards.language import detected
@@ -276,15 +281,17 @@ def check_quote(gate: str, name: str, quote: str, search: Search) -> None:
     document = search.opened.get(name)
     if document is None:
         raise Rejected(gate, f"{name!r} was not opened; name documents you read")
-    if wrong := quote_fault(quote, document):
+    if wrong := explain_invalid_quote(quote, document):
         raise Rejected(gate, wrong)
 
 
 def _separate_quotes(evidence: Sequence[Evidence], search: Search) -> int:
     places: list[tuple[str, int, int]] = []
     for one in evidence:
-        start = squeeze(search.opened[one.document].text).find(squeeze(one.quote))
-        places.append((one.document, start, start + len(squeeze(one.quote))))
+        start = letters_and_digits(search.opened[one.document].text).find(
+            letters_and_digits(one.quote)
+        )
+        places.append((one.document, start, start + len(letters_and_digits(one.quote))))
     count, document, last = 0, "", 0
     for name, start, end in sorted(places):
         count += name != document or start >= last
@@ -301,9 +308,9 @@ def _check_chain(evidence: Sequence[Evidence], search: Search, index: SearchInde
     rare: dict[str, set[str]] = {name: set() for name in documents}
     for one in evidence:
         rare[one.document] |= {
-            term for term in set(terms(one.quote)) if index.frequency(term) <= most
+            term for term in set(search_terms(one.quote)) if index.frequency(term) <= most
         }
-    words = {name: set(terms(f"{d.title}\n{d.text}")) for name, d in documents.items()}
+    words = {name: set(search_terms(f"{d.title}\n{d.text}")) for name, d in documents.items()}
     linked, others = [evidence[0].document], set(documents) - {evidence[0].document}
     for name in linked:  # grows while it is read
         new = [o for o in others if rare[name] & words[o] or rare[o] & words[name]]
@@ -320,12 +327,12 @@ def _check_chain(evidence: Sequence[Evidence], search: Search, index: SearchInde
 def _check_answer(draft: Draft, library: Library, *, depth: int) -> None:
     """Check that the evidence contains the answer, but neither the question nor the first search
     result for it does. Raises Rejected otherwise."""
-    spellings = [squeeze(one) for one in (draft.answer, *draft.also)]
+    spellings = [letters_and_digits(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")
-    if not any(spellings[0] in squeeze(one.quote) for one in draft.evidence):
+    if not any(spellings[0] in letters_and_digits(one.quote) for one in draft.evidence):
         raise Rejected("evidence", f"no quote contains the answer {draft.answer!r}")
-    if any(one in squeeze(draft.text) for one in spellings):
+    if any(one in letters_and_digits(draft.text) for one in spellings):
         raise Rejected("own words", "the question contains its answer")
     if depth > 1:
         try:
@@ -333,7 +340,7 @@ def _check_answer(draft: Draft, library: Library, *, depth: int) -> None:
         except Exception as error:  # a search API raises anything
             raise Rejected("own words", f"the search for the question failed: {error}") from error
         for hit in hits:
-            if spellings[0] in squeeze(hit.snippet):
+            if spellings[0] in letters_and_digits(hit.snippet):
                 raise Rejected("own words", "a search for the question itself shows the answer")
 
 
@@ -343,16 +350,16 @@ class AcceptedQuestions:
     facts: set[tuple[str, frozenset[str]]] = field(default_factory=set[tuple[str, frozenset[str]]])
 
     def check(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        reply, result = squeeze(question), frozenset(terms(question))
+        reply, result = letters_and_digits(question), frozenset(search_terms(question))
         if reply in self.questions:
             raise Rejected("duplicate", "the question exists already")
-        if answer and (squeeze(answer), frozenset(documents)) in self.facts:
+        if answer and (letters_and_digits(answer), frozenset(documents)) in self.facts:
             raise Rejected("duplicate", "a question with this answer and evidence exists already")
         for other in self.questions.values():
             if len(result & other) >= _ALIKE * len(result | other):
                 raise Rejected("duplicate", "a nearly identical question exists already")
 
     def add(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        self.questions[squeeze(question)] = frozenset(terms(question))
+        self.questions[letters_and_digits(question)] = frozenset(search_terms(question))
         if answer:
-            self.facts.add((squeeze(answer), frozenset(documents)))
+            self.facts.add((letters_and_digits(answer), frozenset(documents)))

@@ -22,7 +22,7 @@ from keel.agents.env_runtime.tool_objects import (
     bind_arguments,
     parameters_of,
 )
-from keel.agents.schemas import Arguments
+from keel.agents.schemas import ArgumentValidator
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, asynchronous, episode, program, transcript, use
@@ -95,8 +95,8 @@ def test_hints_and_docstrings_become_schemas() -> None:
 )
 def test_valid_arguments_arrive_as_hinted(hint: Any, value: Any, converted: Any) -> None:
     shape = {"type": "object", "properties": {"x": _schema_of(hint, "x")}}
-    known = Arguments([ToolSpec(name="t", description="", parameters=shape)])
-    assert known.complaint(ToolCall(call_id="1", name="t", arguments={"x": value})) == ""
+    known = ArgumentValidator([ToolSpec(name="t", description="", parameters=shape)])
+    assert known.explain_error(ToolCall(call_id="1", name="t", arguments={"x": value})) == ""
     result = _value_of(hint, value)
     assert result == converted and type(result) is type(converted)
 
@@ -180,7 +180,9 @@ def test_runtime_needs_only_python_3_9() -> None:
 
 def complaint(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
     tool = ToolSpec(name="f", description="", parameters={"type": "object", **schema})
-    return Arguments([tool]).complaint(ToolCall(call_id="c", name="f", arguments=arguments))
+    return ArgumentValidator([tool]).explain_error(
+        ToolCall(call_id="c", name="f", arguments=arguments)
+    )
 
 
 def check(schema: dict[str, Any], value: Any) -> str:

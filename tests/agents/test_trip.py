@@ -14,8 +14,8 @@ from keel.agents.environments.trip.environment import (
     _a_plan,
     _band_holds,
     _band_of,
-    answers,
-    checks,
+    check_plan,
+    is_solvable,
     judge,
     make_task,
     solve,
@@ -37,13 +37,13 @@ SMALL = replace(
 
 
 def right(world: World, task: TripTask, answer: str) -> bool:
-    return all(checks(world, task, answer).values())
+    return all(check_plan(world, task, answer).values())
 
 
 def solution(seed: int, level: int) -> tuple[World, TripTask, str]:
     world, task = make_task(seed, LEVELS[level])
     trip = Trip(ready=(world, task))
-    assert answers(trip, solve(task)) and trip._submitted is not None
+    assert is_solvable(trip, solve(task)) and trip._submitted is not None
     return world, task, trip._submitted
 
 
@@ -118,7 +118,7 @@ def test_verifier_and_solver_match_brute_force(rule: str) -> None:
             assert all(judge(world, task, plan).values()) == expected, plan
             good += expected
         trip = Trip(ready=(world, task))
-        assert answers(trip, solve(task)) == (good > 0)
+        assert is_solvable(trip, solve(task)) == (good > 0)
         possible += good > 0
         if good:
             assert trip.verdict()[0] == {"correct": 1.0, "share": 1.0, "progress": 1.0}

@@ -23,10 +23,10 @@ from keel.agents.environments.code.languages import LANGUAGES, REPO
 from keel.agents.environments.code.tree import (
     Tree,
     UnreadableTree,
+    decrypt,
     read_tree,
     tree_as_json,
     tree_from_json,
-    unseal,
     write_tree,
 )
 
@@ -143,7 +143,7 @@ class Repository:
             )
         processes.adopt_orphans()
         with open(os.path.join(self._folder, "sealed", reward["instance"]), "rb") as file:
-            self._instance = unseal(file.read(), bytes.fromhex(reward["key"]))
+            self._instance = decrypt(file.read(), bytes.fromhex(reward["key"]))
         self._base = tree_from_json(self._instance.pop("base"))
         self._harness = tree_from_json(self._instance.pop("harness"))
         self._prefix = os.path.join(self._folder, "prefixes", self._instance["prefix"])
@@ -153,7 +153,7 @@ class Repository:
         if where := self._copy_of_project():
             raise RuntimeError(where)
         write_tree(REPO, tree)
-        self._env = grading.environment(self._prefix, self._instance["env"])
+        self._env = grading.command_environment(self._prefix, self._instance["env"])
         language = LANGUAGES[self._instance["language"]]
         status, output = self._shell(language.check, _CHECK_S)
         if status != 0:
@@ -211,7 +211,7 @@ class Repository:
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
         try:
-            processes.stop_all()
+            processes.kill_descendants()
             written = read_tree(
                 REPO, max_mib=_MAX_MIB, skip=lambda path: os.path.basename(path) in _SKIPPED
             )
@@ -264,7 +264,7 @@ class RepositoryWorkshop(Repository):
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)
         self._gold = tree_from_json(self._instance.pop("gold"))
-        self._env = grading.environment(self._prefix, self._instance["env"])
+        self._env = grading.command_environment(self._prefix, self._instance["env"])
 
     def tests(self, gold: bool) -> str:
         """Run all tests and return the results as JSON. If `gold` is set, the gold patch is applied
@@ -281,12 +281,12 @@ class RepositoryWorkshop(Repository):
     def set_up(self, script: str, within_s: float) -> str:
         """Run a setup script in the unchanged repository. Returns its outcome and the new files as
         JSON."""
-        processes.stop_all()
+        processes.kill_descendants()
         for folder in (*grading.WRITABLE, self._prefix):
-            grading.erase(folder)
+            grading.erase_folder(folder)
         write_tree(REPO, self._base)
         status, output = self._shell(script, within_s)
-        processes.stop_all()
+        processes.kill_descendants()
         tree = read_tree(REPO, max_mib=512, skip=_is_leftover)
         new = {path: entry for path, entry in tree.items() if path not in self._base}
         if os.path.islink(f"{REPO}/node_modules"):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from keel.agents.env_runtime import processes
 from keel.agents.environments.code.languages import LANGUAGES, REPO, is_grading
-from keel.agents.environments.code.tree import Tree, erase, overlay, write_tree
+from keel.agents.environments.code.tree import Tree, erase_folder, overlay, write_tree
 
 WRITABLE = ("/tmp", "/dev/shm")
 _WORDS = (
@@ -40,7 +40,7 @@ class Results(NamedTuple):
     seconds: float = 0.0
 
 
-def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
+def command_environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of all commands."""
     where = os.path.dirname(sys.executable)
     return {
@@ -93,20 +93,20 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     for path in instance["canary_at"]:
         if path in tree:
             tree = {**tree, path: ("f", tree[path][1] + "".join(ends).encode())}
-    processes.stop_all()
+    processes.kill_descendants()
     for folder in WRITABLE:
-        erase(folder)
+        erase_folder(folder)
     if os.path.lexists(REPO):
         raise OSError(f"{REPO} could not be emptied")
     write_tree(REPO, tree)
     folder = f"/tmp/results-{secrets.token_hex(8)}"
     os.mkdir(folder)
-    env = environment(prefix, {**instance["env"], "JUNIT": folder})
+    env = command_environment(prefix, {**instance["env"], "JUNIT": folder})
     command = ["/bin/bash", "-c", instance["test"]]
     began = time.monotonic()
     _, output = processes.run(command, env=env, folder=REPO, within_s=instance["tests_s"])
     seconds = round(time.monotonic() - began, 3)
-    processes.stop_all()
+    processes.kill_descendants()
     tests = _read_results(folder)
     separate = {test: nonce for test in tests for nonce in canaries if nonce in test}
     embedded = {test: good for test in tests for nonce, good in inside.items() if nonce in test}

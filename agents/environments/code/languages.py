@@ -237,7 +237,7 @@ LANGUAGES = {
 }
 
 
-def matches(path: str, patterns: Iterable[str]) -> bool:
+def matches_pattern(path: str, patterns: Iterable[str]) -> bool:
     """Check whether a path matches a pattern of `ProjectLanguage`."""
     *folders, name = path.split("/")
     for pattern in patterns:
@@ -253,4 +253,4 @@ def is_grading(language: ProjectLanguage, path: str) -> bool:
     """Check whether a file affects grading. The policy's version of such a file is ignored."""
     # Readers of these files may ignore case: Python finds plugins in X.DIST-INFO.
     steers = [pattern.lower() for pattern in language.steers]
-    return matches(path, language.tests) or matches(path.lower(), steers)
+    return matches_pattern(path, language.tests) or matches_pattern(path.lower(), steers)

@@ -72,7 +72,7 @@ def write_tree(root: str, tree: Tree) -> None:
                 file.write(data)
 
 
-def erase(folder: str) -> None:
+def erase_folder(folder: str) -> None:
     """Delete everything in a folder except mounts, whatever the permissions and however deep."""
     subprocess.run(
         ["/bin/sh", "-c", _ERASE, "sh", folder],
@@ -119,13 +119,13 @@ def tree_from_json(value: dict[str, list[str]]) -> Tree:
     return {path: (kind, text.encode("latin-1")) for path, (kind, text) in value.items()}
 
 
-def seal(content: dict[str, Any], key: bytes) -> bytes:
+def encrypt(content: dict[str, Any], key: bytes) -> bytes:
     """Encrypt a file. Never use a key for more than one file."""
     data = zlib.compress(json.dumps(content).encode(), 6)
     return _xor(hashlib.sha256(data).digest() + data, key)
 
 
-def unseal(data: bytes, key: bytes) -> dict[str, Any]:
+def decrypt(data: bytes, key: bytes) -> dict[str, Any]:
     """Decrypt a file. Raises ValueError if the key is wrong or the file was modified."""
     plain = _xor(data, key)
     if hashlib.sha256(plain[_DIGEST_BYTES:]).digest() != plain[:_DIGEST_BYTES]:

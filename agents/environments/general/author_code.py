@@ -40,7 +40,12 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn, cast, get_type_hints
 
 from keel.agents.env_runtime.processes import protect_process
-from keel.agents.env_runtime.tool_objects import InvalidEnvironment, Tool, error_text, functions_of
+from keel.agents.env_runtime.tool_objects import (
+    InvalidEnvironment,
+    Tool,
+    error_text,
+    public_functions,
+)
 
 SHIPPED = Path(__file__).parent / "shipped"
 
@@ -73,7 +78,7 @@ class Folder:
         return connection
 
 
-def folders(names: Sequence[str]) -> list[Folder]:
+def resolve_folders(names: Sequence[str]) -> list[Folder]:
     """Resolve names to environment folders. A name can be an environment's folder, a folder of
     several environments, or `shipped`."""
     environments: list[Folder] = []
@@ -126,7 +131,7 @@ _CLOCK = re.compile(
 """SQLite functions that return random values or can read the clock."""
 
 
-def parsed(source: str, part: Part) -> ast.Module:
+def parse_code(source: str, part: Part) -> ast.Module:
     """Parse an author's code. Raises InvalidEnvironment if it does not parse or uses a forbidden
     feature."""
     try:
@@ -315,7 +320,7 @@ def _shut() -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def tools_child(folder: Folder, seed: int) -> Child:
+def start_tools(folder: Folder, seed: int) -> Child:
     """Start a process that runs the tools. It answers {"do": "describe"} with the tool
     descriptions, and {"do": "call", "name", "arguments"} with the result as text."""
 
@@ -326,7 +331,7 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
         def answer(request: _Message) -> Any:
             if not tools:
-                tools.update(tools_of(source, database))
+                tools.update(load_tools(source, database))
                 random.seed(seed)
             if request["do"] == "describe":
                 return {name: tool.spec for name, tool in tools.items()}
@@ -339,16 +344,16 @@ def tools_child(folder: Folder, seed: int) -> Child:
     return Child(run)
 
 
-def tools_of(source: str, database: Any) -> dict[str, Tool]:
+def load_tools(source: str, database: Any) -> dict[str, Tool]:
     """Execute the source of tools.py and return its public functions as tools. Every tool needs
     type hints and a docstring."""
-    tree = parsed(source, "tools")
+    tree = parse_code(source, "tools")
     module = ModuleType("tools")
     vars(module).update(_namespace("tools"), database=database)
     sys.modules["tools"] = module  # dataclasses look up their module there
     _run(lambda: exec(compile(tree, "tools.py", "exec"), vars(module)), "tools.py")
     tools: dict[str, Tool] = {}
-    for name, given in functions_of(module).items():
+    for name, given in public_functions(module).items():
         if name == SUBMIT["name"]:
             raise InvalidEnvironment(f"tool {name}: that name is taken: it submits the answer")
         tools[name] = tool = Tool(name, given)
@@ -376,7 +381,7 @@ SUBMIT: dict[str, Any] = {
 }
 
 
-def answer_of(text: str) -> Any:
+def parse_answer(text: str) -> Any:
     """Parse a submitted answer as JSON, or return the text if it is not valid JSON."""
     try:
         answer = json.loads(text)
@@ -387,14 +392,16 @@ def answer_of(text: str) -> Any:
     return answer
 
 
-def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
+def run_verifier(
+    folder: Folder, number: int, answer: Any, within_s: float
+) -> dict[str, bool] | str:
     """Run the verifier on an answer and a fresh database. Returns which requirements are met, or an
     error message if the verifier fails."""
 
     def run(channel: _Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
         _shut()
-        verify = _function(source, "verify", f"verify_{number}", 2)
+        verify = _compile_function(source, "verify", f"verify_{number}", 2)
 
         _serve(channel, lambda request: verify(request["answer"], database))
 
@@ -411,7 +418,7 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
     return demands
 
 
-def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
+def start_solution(source: str, number: int, returns: dict[str, str]) -> Child:
     """Start a process that runs a solution. For each tool call, it sends {"call": name,
     "arguments"} and expects {"text"} or {"failed"}. At the end, it sends {"is": the answer}."""
 
@@ -427,19 +434,19 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
             return call
 
         _shut()
-        solve = _function(source, "solve", f"solve_{number}", 1)
+        solve = _compile_function(source, "solve", f"solve_{number}", 1)
         tools = type("Tools", (), {name: staticmethod(named(name)) for name in returns})()
         channel.send({"is": _run(lambda: solve(tools), "the solution")})
 
     return Child(run)
 
 
-def _function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
+def _compile_function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
     """Compile the function `name`, with only the imports directly before it. Raises
     InvalidEnvironment if the source contains anything but functions and imports."""
     pieces: dict[str, list[ast.stmt]] = {}
     imports: list[ast.stmt] = []
-    for node in parsed(source, part).body:
+    for node in parse_code(source, part).body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
         if isinstance(node, ast.FunctionDef) and not node.decorator_list:

@@ -18,11 +18,11 @@ from keel.agents.environments.general.author_code import (
     Child,
     ChildEnded,
     Folder,
-    answer_of,
-    folders,
-    solving_child,
-    tools_child,
-    verified,
+    parse_answer,
+    resolve_folders,
+    run_verifier,
+    start_solution,
+    start_tools,
 )
 
 
@@ -35,7 +35,7 @@ class General:
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
         """Load the environments in `folder`. An answer counts as wrong if its verifier takes longer
         than `verify_s` seconds."""
-        self._folders = folders([folder] if isinstance(folder, str) else folder)
+        self._folders = resolve_folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s
         self._tools: Child | None = None
         self._submitted: str | None = None
@@ -44,7 +44,7 @@ class General:
 
     def opening(self, task: Mapping[str, Any], seed: int) -> str:
         self._folder, self._number = self._named(task)
-        self._tools = tools_child(self._folder, seed)
+        self._tools = start_tools(self._folder, seed)
         chosen = self._folder.tasks()[self._number]
         specs: dict[str, Any] = self._asked({"do": "describe"})
         if missing := [name for name in chosen["tools"] if name not in specs]:
@@ -91,8 +91,8 @@ class General:
         `correct` is 1 only if all are."""
         if self._submitted is None:
             return {"correct": 0.0, "share": 0.0}, {"submitted": False}
-        answer = answer_of(self._submitted)
-        met = verified(self._folder, self._number, answer, self._verify_s)
+        answer = parse_answer(self._submitted)
+        met = run_verifier(self._folder, self._number, answer, self._verify_s)
         if isinstance(met, str):  # caused by the answer: the pipeline checked the verifier
             return {"correct": 0.0, "share": 0.0}, {"submitted": True, "verifier": met}
         share = sum(met.values()) / len(met)
@@ -112,7 +112,7 @@ class Solution:
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         spec = task["reward"]
-        self._child = solving_child(spec["source"], spec["number"], spec["returns"])
+        self._child = start_solution(spec["source"], spec["number"], spec["returns"])
 
     def go(self, said: dict[str, Any]) -> Any:
         """Send the result of the last tool call. Returns the next call, or {"is": the answer} at
@@ -151,7 +151,7 @@ class AuthorWorkshop:
         )
 
     def _told(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        child = tools_child(self._folder, self._seed)
+        child = start_tools(self._folder, self._seed)
         try:
             replies: list[dict[str, Any]] = []
             for request in requests:
@@ -168,7 +168,7 @@ class AuthorWorkshop:
     def verdicts(self, number: int, answers: list[Any]) -> Any:
         """Verify each answer in a separate process. Returns which requirements it meets, or an
         error message."""
-        return [verified(self._folder, number, answer, self._within_s) for answer in answers]
+        return [run_verifier(self._folder, number, answer, self._within_s) for answer in answers]
 
     def strings(self, most: int) -> list[str]:
         """Return up to `most` distinct strings of the database, in order."""

@@ -60,14 +60,14 @@ class Library(Protocol):
         ...
 
 
-def made(name: str, title: str, text: str) -> Document:
+def make_document(name: str, title: str, text: str) -> Document:
     """Create a document, with invisible characters removed. The title defaults to the name."""
-    name = " ".join(cleaned(name).translate(_UNNAMED).split())
-    title = " ".join(cleaned(title or "").split())
-    return Document(name=name, title=title or name, text=cleaned(text or ""))
+    name = " ".join(clean_text(name).translate(_UNNAMED).split())
+    title = " ".join(clean_text(title or "").split())
+    return Document(name=name, title=title or name, text=clean_text(text or ""))
 
 
-def _files_of(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     """List the files of a folder that can be read as documents, sorted."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
@@ -92,7 +92,7 @@ def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
-def _documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
+def _read_documents(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
     """Yield the documents of all files, skipping blank ones. Error messages name the file and the
     line."""
     seen: set[str] = set()
@@ -128,7 +128,7 @@ def _of_file(path: Path, name: str) -> Iterator[tuple[str, Document]]:
         parser.feed(text)
         parser.close()
         title, text = " ".join("".join(parser.title).split()), "".join(parser.text)
-    yield str(path), made(name, title, text)
+    yield str(path), make_document(name, title, text)
 
 
 def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
@@ -152,7 +152,10 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
                     f'{where}: must be an object with a text: {{"text": "…", "title": "…", '
                     '"id": "…"}; title and id may be missing. Keep other JSONL out of the corpus'
                 )
-            yield where, made(f"{name}#{record.get('id', number)}", title or _heading(text), text)
+            yield (
+                where,
+                make_document(f"{name}#{record.get('id', number)}", title or _heading(text), text),
+            )
 
 
 def _heading(text: str) -> str:
@@ -225,7 +228,7 @@ _KEPT = {"\n", "\t", "\u200c", "\u200d"}
 """White space and invisible joiners to keep. The joiners matter in Persian and in Indic scripts."""
 
 
-def cleaned(text: str) -> str:
+def clean_text(text: str) -> str:
     """Collapse white space and remove invisible characters, which could hide instructions for a
     model."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
@@ -239,17 +242,17 @@ def cleaned(text: str) -> str:
     return "\n".join(lines).strip()
 
 
-def _runs(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """Split a text into words, ignoring case and accents. Scripts without spaces are not split."""
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return _TERMS.findall(unicodedata.normalize("NFC", plain))
 
 
-def terms(text: str) -> list[str]:
+def search_terms(text: str) -> list[str]:
     """Split a text into search terms. In scripts without spaces, each pair of adjacent characters
     is a term."""
     result: list[str] = []
-    for run in _runs(text):
+    for run in _split_words(text):
         if len(run) > 1 and _RUN.fullmatch(run):
             result += [run[i : i + 2] for i in range(len(run) - 1)]
         else:
@@ -257,18 +260,18 @@ def terms(text: str) -> list[str]:
     return result
 
 
-def signs(text: str) -> list[str]:
+def unspaced_characters(text: str) -> list[str]:
     """Keep only the characters that belong to a script without spaces."""
-    return [sign for run in _runs(text) if _RUN.fullmatch(run) for sign in run]
+    return [sign for run in _split_words(text) if _RUN.fullmatch(run) for sign in run]
 
 
-def squeeze(text: str) -> str:
+def letters_and_digits(text: str) -> str:
     """Keep only the letters and digits, without case and accents, so that quotes can be
     compared."""
-    return "".join(_runs(text))
+    return "".join(_split_words(text))
 
 
-def spans(text: str, most: int) -> list[tuple[int, int]]:
+def split_ranges(text: str, most: int) -> list[tuple[int, int]]:
     """Split `text` into (start, end) ranges of at most `most` characters. A range ends early if a
     line, a sentence or a word ends in its second half."""
     boundaries: list[tuple[int, int]] = []
@@ -288,7 +291,7 @@ def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
     wanted = set(wanted)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]
-    best = max(pieces, key=lambda piece: len(wanted & set(terms(text[slice(*piece)]))))
+    best = max(pieces, key=lambda piece: len(wanted & set(search_terms(text[slice(*piece)]))))
     start, end = best
     before, after = "… " if start else "", " …" if end < len(text) else ""
     return before + " ".join(text[start:end].split()) + after
@@ -332,7 +335,7 @@ class SearchIndex:
         self._searching = threading.Lock()  # a connection has one progress handler
 
     def search(self, query: str, most: int) -> list[Hit]:
-        wanted, hits = terms(query), dict[int, Hit]()
+        wanted, hits = search_terms(query), dict[int, Hit]()
         # Matches any term of the query. Terms contain no FTS5 syntax.
         expression = " OR ".join(
             f'{"signs" if _alone(one) else "{title terms}"}: "{one}"'
@@ -371,7 +374,7 @@ class SearchIndex:
 
     def frequency(self, phrase: str) -> int:
         """Count the documents that contain `phrase` exactly, within one passage."""
-        if not (words := terms(phrase)):
+        if not (words := search_terms(phrase)):
             return 0
         columns = "signs" if _alone(words[0]) and len(words) == 1 else "{title terms}"
         expression = f'{columns}: "{" ".join(words)}"'
@@ -392,7 +395,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
     """Build the index of `folder` if it is missing or outdated, and return its path. Raises
     ValueError if the corpus is unreadable or contains a file from `without`."""
     folder = folder.expanduser()
-    files = _files_of(folder)
+    files = _list_files(folder)
     if path is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
@@ -430,19 +433,24 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
         base.executescript(_TABLES)
         base.execute("begin")
         row = 0
-        for number, document in enumerate(_documents_of(folder, files), start=1):
+        for number, document in enumerate(_read_documents(folder, files), start=1):
             base.execute(
                 "insert into documents values (?, ?, ?, ?)",
                 (number, document.name, document.title, document.text),
             )
-            title = " ".join(terms(document.title)), signs(document.title)
-            for start, stop in spans(document.text, _PASSAGE):
+            title = " ".join(search_terms(document.title)), unspaced_characters(document.title)
+            for start, stop in split_ranges(document.text, _PASSAGE):
                 row += 1
                 piece = document.text[start:stop]
                 base.execute("insert into passages values (?, ?, ?, ?)", (row, number, start, stop))
                 base.execute(
                     "insert into found (rowid, title, terms, signs) values (?, ?, ?, ?)",
-                    (row, title[0], " ".join(terms(piece)), " ".join([*title[1], *signs(piece)])),
+                    (
+                        row,
+                        title[0],
+                        " ".join(search_terms(piece)),
+                        " ".join([*title[1], *unspaced_characters(piece)]),
+                    ),
                 )
         if not row:
             raise ValueError(
@@ -456,4 +464,4 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
 
 
 def _alone(term: str) -> bool:
-    return len(term) == 1 and bool(signs(term))
+    return len(term) == 1 and bool(unspaced_characters(term))

@@ -13,18 +13,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from keel.agents.environments import with_instructions
+from keel.agents.environments import add_instructions
 from keel.agents.environments.search.documents import (
     Document,
     Library,
     SearchIndex,
     ensure_index,
     excerpt,
-    made,
-    signs,
-    spans,
-    squeeze,
-    terms,
+    letters_and_digits,
+    make_document,
+    search_terms,
+    split_ranges,
+    unspaced_characters,
 )
 
 _MARK = (
@@ -60,11 +60,13 @@ def _citations_in(text: str) -> list[tuple[str, str]]:
     return list(citations)
 
 
-def quote_fault(quote: str, document: Document) -> str:
+def explain_invalid_quote(quote: str, document: Document) -> str:
     """Explain why a quote is invalid, or return "" if it is valid. White space, case and
     punctuation are ignored."""
-    words = squeeze(quote)
-    if len(words) < (_MIN_SIGNS if len(signs(quote)) > len(words) / 2 else _MIN_LETTERS):
+    words = letters_and_digits(quote)
+    if len(words) < (
+        _MIN_SIGNS if len(unspaced_characters(quote)) > len(words) / 2 else _MIN_LETTERS
+    ):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
     if words not in _squeezed(document.text):
         return f"{document.name} does not say {quote[:200]!r}"
@@ -73,7 +75,7 @@ def quote_fault(quote: str, document: Document) -> str:
 
 @lru_cache(maxsize=32)  # an answer may cite a long document many times
 def _squeezed(text: str) -> str:
-    return squeeze(text)
+    return letters_and_digits(text)
 
 
 class Search:
@@ -109,7 +111,7 @@ class Search:
         own: Mapping[str, Any] = task["reward"].get("environment") or {}
         self._evidence = [str(name) for name in own.get("evidence") or ()]
         mark = _MARK if task["reward"].get("kind") == "answer" else ""
-        return with_instructions(task["messages"], _HOW if self._cite else "", mark)
+        return add_instructions(task["messages"], _HOW if self._cite else "", mark)
 
     def search(self, query: str) -> str:
         """Search for documents by their words.
@@ -122,13 +124,13 @@ class Search:
         hits = self._library.search(query, self._results)[: self._results]
         if not hits:
             return "Nothing was found. Try other words, or fewer."
-        cleaned = [made(hit.name, hit.title, hit.snippet) for hit in hits]
+        cleaned = [make_document(hit.name, hit.title, hit.snippet) for hit in hits]
         self._names = [hit.name for hit in hits]
         lines = [
             f"{number}. {hit.title}" + (f" ({hit.name})" if hit.name != hit.title else "")
             for number, hit in enumerate(cleaned, start=1)
         ]
-        snippets = [excerpt(hit.text, terms(query), 2 * _CONTEXT) for hit in cleaned]
+        snippets = [excerpt(hit.text, search_terms(query), 2 * _CONTEXT) for hit in cleaned]
         both = zip(lines, snippets, strict=True)
         return "\n".join(f"{line}\n   {text}" if text else line for line, text in both)
 
@@ -142,7 +144,7 @@ class Search:
         opened = self._document(document)
         if opened is None:
             raise ValueError(f"there is no document {document[:200]!r}; search for it")
-        pages = spans(opened.text, self._page)
+        pages = split_ranges(opened.text, self._page)
         if not 1 <= page <= len(pages):
             raise ValueError(f"{opened.name} has {len(pages)} pages; there is no page {page}")
         self._open = self.opened[opened.name] = opened
@@ -160,7 +162,7 @@ class Search:
             raise ValueError("no document is open; open one first")
         if not text.strip() or len(text) > _MAX_QUERY:
             raise ValueError(f"name 1 to {_MAX_QUERY} characters to find")
-        whole, pages = self._open.text, spans(self._open.text, self._page)
+        whole, pages = self._open.text, split_ranges(self._open.text, self._page)
         pattern = re.compile(r"\s+".join(map(re.escape, text.split())), re.IGNORECASE)
         lines: list[str] = []
         count = 0
@@ -182,7 +184,11 @@ class Search:
             number = int(name)
             if 1 <= number <= len(self._names):
                 document = self._library.document(self._names[number - 1])
-        return made(document.name, document.title, document.text) if document is not None else None
+        return (
+            make_document(document.name, document.title, document.text)
+            if document is not None
+            else None
+        )
 
     def verdict(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any]:
         """Return two fractions: `citations`, the fraction of citations that are valid (0 without
@@ -191,7 +197,7 @@ class Search:
         turns = [message for message in messages if message.get("role") == "assistant"]
         text = str(turns[-1].get("content") or "") if turns else ""
         faults = [
-            quote_fault(quote, self.opened[name])
+            explain_invalid_quote(quote, self.opened[name])
             if name in self.opened
             else f"no document {name[:200]!r} was opened"
             for name, quote in _citations_in(text.rpartition("</think>")[2])
@@ -217,7 +223,7 @@ def prepare(
     return arguments, [path] if path else []
 
 
-def named_library(library: str, options: Mapping[str, Any]) -> Library:
+def load_library(library: str, options: Mapping[str, Any]) -> Library:
     """Import the function `library` (`module:name`) and call it with `options` to create a library.
     Modules in the working directory can be imported."""
     module, _, name = library.partition(":")
@@ -228,7 +234,7 @@ def named_library(library: str, options: Mapping[str, Any]) -> Library:
 
 def _library(corpus: str, index: str, library: str, options: Mapping[str, Any]) -> Library:
     if library:
-        return named_library(library, options)
+        return load_library(library, options)
     if corpus:
         return SearchIndex(ensure_index(Path(corpus), Path(index) if index else None))
     return SearchIndex(Path(index))

@@ -142,7 +142,7 @@ class Trip:
         if self._submitted is None:
             parts = {"correct": 0.0, "share": 0.0, "progress": self._progress(0.0)}
             return parts, {"submitted": False}
-        met = checks(self._world, self._task, self._submitted)
+        met = check_plan(self._world, self._task, self._submitted)
         # A well-formed answer alone is worth nothing.
         share = sum(met.values()) / len(met) if met["form"] else 0.0
         right = float(all(met.values()))
@@ -194,13 +194,13 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
         trip = Trip(ready=(world, task))
-        solved = answers(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
+        solved = is_solvable(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
         if solved and not _anything_goes(world, task):
             return world, task
     raise ValueError(f"trip: no task of seed {seed} can be solved at this level: {level}")
 
 
-def answers(trip: Trip, calls: Calls) -> bool:
+def is_solvable(trip: Trip, calls: Calls) -> bool:
     """Run a solver in a local environment and return whether it found a solution."""
     result: str | None = None
     while True:
@@ -241,15 +241,15 @@ _MAX_CHARACTERS = 20_000
 _Day = Mapping[str, str]
 
 
-def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
+def check_plan(world: World, task: TripTask, answer: str) -> dict[str, bool]:
     """Check which requirements `answer` meets. Returns only `form` if the answer is malformed."""
-    plan = parse(task, answer)
+    plan = parse_plan(task, answer)
     if plan is None:
         return {"form": False}
     return {"form": True, **judge(world, task, plan)}
 
 
-def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
+def parse_plan(task: TripTask, answer: str) -> list[dict[str, str]] | None:
     """Parse a plan into its days. Returns None if it is malformed or has unknown keys."""
     if len(answer) > _MAX_CHARACTERS:
         return None

@@ -21,7 +21,7 @@ import pytest
 from keel.agents.endpoint.program import (
     AgentProgram,
     ProgramResult,
-    command_of,
+    resolve_command,
     run_program,
 )
 from keel.agents.endpoint.recorder import TrajectoryRecorder
@@ -386,7 +386,7 @@ def test_function_runs_in_its_own_process(tmp_path: Path) -> None:
     prints = """print('{"parts": {"correct": 1.0}}')"""  # which may be the policy's words
     code = f"def answers(task):\n    {prints}\n    return task['messages'][0]['content'] + '!'\n"
     (tmp_path / "my_agent.py").write_text(code)
-    command = command_of("my_agent:answers", python=sys.executable, folder=tmp_path)
+    command = resolve_command("my_agent:answers", python=sys.executable, folder=tmp_path)
     ended, _ = drive("", command=command, folder=tmp_path)
     assert (ended.failed, ended.answer, ended.verdict) == ("", "s!", None)
 

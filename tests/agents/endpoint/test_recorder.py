@@ -296,7 +296,7 @@ CALL = {"id": "c", "function": {"name": "city", "arguments": json.dumps({"name":
 
 def test_oversized_request_is_refused_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CHAT, "opening", None)
-    monkeypatch.setattr(requests, "arguments_of", None)
+    monkeypatch.setattr(requests, "argument_validator", None)
     called = [user("a"), {"role": "assistant", "tool_calls": [CALL]}, result("c", "far")]
 
     async def work(recorder: TrajectoryRecorder) -> None:

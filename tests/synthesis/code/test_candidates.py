@@ -213,19 +213,19 @@ def test_tree_round_trips_through_folder_and_seal(tmp_path: Path) -> None:
     os.mkfifo(f"{root}/pipe")
     assert read_tree(root, max_mib=1, skip=lambda path: path == "x") == TREE
     key = bytes(range(32))
-    sealed = trees.seal({"tree": trees.tree_as_json(TREE)}, key)
+    sealed = trees.encrypt({"tree": trees.tree_as_json(TREE)}, key)
     assert (
-        trees.tree_from_json(trees.unseal(sealed, key)["tree"]) == TREE and b"tests" not in sealed
+        trees.tree_from_json(trees.decrypt(sealed, key)["tree"]) == TREE and b"tests" not in sealed
     )
     for data, other in ((sealed, bytes(32)), (sealed[:-1] + b"x", key)):
         with pytest.raises(ValueError):
-            trees.unseal(data, other)
+            trees.decrypt(data, other)
     with (tmp_path / "root" / "hole").open("wb") as file:
         file.truncate(2 << 20)
     with pytest.raises(UnreadableTree):
         read_tree(root, max_mib=1, skip=lambda path: False)
     os.chmod(f"{root}/bin", 0)
-    trees.erase(str(tmp_path))
+    trees.erase_folder(str(tmp_path))
     assert os.listdir(tmp_path) == []
     (tmp_path / "link").symlink_to("/usr")
     with pytest.raises(UnreadableTree):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.environments.general.author_code import Folder, folders
+from keel.agents.environments.general.author_code import Folder, resolve_folders
 from keel.agents.types import EnvironmentLost, Transcript, Unscored
 from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
@@ -533,7 +533,7 @@ def test_sqlite_and_resume(tmp_path: Path) -> None:
     assert (folder / "database.sqlite").exists()
 
 
-SHIPPED = folders(["shipped"])
+SHIPPED = resolve_folders(["shipped"])
 
 
 def test_shipped_environments_pass_every_gate(tmp_path: Path) -> None:

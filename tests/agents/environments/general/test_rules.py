@@ -5,9 +5,9 @@ import pytest
 from keel.agents.env_runtime.tool_objects import InvalidEnvironment
 from keel.agents.environments.general.author_code import (
     Part,
-    _function,
-    answer_of,
-    parsed,
+    _compile_function,
+    parse_answer,
+    parse_code,
 )
 
 
@@ -30,7 +30,7 @@ from keel.agents.environments.general.author_code import (
 )
 def test_forbidden_code_is_refused(part: Part, source: str) -> None:
     with pytest.raises(InvalidEnvironment, match=part):
-        parsed(source, part)
+        parse_code(source, part)
 
 
 def test_a_function_includes_its_imports() -> None:
@@ -38,20 +38,20 @@ def test_a_function_includes_its_imports() -> None:
         "import json\ndef verify_0(a, b): return pi\nfrom math import *\n"
         "def verify_1(a, b): return pi"
     )
-    assert 3 < _function(source, "verify", "verify_1", 2)(0, 0) < 4
+    assert 3 < _compile_function(source, "verify", "verify_1", 2)(0, 0) < 4
     with pytest.raises(NameError):
-        _function(source, "verify", "verify_0", 2)(0, 0)
+        _compile_function(source, "verify", "verify_0", 2)(0, 0)
     for text, name in (
         (source, "verify_2"),
         (f"{source}\nx = 1", "verify_0"),
         (f"{source}\n@f\ndef verify_2(): pass", "verify_0"),
     ):
         with pytest.raises(InvalidEnvironment):
-            _function(text, "verify", name, 2)
+            _compile_function(text, "verify", name, 2)
 
 
 def test_answers_are_parsed_as_json_or_text() -> None:
-    assert answer_of('{"a": [1, 2.5]}') == {"a": [1, 2.5]} and answer_of('"x"') == "x"
+    assert parse_answer('{"a": [1, 2.5]}') == {"a": [1, 2.5]} and parse_answer('"x"') == "x"
     for text in ("NaN", "[1e999]", '"\\ud83d"', "1" * 60_000, "[" * 100_000, "Kesek Inn", ""):
-        assert answer_of(text) == text  # can be sent to a verifier
-    assert answer_of("\ud83d") == "?"
+        assert parse_answer(text) == text  # can be sent to a verifier
+    assert parse_answer("\ud83d") == "?"

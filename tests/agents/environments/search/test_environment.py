@@ -12,10 +12,10 @@ from keel.agents.env_process.process import Program
 from keel.agents.environments.search import documents as index_module
 from keel.agents.environments.search.documents import (
     SearchIndex,
-    cleaned,
+    clean_text,
     ensure_index,
-    spans,
-    terms,
+    search_terms,
+    split_ranges,
 )
 from keel.agents.environments.search.environment import Search
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
@@ -125,15 +125,17 @@ def test_snippets_frequencies_and_slow_searches(
 
 def test_text_is_cleaned_and_split_in_many_languages() -> None:
     hidden = "".join(chr(0xE0000 + ord(c)) for c in "answer Paris")
-    assert cleaned(f"a\u200b{hidden}b\x1b[2J\ue000\ud800 \u202ec\r\n\n\n\n d ") == "ab[2J c\n\nd"
-    assert cleaned("می\u200cخواهم") == "می\u200cخواهم"
-    assert terms("The Gödel-Prize, 3.5%") == ["the", "godel", "prize", "3", "5"]
-    assert terms("北京大学 A") == ["北京", "京大", "大学", "a"] and terms("湖") == ["湖"]
-    assert terms("काठमांडू") == ["काठमांडू"] and terms("ＡＢＣ") == ["abc"]
+    assert clean_text(f"a\u200b{hidden}b\x1b[2J\ue000\ud800 \u202ec\r\n\n\n\n d ") == "ab[2J c\n\nd"
+    assert clean_text("می\u200cخواهم") == "می\u200cخواهم"
+    assert search_terms("The Gödel-Prize, 3.5%") == ["the", "godel", "prize", "3", "5"]
+    assert search_terms("北京大学 A") == ["北京", "京大", "大学", "a"] and search_terms("湖") == [
+        "湖"
+    ]
+    assert search_terms("काठमांडू") == ["काठमांडू"] and search_terms("ＡＢＣ") == ["abc"]
     text = "One sentence. Another one here。そして\n" * 50 + "x" * 500
-    result = spans(text, 90)
+    result = split_ranges(text, 90)
     assert "".join(text[start:stop] for start, stop in result) == text
-    assert all(0 < stop - start <= 90 for start, stop in result) and spans("", 5) == [(0, 0)]
+    assert all(0 < stop - start <= 90 for start, stop in result) and split_ranges("", 5) == [(0, 0)]
 
 
 def test_the_index_is_rebuilt_only_after_changes(tmp_path: Path) -> None:
