@@ -13,8 +13,6 @@ parsed turn is replaced by a tool call. The three workloads alternate; ratios ar
 rounds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -9,8 +9,6 @@ speed of the defaults relative to the best arm. Arms that exceed their time limi
 excluded. Without a GPU a small shape serves as a smoke test.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re

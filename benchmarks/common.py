@@ -1,7 +1,5 @@
 """Model shapes, run facts and the argument parser shared by the benchmarks."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -13,8 +13,6 @@ over the first batch after a warm-up, without an optimizer step.
 Writes OUT/mismatch.json. Arms run one after the other, each in a separate process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 The cost of a training step does not depend on the values of tokens, probabilities or weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -10,8 +10,6 @@ cleared. *loader* uses vLLM's loader for every update (`rollout.copy_weights: fa
 engine; *first* is the first update, which records the destination of each tensor.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

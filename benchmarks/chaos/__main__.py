@@ -27,8 +27,6 @@ reported, the run reached its last step with each step recorded once, and the
 metrics equal the run without faults. Each failed check is printed and in the summary.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

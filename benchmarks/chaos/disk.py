@@ -1,7 +1,5 @@
 """Small tmpfs for a run folder that can be filled up; needs root."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Faults, their injection and the reaction of the run."""
 
-from __future__ import annotations
-
 import random
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Results of a run with faults: record, summary and failed checks."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

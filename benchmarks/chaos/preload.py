@@ -3,8 +3,6 @@
 `preload.c` intercepts their C library calls. Needs gcc but not root.
 """
 
-from __future__ import annotations
-
 import mmap
 import shutil
 import struct

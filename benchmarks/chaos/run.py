@@ -1,7 +1,5 @@
 """Training run that can be restarted, and its processes by role."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -14,8 +14,6 @@ FOLDER/report.md are rewritten after every arm. verl's requirements conflict wit
 `--budget-s` are skipped. Further calls add arms to FOLDER; with `--scratch` they share one model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@
 Times come from the run's metrics.jsonl. The run is interrupted before it writes a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import signal

@@ -1,7 +1,5 @@
 """Peak memory of an arm: of the whole GPU, or of its processes without a GPU."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Summaries, tables and verdicts of the comparison."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Reward of all systems: the fraction of distinct words in a completion."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

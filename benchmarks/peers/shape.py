@@ -7,8 +7,6 @@ truncation keeps few ids, completions do not repeat a few words, and their lengt
 workload. See `write_model`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -6,8 +6,6 @@ that calls torch's kernels on packed sequences and reads their offsets from the 
 per micro-batch instead of once per layer.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ off-policy sequences. π_old comes from the trainer over the whole vocabulary, a
 replaces the agent loop to support the benchmark's tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

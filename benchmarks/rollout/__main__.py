@@ -14,8 +14,6 @@ take turns in each round. Reported ratios are medians of the ratios within a rou
     packed-head-rounded  with bfloat16 logits (only if `--arms` names it)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """Runs and times the engines that the benchmark compares: `vllm.LLM` and Keel's engine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

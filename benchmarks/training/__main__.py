@@ -15,8 +15,6 @@ Rows are appended to DIR/*.jsonl during the run and collected in DIR/training.js
 earlier files are renamed (training.1.json). The exit status is 0 if every case was measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ as later passes over a micro-batch do. The GPU is idle when a measurement begins
 included. *GiB* is the peak memory of the step, gradients included.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
