@@ -157,7 +157,7 @@ class EndpointAuthor:
         config = self._config
         offered = [tool.as_json() for tool in tools]
         request = _encodable(list(messages))
-        most_prompt = _bytes(json.dumps([*request, *offered], ensure_ascii=False))
+        most_prompt = _byte_length(json.dumps([*request, *offered], ensure_ascii=False))
 
         def used(prompt: int = most_prompt, completion: int = config.max_tokens) -> CallUsage:
             return CallUsage(
@@ -208,9 +208,9 @@ class EndpointAuthor:
                     why = self._public(str(error.__cause__ or error))
                     raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
                 try:
-                    reply, usage = _parsed(response.text)
+                    reply, usage = _parse_completion(response.text)
                 except _NOT_A_COMPLETION as error:
-                    took(used(completion=_bytes(response.text)))
+                    took(used(completion=_byte_length(response.text)))
                     raise AuthorLost(f"{self.name}: the reply is not a chat completion") from error
                 took(used(usage["prompt"] or most_prompt, usage["completion"]))
                 return reply
@@ -237,12 +237,12 @@ class EndpointAuthor:
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _bytes(text: str) -> int:
+def _byte_length(text: str) -> int:
     """Return the size of a text in bytes, an upper limit for its number of tokens."""
     return len(text.encode(errors="replace"))
 
 
-def _parsed(text: str) -> tuple[AuthorReply, dict[str, int]]:
+def _parse_completion(text: str) -> tuple[AuthorReply, dict[str, int]]:
     """Parse a chat completion into the response and its token counts. If the endpoint reports none,
     the prompt count is 0 and the completion count is an upper limit."""
     body = _encodable(json.loads(text))
@@ -259,7 +259,7 @@ def _parsed(text: str) -> tuple[AuthorReply, dict[str, int]]:
         count = dict(body.get("usage") or {}).get(f"{name}_tokens")
         usage[name] = count if type(count) is int and count > 0 else 0
     written = reply.content + reply.reasoning + str(message.get("tool_calls") or "")
-    usage["completion"] = usage["completion"] or _bytes(written)
+    usage["completion"] = usage["completion"] or _byte_length(written)
     return reply, usage
 
 
@@ -307,7 +307,7 @@ class ToolLoopResult:
         return str(last.get("content") or "") if last["role"] == "assistant" else ""
 
 
-async def work(
+async def run_tool_loop(
     author: Author,
     messages: Sequence[Message],
     *,

@@ -56,7 +56,7 @@ def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
             ) from error
 
 
-def _tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
+def _task_lines(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
     """Yield a JSONL line for each distinct proof, with at most `each` proofs per problem and score
     band. An unbalanced set would teach the verifier to give most proofs the same score."""
     seen: set[str] = set()
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     value = parser.parse_args(arguments)
     try:
         proofs = (one for folder in value.evaluations for one in _graded(folder / "samples.jsonl"))
-        lines = list(_tasks(proofs, value.each))
+        lines = list(_task_lines(proofs, value.each))
         if not lines:
             raise ValueError(
                 f"{', '.join(map(str, value.evaluations))}: no proof with a score in there; "

@@ -46,11 +46,13 @@ def make(
     lessons: int = 1200,
     seed: int,
 ) -> int:
-    _made(folder / "general", lambda new: tasks.write_prices(new / "prices", general, seed))
-    _made(folder / "search", lambda new: tasks.write_towers(new, search, seed))
-    _made(folder / "programs", lambda new: tasks.write_programs(new, programs, seed))
-    _made(folder / "lessons", lambda new: write_lessons(new, lessons, seed))
-    _made(folder / "repository", lambda new: tasks.write_repository(new, code, seed))
+    _create_folder(
+        folder / "general", lambda new: tasks.write_prices(new / "prices", general, seed)
+    )
+    _create_folder(folder / "search", lambda new: tasks.write_towers(new, search, seed))
+    _create_folder(folder / "programs", lambda new: tasks.write_programs(new, programs, seed))
+    _create_folder(folder / "lessons", lambda new: write_lessons(new, lessons, seed))
+    _create_folder(folder / "repository", lambda new: tasks.write_repository(new, code, seed))
     config = SynthesisConfig(
         family="code",
         dir=str(folder / "code"),
@@ -61,7 +63,7 @@ def make(
     return synthesize(config)
 
 
-def _made(folder: Path, write: Callable[[Path], None]) -> None:
+def _create_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Create a folder and all its contents atomically. If writing fails, no folder is left."""
     if folder.exists():
         print(f"{folder} is there already")

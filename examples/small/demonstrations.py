@@ -31,7 +31,7 @@ _Draw = Callable[[random.Random, Mapping[str, Any]], Demonstration]
 """Draws a task and returns its two conversations. The mapping holds the environment's arguments."""
 
 
-class _Stand:
+class _LocalTools:
     """Runs the tools of an environment in this process, with the same results that the policy would
     get."""
 
@@ -106,7 +106,7 @@ def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> D
         dearer = max(question.items, key=shop.__getitem__)
         yield "submit_result", {"answer_text": str(wrong) if len(question.items) == 1 else dearer}
 
-    stand = _Stand(question.text, specs, {"price": price, "submit_result": submit})
+    stand = _LocalTools(question.text, specs, {"price": price, "submit_result": submit})
     return stand.both(look(), guess())
 
 
@@ -123,7 +123,7 @@ def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> D
         result = yield "search", {"query": tower}
         return f"<answer>{result.split()[-3]}</answer>"
 
-    stand = _Stand(search.opening(task), _specs(tools), tools)
+    stand = _LocalTools(search.opening(task), _specs(tools), tools)
     return stand.both(look(), _answers(f"<answer>{wrong}</answer>"))
 
 
@@ -167,7 +167,7 @@ def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> De
     issue = PROMPT.format(name="pace", repo=REPO, issue=tasks.pace_issue(expected))
     specs = _specs(methods_of(object.__new__(Repository)))
     guess = draw.choice([p for p in range(10, 100) if p != is_now])
-    return _Stand(issue, specs, {"view": view, "edit": edit}).both(look(), change(str(guess)))
+    return _LocalTools(issue, specs, {"view": view, "edit": edit}).both(look(), change(str(guess)))
 
 
 @_demonstrations("sums")
@@ -189,7 +189,7 @@ def sum_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Dem
         return (yield "python", {"code": formula})
 
     specs = [Tool("python", methods_of(object.__new__(Interpreter))["python"]).spec]
-    stand = _Stand(_SUM.format(sum=formula), specs, {"python": python})
+    stand = _LocalTools(_SUM.format(sum=formula), specs, {"python": python})
     return stand.both(look(), _answers(str(values[-2])))
 
 

@@ -22,7 +22,7 @@ from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 _CONSONANTS, _VOWELS = "BDFGKLMNPRSTVZ", "aeiou"
 
 
-def _name(draw: random.Random) -> str:
+def _random_name(draw: random.Random) -> str:
     """Draw a random name of four letters, such as `Bako`."""
     letters = "".join(draw.choice(_CONSONANTS) + draw.choice(_VOWELS) for _ in range(2))
     return letters.capitalize()
@@ -31,7 +31,7 @@ def _name(draw: random.Random) -> str:
 def _names(draw: random.Random, count: int) -> list[str]:
     names: dict[str, None] = {}
     while len(names) < count:
-        names[_name(draw)] = None
+        names[_random_name(draw)] = None
     return list(names)
 
 
@@ -121,7 +121,7 @@ TOWERS = "towers.jsonl"
 
 
 def draw_towers(draw: random.Random, count: int) -> dict[str, str]:
-    return {tower: _name(draw) for tower in _names(draw, count)}
+    return {tower: _random_name(draw) for tower in _names(draw, count)}
 
 
 def tower_document(tower: str, builder: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ from keel.synthesis.code.sandboxes import (
     PrefixBuilder,
     call_workshop,
     instance_of,
-    write,
+    write_atomically,
 )
 from keel.synthesis.ledger import Rejected
 
@@ -88,7 +88,7 @@ class CodePipeline:
         config = self._config
         candidate = await asyncio.to_thread(self._of[key].load, key)
         await asyncio.to_thread(_check_change, candidate, config)
-        built = await self._prefixes.of(candidate)
+        built = await self._prefixes.get_or_build(candidate)
         prefix = self._rooms.folder / "prefixes" / built.name
         await asyncio.to_thread(_check_leaks, candidate, built, prefix, config.most_revealed)
         instance = instance_of(candidate, built, config.tests_s)
@@ -102,7 +102,7 @@ class CodePipeline:
         instance["tests_s"] = min(config.tests_s, _LEAST_S + _SLOWER * outcomes.seconds)
         reward = self._rooms.sealed(key, instance)
         try:
-            await self._proved(candidate, reward)
+            await self._check_gold_patch(candidate, reward)
         except BaseException:
             (self._rooms.folder / "sealed" / key).unlink(missing_ok=True)
             raise
@@ -126,7 +126,7 @@ class CodePipeline:
             "reward": reward,
         }
         text = json.dumps(kept, indent=1, ensure_ascii=False)
-        write(self._instances / f"{key}.json", text.encode())
+        write_atomically(self._instances / f"{key}.json", text.encode())
         self._lines[key] = _line_of(kept)
         with (self._folder / _TASKS).open("a", encoding="utf-8") as file:
             file.write(f"{self._lines[key]}\n")
@@ -149,7 +149,7 @@ class CodePipeline:
             raise Rejected("P2F", f"{len(outcomes.p2f)} tests pass before and not after")
         return outcomes
 
-    async def _proved(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
+    async def _check_gold_patch(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
         """Check that the gold patch scores 1 when applied with the policy's own tools."""
         async with self._rooms.episode(reward) as hosted:
             for call in _calls_of(candidate):
@@ -168,7 +168,7 @@ class CodePipeline:
         """Write the lines in order. While tasks are still being created, only append new lines."""
         lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
         if lines:
-            write(self._folder / _TASKS, lines.encode())
+            write_atomically(self._folder / _TASKS, lines.encode())
 
 
 def _calls_of(candidate: Candidate) -> list[ToolCall]:

@@ -39,7 +39,7 @@ from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
-from keel.synthesis.author import Author, object_schema, work
+from keel.synthesis.author import Author, object_schema, run_tool_loop
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.ledger import Rejected
 
@@ -64,7 +64,7 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
     # Patterns for the name of a file, not of its folder.
     patterns = [one for one in candidate.language.tests if not one.endswith("/") and "*" in one]
     at_the_end = candidate.language.canary_at_the_end
-    harness, gone = _split(candidate.harness)
+    harness, gone = _split_change(candidate.harness)
     return {
         "language": candidate.source.language,
         "project": candidate.project,
@@ -83,7 +83,7 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
     }
 
 
-def _split(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[str]], list[str]]:
+def _split_change(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[str]], list[str]]:
     """Split a change into its new entries, as JSON, and its removed paths."""
     tree = {path: entry for path, entry in changed.items() if entry is not None}
     return tree_as_json(tree), [path for path in changed if path not in tree]
@@ -129,7 +129,7 @@ class CodeSandboxes:
             prefix.chmod(0o777)
             wrap = self._wrap("host", writable=(prefix,), files_mib=_SETUP_FILES_MIB, processes=512)
             readable = tuple(map(Path, self._config.setup_readable))
-        gold, gone = _split(candidate.gold)
+        gold, gone = _split_change(candidate.gold)
         draft = {**instance, "gold": gold, "gold_gone": gone}
         reward = self.sealed(f"draft-{secrets.token_hex(8)}", draft)
         path = self.folder / "sealed" / reward["instance"]
@@ -143,7 +143,7 @@ class CodeSandboxes:
 
     def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:
         key = secrets.token_bytes(32)
-        write(self.folder / "sealed" / name, encrypt(dict(instance), key))
+        write_atomically(self.folder / "sealed" / name, encrypt(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
 
     @asynccontextmanager
@@ -187,7 +187,7 @@ async def call_workshop(
     return json.loads(result.text)
 
 
-def write(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file atomically, readable for everyone."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
@@ -250,7 +250,7 @@ class PrefixBuilder:
         self._refused: dict[str, tuple[str, str]] = {}
         self._projects = {normalize_name(source.name) for source in config.sources}
 
-    async def of(self, candidate: Candidate) -> Prefix:
+    async def get_or_build(self, candidate: Candidate) -> Prefix:
         """Return the prefix for a candidate, building it if necessary. Raises Rejected if no test
         passes."""
         name = self._name(candidate)
@@ -274,7 +274,7 @@ class PrefixBuilder:
                 raise
             fields = {"name": name, "setup": built.setup, "test": built.test}
             text = json.dumps({**fields, "generated": tree_as_json(built.generated)})
-            write(record, text.encode())
+            write_atomically(record, text.encode())
             return built
 
     async def _list(self, name: str, candidate: Candidate) -> None:
@@ -283,7 +283,7 @@ class PrefixBuilder:
         for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
             if other in found:
                 raise Rejected("future", f"a copy of the project {other} is installed")
-        write(folder / "packages" / f"{name}.json", json.dumps(found).encode())
+        write_atomically(folder / "packages" / f"{name}.json", json.dumps(found).encode())
 
     def _name(self, candidate: Candidate) -> str:
         language, source = candidate.language, candidate.source
@@ -361,7 +361,7 @@ class PrefixBuilder:
             test=first.test,
             why=why,
         )
-        await work(
+        await run_tool_loop(
             self._author,
             [{"role": "user", "content": text}],
             tools=_TOOLS,

@@ -14,7 +14,7 @@ from typing import Any, cast
 from keel.agents.schemas import ArgumentValidator
 from keel.rl.turns import ToolCall
 from keel.synthesis.author import gather_or_cancel, tool_spec_of
-from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
+from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, reject_crashes
 from keel.synthesis.ledger import Rejected
 
 Specs = Mapping[str, Mapping[str, Any]]
@@ -36,7 +36,7 @@ _MAX_CALLS, _MAX_REPLAYED, _MAX_TEXTS, _MAX_MESSAGE = 1000, 200, 400, 300
 _HASH_SEEDS = (1, 2)
 
 
-async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
+async def check_types(rooms: GeneralSandboxes, environment: Path) -> Specs:
     """Check that all tools have type hints, docstrings and valid schemas, and return their
     specs."""
     specs: dict[str, dict[str, Any]] = await rooms.workshop(
@@ -50,7 +50,7 @@ async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
     return specs
 
 
-def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
+def open_episode(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
     """Open the environment exactly as an episode of the policy does."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
@@ -77,8 +77,8 @@ class TaskDraft:
         rejects the task, and RecursionError if values are nested too deeply."""
         answer, results = await self.solve()
         again, _ = await self.solve(self.seed + 1)
-        await self._verified([answer, again])
-        await self._grounded(answer, results)
+        await self._check_verified([answer, again])
+        await self._check_grounded(answer, results)
 
         async def refuses(gate: str, answers: Sequence[tuple[str, Any]]) -> None:
             if accepted := await self._accepted(gate, answers):
@@ -87,8 +87,8 @@ class TaskDraft:
         hollow = [_map_leaves(change, answer) for change in _HOLLOW]
         empty = [*_EMPTY, *(one for one in hollow if one != answer)]
         await refuses("empty", [(repr(one), one) for one in empty])
-        await refuses("mutated", _mutations(answer))
-        others = _plausible(answer, await self._texts(), self.seed)
+        await refuses("mutated", _mutate_answer(answer))
+        others = _draw_wrong_answers(answer, await self._texts(), self.seed)
         accepted = await self._accepted("mutated", [(_short(one), one) for one in others])
         if len(accepted) > len(others) // 2:
             raise Rejected(
@@ -97,7 +97,7 @@ class TaskDraft:
                 f"{accepted[0]} among them",
             )
         await refuses("easier", [(f"the answer of task {n}", one) for n, one in enumerate(earlier)])
-        await self._deterministic([call for call, _ in results])
+        await self._check_deterministic([call for call, _ in results])
         passed, attempts = 0, self.rooms.config.attempts
         if attempts:
             passed = await reference(self.rooms, self.path, self.number)
@@ -113,8 +113,8 @@ class TaskDraft:
         """Run the solution in a process that has only the tools. Returns its answer, and its tool
         calls with their results. The calls go through the environment, like a policy's."""
         results: list[tuple[ToolCall, Mapping[str, str]]] = []
-        with lost_to("solution"):
-            async with general(self.rooms, self.path, self.number, seed=seed) as (policy, _):
+        with reject_crashes("solution"):
+            async with open_episode(self.rooms, self.path, self.number, seed=seed) as (policy, _):
 
                 async def request(call: ToolCall) -> Mapping[str, str]:
                     done = await policy.call(call, timeout_s=self.rooms.config.call_s)
@@ -135,7 +135,7 @@ class TaskDraft:
         within_s = self.rooms.config.solve_s
         said: Mapping[str, Any] = {}
         reply: dict[str, Any] = {}
-        with lost_to("solution"):
+        with reject_crashes("solution"):
             async with self.rooms.open("environment:Solution", reward=reward) as (solver, _):
                 try:
                     async with asyncio.timeout(within_s):
@@ -164,7 +164,7 @@ class TaskDraft:
             raise Rejected("solution", f"invalid call of {name!r}")
         return ToolCall(call_id=f"c{count}", name=name, arguments=cast(dict[str, Any], arguments))
 
-    async def _verified(self, answers: Sequence[Any]) -> None:
+    async def _check_verified(self, answers: Sequence[Any]) -> None:
         verdicts = await self._verdicts("verified", answers)
         for answer, verdict in zip(answers, verdicts, strict=True):
             if isinstance(verdict, str):
@@ -176,7 +176,7 @@ class TaskDraft:
                     f"{', '.join(missed)}",
                 )
 
-    async def _grounded(self, answer: Any, results: _Results) -> None:
+    async def _check_grounded(self, answer: Any, results: _Results) -> None:
         """Check that the answer depends on the tool results: it must change if they contain other
         names, other numbers or fewer entries. The author has seen the database and could have
         hard-coded the answer. A solution that fails on altered results passes."""
@@ -199,7 +199,7 @@ class TaskDraft:
                 "it must derive the answer from the tools",
             )
 
-    async def _deterministic(self, calls: Sequence[ToolCall]) -> None:
+    async def _check_deterministic(self, calls: Sequence[ToolCall]) -> None:
         """Check that tools return the same results in two processes with different hash seeds, for
         the solution's calls and for random calls with arguments from the database."""
         texts, draw = await self._texts(), random.Random(self.seed)
@@ -366,7 +366,7 @@ _HOLLOW: Sequence[_Leaf] = (
 )
 
 
-def _mutations(answer: Any) -> list[tuple[str, Any]]:
+def _mutate_answer(answer: Any) -> list[tuple[str, Any]]:
     """List wrong answers that each differ from the true one in a single value, key or entry, as
     (description, answer). If there are more than `_MAX_MUTATIONS`, they are sampled at equal
     intervals."""
@@ -414,7 +414,7 @@ def _other_leaves(value: Any) -> list[Any]:
             return []
 
 
-def _plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
+def _draw_wrong_answers(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
     """Draw wrong answers with the structure of the true one, with strings from `texts` and numbers
     close to the true ones."""
     draw = random.Random(seed)

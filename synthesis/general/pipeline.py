@@ -35,9 +35,15 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
 from keel.rl.seeds import seed_of
 from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.synthesis.author import Author, AuthorReply, gather_or_cancel, object_schema, work
+from keel.synthesis.author import (
+    Author,
+    AuthorReply,
+    gather_or_cancel,
+    object_schema,
+    run_tool_loop,
+)
 from keel.synthesis.general import gates
-from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
+from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, reject_crashes
 from keel.synthesis.ledger import Rejected
 
 
@@ -207,12 +213,12 @@ class _EnvironmentWriter:
             search=self.search is not None,
             network=config.network,
         )
-        with lost_to("database"):
+        with reject_crashes("database"):
             async with self.rooms.open(
                 "environment:DatabaseDesk", arguments=arguments, network=config.network
             ) as opened:
                 desk, opening = opened
-                worked = await work(
+                worked = await run_tool_loop(
                     self.author,
                     messages,
                     tools=[*opening.tools, *([_SEARCH] if self.search else [])],
@@ -254,18 +260,18 @@ class _EnvironmentWriter:
             self._messages.append(_user(f"{answer}\n\nFix it, and write all sections again."))
 
     async def _first_tools(self, reply: AuthorReply) -> None:
-        files = {**self._files, "tools.py": sections(reply, ("tools",))["tools"]}
+        files = {**self._files, "tools.py": split_sections(reply, ("tools",))["tools"]}
         self._write(files, [])
-        self._specs = await gates.typed(self.rooms, self.path)
+        self._specs = await gates.check_types(self.rooms, self.path)
         self._files = files
 
     async def _step(self, reply: AuthorReply) -> None:
         number = len(self._tasks)
-        found = sections(reply, ("question", "solve", "verify"), ("tools",) if number else ())
+        found = split_sections(reply, ("question", "solve", "verify"), ("tools",) if number else ())
         pieces = {
             "tools.py": found.get("tools", ""),
-            "solve.py": renamed(found["solve"], "solve", number),
-            "verify.py": renamed(found["verify"], "verify", number),
+            "solve.py": number_function(found["solve"], "solve", number),
+            "verify.py": number_function(found["verify"], "verify", number),
         }
         files = {
             name: "\n\n\n".join(filter(None, (self._files[name].rstrip(), piece.rstrip()))) + "\n"
@@ -274,7 +280,7 @@ class _EnvironmentWriter:
         specs = self._specs
         if "tools" in found:
             self._write(files, self._tasks)
-            specs = await gates.typed(self.rooms, self.path)
+            specs = await gates.check_types(self.rooms, self.path)
         task = {"question": found["question"].strip(), "tools": list(specs)}
         self._write(files, [*self._tasks, task])
         draft = gates.TaskDraft(
@@ -313,8 +319,8 @@ async def _passed_attempts(
 
     async def passes() -> bool:
         try:
-            async with gates.general(rooms, environment, number) as (hosted, opening):
-                worked = await work(
+            async with gates.open_episode(rooms, environment, number) as (hosted, opening):
+                worked = await run_tool_loop(
                     author,
                     opening.messages,
                     tools=opening.tools,
@@ -343,7 +349,7 @@ def _put(path: Path, data: bytes) -> None:
     path.chmod(0o644)  # as root, Keel runs the sandbox as another user
 
 
-def sections(
+def split_sections(
     reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
     """Split a response into sections at its headings. The content of a section is its first code
@@ -365,7 +371,7 @@ def sections(
     return {name: body for name, body in found.items() if body.strip()}
 
 
-def renamed(source: str, name: str, number: int) -> str:
+def number_function(source: str, name: str, number: int) -> str:
     """Append the number of the task to the name of the function `name`. Raises Rejected unless the
     code defines it exactly once."""
     changed, count = re.subn(

@@ -124,7 +124,7 @@ class GeneralSandboxes:
         `gate` if that code fails."""
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
-        with lost_to(gate):
+        with reject_crashes(gate):
             async with self.open(
                 "environment:AuthorWorkshop", reward=reward, hash_seed=hash_seed, seed=seed
             ) as (hosted, _):
@@ -135,7 +135,7 @@ class GeneralSandboxes:
 
 
 @contextmanager
-def lost_to(gate: str) -> Generator[None]:
+def reject_crashes(gate: str) -> Generator[None]:
     """Convert a crash or hang of the sandbox to Rejected with the name `gate`."""
     try:
         yield

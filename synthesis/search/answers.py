@@ -41,7 +41,7 @@ class Answerer:
     tools: bool
 
 
-async def answer(
+async def ask_agent(
     desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
     """Ask an agent and return its answer, or "" if it has none. With `at_length`, the answer is a
@@ -62,12 +62,12 @@ async def answer(
     return "" if reply.lower() == _UNKNOWN or len(reply) > _MAX_ANSWER else reply
 
 
-async def candidates(
+async def collect_answers(
     desk: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
     """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts one of
     them, or if no agent answers."""
-    reply = await gather_or_cancel(*(answer(desk, one, question) for one in answerers))
+    reply = await gather_or_cancel(*(ask_agent(desk, one, question) for one in answerers))
     if easy := [one for one in reply if one and right(one)]:
         raise Rejected(
             "too easy", f"{len(easy)} of {len(reply)} agents answer it correctly: {easy[0]!r}"
@@ -108,7 +108,7 @@ _DECIDE = ToolSpec(
 )
 
 
-async def verify(
+async def verify_answers(
     desk: Workspace,
     verifier: Author,
     question: str,
@@ -166,14 +166,14 @@ async def _pass(
     return result
 
 
-async def check_gain(
+async def measure_gain(
     desk: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the mean scores of answers to the request `text`, with and without tools. Raises
     Rejected if the difference is below `search.least_gain`."""
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
-        *(answer(desk, one, text, at_length=True) for one in answerers)
+        *(ask_agent(desk, one, text, at_length=True) for one in answerers)
     )
     if not with_tools:
         raise Rejected("gain", "the agent with tools has no answer")

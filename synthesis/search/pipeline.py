@@ -34,12 +34,12 @@ from keel.rewards.judge.specs import Rubric
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.search.answers import Answerer, candidates, check_gain, verify
+from keel.synthesis.search.answers import Answerer, collect_answers, measure_gain, verify_answers
 from keel.synthesis.search.question import (
     AcceptedQuestions,
-    Start,
+    DraftStart,
     accepts,
-    rule_of,
+    answer_rule,
     write_draft,
 )
 from keel.synthesis.search.workspace import Workspace
@@ -78,7 +78,7 @@ class SearchPipeline:
         ]
         self._verifier = another(config.verifier) if config.verifier else author
         self._kept, self._written = AcceptedQuestions(), set[str]()
-        self._starts: dict[str, Start] = {}
+        self._starts: dict[str, DraftStart] = {}
         self._prompts: dict[str, dict[str, Any]] = {}
         self.keys: Sequence[str] = ()
 
@@ -106,7 +106,7 @@ class SearchPipeline:
         self._starts = self._drawn(library)
         self._prompts = self._given_prompts()
         self.keys = [*self._starts, *self._prompts]
-        self._read_kept()
+        self._read_accepted()
         snippet = yaml.safe_dump(self._recipe(arguments), sort_keys=False, allow_unicode=True)
         (self._folder / "recipe.yaml").write_text(snippet, encoding="utf-8")
         return self
@@ -137,14 +137,14 @@ class SearchPipeline:
             file.write(json.dumps({"id": key, **line}, ensure_ascii=False) + "\n")
         self._written.add(key)
 
-    async def _question(self, start: Start, key: str) -> dict[str, Any]:
+    async def _question(self, start: DraftStart, key: str) -> dict[str, Any]:
         draft = await write_draft(self._desk, self._author, start, self._kept)
-        rule = rule_of(draft.spellings)
+        rule = answer_rule(draft.spellings)
         taken = accepts(rule)
         if lost := [one for one in draft.spellings if not taken(one)]:
             raise Rejected("rule", f"the rule rejects the answer {lost[0]!r}")
-        wrong = await candidates(self._desk, self._answerers, draft.text, taken)
-        await verify(
+        wrong = await collect_answers(self._desk, self._answerers, draft.text, taken)
+        await verify_answers(
             self._desk,
             self._verifier,
             draft.text,
@@ -165,7 +165,7 @@ class SearchPipeline:
             },
         }
 
-    async def _helpful(self, start: Start) -> dict[str, Any]:
+    async def _helpful(self, start: DraftStart) -> dict[str, Any]:
         draft = await write_draft(self._desk, self._author, start, self._kept)
         scores = await self._gain(draft.text, draft.rubric)
         return {
@@ -185,7 +185,7 @@ class SearchPipeline:
         return {**task, "environment": {"evidence": []}, "provenance": {"scores": scores}}
 
     async def _gain(self, text: str, rubric: Mapping[str, Any]) -> dict[str, float]:
-        return await check_gain(self._desk, self._author, self._verifier, text, rubric)
+        return await measure_gain(self._desk, self._author, self._verifier, text, rubric)
 
     def _given_prompts(self) -> dict[str, dict[str, Any]]:
         prompts: dict[str, dict[str, Any]] = {}
@@ -209,7 +209,7 @@ class SearchPipeline:
     def _file(self) -> Path:
         return self._folder / "tasks.jsonl"
 
-    def _drawn(self, library: Library) -> dict[str, Start]:
+    def _drawn(self, library: Library) -> dict[str, DraftStart]:
         config = self._config
         entities: list[str] = []
         if config.entities:
@@ -228,7 +228,7 @@ class SearchPipeline:
                 f"search.count = {config.count}: there are {len(entities)} entities; lower count, "
                 "add some to search.entities, or raise search.most_documents"
             )
-        starts: dict[str, Start] = {}
+        starts: dict[str, DraftStart] = {}
         drawn = {True: 0, False: 0}
         for number, entity in enumerate(entities):
             # Evenly spaced, independent of `count`.
@@ -236,10 +236,10 @@ class SearchPipeline:
             # Each kind cycles through the languages.
             language = config.languages[drawn[is_open] % len(config.languages)]
             drawn[is_open] += 1
-            starts[f"{entity}/{language}"] = Start(entity, language, is_open)
+            starts[f"{entity}/{language}"] = DraftStart(entity, language, is_open)
         return starts
 
-    def _read_kept(self) -> None:
+    def _read_accepted(self) -> None:
         """Read the tasks accepted by earlier runs of the command, and drop an incomplete last
         line."""
         if not self._file.exists():
@@ -304,7 +304,7 @@ def _candidates(index: SearchIndex) -> set[str]:
         names += [match[0] for match in _KATAKANA.finditer(document.text)]
         if document.title != document.name:
             names.append(document.title)
-        for name in (*names, *_capitalised(document.text, plain, alone)):
+        for name in (*names, *_capitalized_runs(document.text, plain, alone)):
             least = _MIN_SIGNS if ord(name[0]) > 0x2FFF else _MIN_LETTERS
             if len(name) <= _MAX_NAME and len(letters_and_digits(name)) >= least:
                 result.add(name)
@@ -312,7 +312,7 @@ def _candidates(index: SearchIndex) -> set[str]:
     return {name for name in result if name not in alone or name.lower() not in plain}
 
 
-def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
+def _capitalized_runs(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
     """Yield runs of capitalized words. Collects lower-case words in `plain` and names of one word
     in `alone`."""
     run: list[re.Match[str]] = []

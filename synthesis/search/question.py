@@ -44,7 +44,7 @@ spellings of it; and as evidence each fact with the document that you opened and
 that state it. One of the quotes has to contain the answer."""
 
 
-class Start(NamedTuple):
+class DraftStart(NamedTuple):
     """What a draft starts from: an entity, a language, and the kind of task."""
 
     entity: str
@@ -130,7 +130,7 @@ _SUBMIT_REQUEST = ToolSpec(
 
 
 async def write_draft(
-    desk: Workspace, author: Author, start: Start, accepted: AcceptedQuestions
+    desk: Workspace, author: Author, start: DraftStart, accepted: AcceptedQuestions
 ) -> Draft:
     """Ask the author for a new question or open request that passes all gates. Raises Rejected if a
     gate rejects it, and AuthorLost or BudgetSpent if a call fails."""
@@ -212,7 +212,7 @@ def normalize_answer(text: str) -> str:
     return "".join(low if len(low := sign.lower()) == 1 else sign for sign in reply)
 
 
-def rule_of(right: Sequence[str]) -> dict[str, str]:
+def answer_rule(right: Sequence[str]) -> dict[str, str]:
     """Return the JSONL keys of the rule that grades answers: numbers by value, all others by the
     accepted spellings."""
     by_value = {"answer": right[0], "match": "math"}

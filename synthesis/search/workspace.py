@@ -16,7 +16,7 @@ from keel.agents.types import ToolResult
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.prompts import as_json, fenced, inert, new_fence
 from keel.rl.turns import ToolCall, ToolSpec
-from keel.synthesis.author import Author, ToolLoopResult, tool_spec_of, work
+from keel.synthesis.author import Author, ToolLoopResult, run_tool_loop, tool_spec_of
 from keel.synthesis.ledger import Rejected
 
 _GUARD = (
@@ -82,7 +82,7 @@ class Workspace:
             return ToolResult(text="Accepted.", done=True)
 
         shown = fenced(as_json(dict(material)), new_fence())
-        worked = await work(
+        worked = await run_tool_loop(
             author,
             [
                 {"role": "system", "content": f"{_GUARD}\n\n{system}" if tools else system},

@@ -28,10 +28,10 @@ from keel.synthesis.author import (
     EndpointAuthor,
     SynthesisBudget,
     ToolLoopResult,
-    work,
+    run_tool_loop,
 )
-from keel.synthesis.general.gates import _MAX_MUTATIONS, _mutations, _plausible
-from keel.synthesis.general.pipeline import renamed, sections
+from keel.synthesis.general.gates import _MAX_MUTATIONS, _draw_wrong_answers, _mutate_answer
+from keel.synthesis.general.pipeline import number_function, split_sections
 from keel.synthesis.ledger import Ledger, Rejected
 from keel.synthesis.redteam import main as redteam
 from tests.rewards.judge.judge_server import Reply, Server, running
@@ -295,7 +295,9 @@ def worked(
         return ToolResult(text=str(a + 1), failed=a == 13, done=a == 99)
 
     author, how = ScriptedAuthor(list(script)), {"most_turns": most_turns, "purpose": "test"}
-    done = work(author, [{"role": "user", "content": "Count."}], tools=[ADD], call=call, **how)
+    done = run_tool_loop(
+        author, [{"role": "user", "content": "Count."}], tools=[ADD], call=call, **how
+    )
     return asyncio.run(done), ran
 
 
@@ -353,23 +355,23 @@ def verify(answer, database):
 
 
 def test_sections_of_a_reply() -> None:
-    parts = sections(AuthorReply(content=REPLY), ("question", "solve", "verify"), ("tools",))
+    parts = split_sections(AuthorReply(content=REPLY), ("question", "solve", "verify"), ("tools",))
     assert list(parts) == ["question", "solve", "verify"]
     assert parts["question"] == "Which is it? A list.\n"
-    assert renamed(parts["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
+    assert number_function(parts["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
     assert parts["verify"].endswith("== [1]\n")
     capitals = REPLY.replace("## verify", "## Verify")
-    assert sections(AuthorReply(content=capitals), ("question", "solve", "verify")) == parts
+    assert split_sections(AuthorReply(content=capitals), ("question", "solve", "verify")) == parts
     for cut, text in ((True, REPLY), (False, REPLY.replace("verify:", "proof"))):
         with pytest.raises(Rejected):
-            sections(AuthorReply(content=text, cut=cut), ("question", "solve", "verify"))
+            split_sections(AuthorReply(content=text, cut=cut), ("question", "solve", "verify"))
     with pytest.raises(Rejected):
-        renamed("def solve(tools):\n    pass\ndef solve(tools):\n    pass", "solve", 0)
+        number_function("def solve(tools):\n    pass\ndef solve(tools):\n    pass", "solve", 0)
 
 
 def test_mutations_reach_every_part() -> None:
     answer = {"days": [{"hotel": "Inn", "price": 3}, {"hotel": "House", "price": 2.5}], "ok": True}
-    items = _mutations(answer)
+    items = _mutate_answer(answer)
     labels = [name for name, _ in items]
     assert len(labels) == len(set(labels)) and all(other != answer for _, other in items)
     for part in (
@@ -383,7 +385,7 @@ def test_mutations_reach_every_part() -> None:
     ):
         assert part in labels
     assert answer["days"][0] == {"hotel": "Inn", "price": 3}  # none of it was changed
-    assert len(_mutations({"long": list(range(500))})) == _MAX_MUTATIONS
-    others = _plausible(answer, ["Inn", "Park"], 1)
-    assert others == _plausible(answer, ["Inn", "Park"], 1) and answer not in others
+    assert len(_mutate_answer({"long": list(range(500))})) == _MAX_MUTATIONS
+    others = _draw_wrong_answers(answer, ["Inn", "Park"], 1)
+    assert others == _draw_wrong_answers(answer, ["Inn", "Park"], 1) and answer not in others
     assert {one["days"][0]["hotel"] for one in others} == {"Inn", "Park"}

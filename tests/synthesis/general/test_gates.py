@@ -15,7 +15,7 @@ from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply, BudgetSpent
 from keel.synthesis.general import gates
-from keel.synthesis.general.gates import general
+from keel.synthesis.general.gates import open_episode
 from keel.synthesis.general.pipeline import GeneralPipeline
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Rejected
@@ -100,7 +100,7 @@ async def held(
     rooms: GeneralSandboxes, path: Path, reference: gates._Reference, seed: int = 3
 ) -> list[int]:
     """Run all tasks of a folder through every gate, and return the calls of each solution."""
-    specs = await gates.typed(rooms, path)
+    specs = await gates.check_types(rooms, path)
     tasks = json.loads((path / "task.json").read_text())["tasks"]
     solution = (path / "solve.py").read_text()
     answers, before, calls = list[Any](), None, list[int]()
@@ -296,7 +296,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
             about = json.loads((path / "task.json").read_text())
             about["tasks"][0]["tools"] = ["price", "spoil", "stop", *FAILS]
             (path / "task.json").write_text(json.dumps(about))
-            async with general(rooms, path, 0) as (hosted, opening):
+            async with open_episode(rooms, path, 0) as (hosted, opening):
 
                 async def call(name: str, value: str) -> str:
                     (tool,) = (tool for tool in opening.tools if tool.name == name)
@@ -311,7 +311,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
                 outputs["spoiled"] = await call("price", "apple")
                 await call("submit_result", '{"name": "apple", "price": 4}')
                 verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
-            async with general(rooms, path, 0) as (hosted, opening):
+            async with open_episode(rooms, path, 0) as (hosted, opening):
                 with pytest.raises(EnvironmentLost) as lost:
                     await call("stop", "9")
             return outputs, verdict, lost.value
