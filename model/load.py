@@ -90,6 +90,8 @@ class ModelFacts:
     """Size of a key head, or 0 for a latent cache."""
     index_top_k: int = 0
     """Number of tokens that the sparse attention indexer selects, or 0 if there is no indexer."""
+    index_width: int = 0
+    """Size of an indexer's keys."""
     indexer_parameters: int = 0
     full_attention: bool = True
     """Whether every layer attends to all earlier tokens (see the function `full_attention`)."""
@@ -322,6 +324,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         head_size=0 if getattr(text, "kv_lora_rank", None) else head_size,
         kv_heads=kv_heads,
         index_top_k=getattr(text, "index_topk", None) or 0,
+        index_width=getattr(text, "index_head_dim", None) or 0,
         indexer_parameters=sum(p.numel() for name, p in parameters.items() if ".indexer." in name),
         full_attention=full_attention(text),
         linear_layers=linear_layers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -153,6 +154,9 @@ def test_epochs_become_steps(knobs: tuple[int, int, float], steps: int) -> None:
     assert len(batches.take()) > 0, "a run that goes on goes on"
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "pretrain.md"
+
+
 def recipe(folder: Path, *, text: bool = False, holdout: int = 2) -> str:
     """A recipe for conversations, or for text and a model with sparse attention."""
     if text:
@@ -217,6 +221,28 @@ def test_invalid_recipes_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         (prepare_pretraining if text else prepare_sft)(recipe(tmp_path, text=text), overrides)
+
+
+@pytest.mark.parametrize(
+    ("stage", "numbers"), [("warm-up", (1000, 16, 1e-3)), ("sparse", (15_000, 480, 7.3e-6))]
+)
+def test_recipes_of_the_report_run_in_small(
+    tmp_path: Path, stage: str, numbers: tuple[int, int, float]
+) -> None:
+    name = f"pretrain-v32-{stage}"
+    config = load_config(name)
+    trainer, size = config.trainer, config.sft
+    assert (config.run.steps, size.conversations_per_step, trainer.lr) == numbers
+    assert (trainer.attention, size.max_context_tokens) == (stage, 2**17)
+    (line,) = re.findall(f"keel pretrain {name} (.*)", PAGE.read_text())
+    small = {each.partition("=")[0]: each for each in line.split()}
+    (tmp_path / "text.txt").write_text("some text " * 500)
+    model = {"family": "deepseek_v32", "index_top_k": 12, "max_context": 128}
+    tiny = {"path": "tiny", "dtype": "float32", "tiny": {**model, "cold_start": {"steps": 0}}}
+    small |= {"model.path": f"model={json.dumps(tiny)}"}
+    small |= {"text": f"sft.sources[text].path={tmp_path}", "dir": f"run.dir={tmp_path}"}
+    task = prepare_pretraining(name, [*small.values()])
+    assert task.config.trainer.lr == trainer.lr and len(task.batches.take()) > 0
 
 
 @pytest.mark.parametrize("epochs", [1.5, 2, 2.5])

@@ -315,12 +315,16 @@ def _gpus(kinds: Sequence[_Kind]) -> int:
     return sum(kind.count * kind.gpus for kind in kinds)
 
 
+_NAMED_NODES = 8
+
+
 def _too_small(
     config: Config, what: str, nodes: Sequence[Node], placed: Sequence[_Kind]
 ) -> ConfigError:
     run = config.run
     limits = f" (run.gpus_per_node = {run.gpus_per_node}, run.nodes = {run.nodes})"
-    free = ", ".join(map(str, nodes)) or "no GPUs"
+    names = [*map(str, nodes[:_NAMED_NODES])] + ["…"] * (len(nodes) > _NAMED_NODES)
+    free = ", ".join(names) or "no GPUs"
     knobs = ", ".join(kind.knobs for kind in placed)
     return ConfigError(
         f"the recipe {what} ({' and '.join(map(str, placed))}), and the cluster has {free} free"

@@ -45,12 +45,20 @@ _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
 mean number of kept ids per token."""
 _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untruncated tokens
 _LINEAR_WIDTHS = 6  # kept by a layer of linear attention, in units of `linear_width` (assumed)
+_SPARSE_KEPT, _SPARSE_WHOLE = 2.75, 5.25
+"""Elements per token, head and latent entry that sparse attention keeps for its backward pass, and
+that it holds during it: measured on a CPU at 64 to 144 latent entries. Its MQA form has queries and
+outputs as wide as the latents."""
 _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
 _RESIDUE_GIB = 0.5  # held by the allocator after offloading: 0.3 to 0.8 GiB in four workloads
 
 
 class DoesNotFit(ConfigError):
     """Raised if a GPU or a machine does not have enough memory for the recipe."""
+
+
+class EngineDoesNotFit(DoesNotFit):
+    """Raised if an engine does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +95,9 @@ def engine_sequences(config: Config) -> int:
 def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
     shares = min(config.rollout.tensor_parallel, facts.kv_heads)
     layers = facts.layers - facts.linear_layers
-    return layers * facts.kv_width * BYTES[config.engine_dtype] / shares
+    # vLLM's indexers cache keys in FP8, with a float32 scale, on every GPU of an engine.
+    index = facts.index_width + 4 if facts.index_top_k else 0
+    return layers * (facts.kv_width * BYTES[config.engine_dtype] / shares + index)
 
 
 def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
@@ -138,7 +148,7 @@ def cached_sequences(
         )
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
-        raise DoesNotFit(
+        raise EngineDoesNotFit(
             f"an engine's GPU needs {gib(rest + one)} ({memory.largest_first(but='KV cache')}, "
             f"KV cache of one trajectory {gib(one)}), and {what}"
         )
@@ -319,11 +329,15 @@ def _activation_elements(facts: ModelFacts, config: Config) -> float:
     """
     trainer, residual = config.trainer, facts.hidden_size * (1 + config.model.wide_residual)
     whole = layer_elements(facts, config)
+    latents, plain = facts.attention_heads * facts.kv_width, 6 * facts.attention_width
+    sparse = facts.index_top_k > 0
+    whole += sparse * (_SPARSE_WHOLE * latents - plain)
     gradients = 2 * _mlp_width(facts) + residual
     if trainer.activation_checkpointing:
         kept = residual + (facts.attention_width if trainer.keeps_attention else 0)
         return facts.layers * kept + whole + gradients
     kept = layer_elements(facts, config, compiled=trainer.compile)
+    kept += sparse * (_SPARSE_KEPT * latents - plain)
     return facts.layers * kept + (whole - kept) + gradients
 
 

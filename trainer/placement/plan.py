@@ -1,7 +1,8 @@
 """Estimate the memory and time of a run before it starts, and check that it fits."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
@@ -11,6 +12,7 @@ from keel.trainer.placement.memory import (
     BYTES,
     GIB,
     DoesNotFit,
+    EngineDoesNotFit,
     Memory,
     OffloadPlan,
     cached_sequences,
@@ -43,11 +45,44 @@ class Plan:
     time: StepTime | None  # estimated time per step, or None if it is unknown
 
 
-_HINT = (
-    "Save memory with trainer.activation_checkpointing=true, a smaller trainer.micro_batch_tokens, "
-    "trainer.zero_stage=3, trainer.offload_optimizer=true or a smaller "
-    "rollout.sampling.max_tokens, or use more or larger GPUs"
-)
+_CONTEXT_STEP = 1024
+
+
+def _hint(config: Config, facts: ModelFacts, hardware: Hardware, *, engine: bool) -> str:
+    """Return advice for a recipe that does not fit."""
+    if engine:
+        most = max(node.gpus for node in hardware.nodes)
+        return (
+            "Spread an engine's weights over more GPUs of a node (rollout.tensor_parallel = "
+            f"{config.rollout.tensor_parallel}, at most {most}), or use larger GPUs; an engine "
+            "cannot use several nodes"
+        )
+    trainer, text = config.trainer, not config.data.sources
+    ways = [
+        "trainer.activation_checkpointing=true" * (not trainer.activation_checkpointing),
+        "trainer.zero_stage=3" * (trainer.zero_stage < 3),
+        "more trainer.ranks" * (trainer.ranks < sum(node.gpus for node in hardware.nodes)),
+        "trainer.offload_optimizer=true" * (not trainer.offload_optimizer),
+        "a smaller trainer.micro_batch_tokens" * (trainer.micro_batch_tokens > config.max_context),
+        f"a smaller {'sft.max_context_tokens' if text else 'rollout.sampling.max_tokens'}",
+    ]
+    hint = f"Save memory with {', '.join(way for way in ways if way)}, or use more or larger GPUs"
+    if not text:
+        return hint
+
+    def fits(context: int) -> bool:
+        shorter = replace(
+            config,
+            sft=replace(config.sft, max_context_tokens=context),
+            trainer=replace(trainer, micro_batch_tokens=context),
+        )
+        return trainer_memory(shorter, facts, gpu=True).total <= hardware.gpu_gib * GIB
+
+    lengths = range(_CONTEXT_STEP, config.max_context, _CONTEXT_STEP)
+    count = bisect_left(lengths, True, key=lambda context: not fits(context))
+    return hint + (
+        f". With all else equal, contexts of {lengths[count - 1]:,} fit" if count else ""
+    )
 
 
 def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
@@ -58,7 +93,9 @@ def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
     try:
         return plan_placed(config, facts, hardware, placement)
     except DoesNotFit as error:
-        raise ConfigError(f"{error}. {_HINT}. ({hardware})") from error
+        engine = isinstance(error, EngineDoesNotFit)
+        hint = _hint(config, facts, hardware, engine=engine)
+        raise ConfigError(f"{error}. {hint}. ({hardware})") from error
 
 
 def plan_placed(

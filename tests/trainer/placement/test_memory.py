@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import DeepseekV32Config
 
 from benchmarks.training.cases import Case, estimates, model_of
 from keel.configs.load import load_config
 from keel.configs.schema import (
     AlgorithmConfig,
     Config,
+    ConfigError,
     DataConfig,
     LoraConfig,
     ModelConfig,
@@ -18,8 +20,10 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
+from keel.configs.sections.sft import ConversationsConfig, SftConfig
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing.prefix_sharing import prefix_group_size
+from keel.trainer.placement.hardware import Hardware, idle_nodes
 from keel.trainer.placement.memory import (
     _FRAGMENTED,
     ENGINE_CUDA_GIB,
@@ -35,7 +39,7 @@ from keel.trainer.placement.memory import (
     peak_bytes,
     trainer_memory,
 )
-from keel.trainer.placement.plan import Plan, make_plan
+from keel.trainer.placement.plan import Plan, make_plan, plan_on
 from keel.trainer.placement.step_time import (
     Rates,
     step_time,
@@ -119,6 +123,43 @@ def test_parallelism_shards_experts_or_tokens() -> None:
     long = recipe(ranks=4, sequence_parallel=2, micro_batch_tokens=16_000)
     alone = recipe(ranks=2, micro_batch_tokens=8000)
     assert billions(long, "activations") == billions(alone, "activations")
+
+
+def cluster(nodes: int) -> Hardware:
+    return Hardware(gpu=True, nodes=tuple(idle_nodes(nodes, 8)), gpu_gib=139.0)
+
+
+@pytest.mark.parametrize(("nodes", "fits"), [(16, False), (32, True), (64, True)])
+def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
+    facts = facts_of(DeepseekV32Config())
+    sizes = {"zero_stage": 3, "activation_checkpointing": True, "micro_batch_tokens": 16_384}
+    trainer = TrainerConfig(ranks=8 * nodes, **sizes)
+    source = ConversationsConfig(name="text", source="text", path="text")
+    sft = SftConfig(sources=(source,), max_context_tokens=16_384)
+    text = Config(model=ModelConfig(path="some/model"), trainer=trainer, sft=sft)
+    parts = trainer_memory(text, facts, gpu=True).parts
+    count, ranks = 671_877_929_216, 8 * nodes
+    assert (parts["weights"], parts["gradients"]) == (2 * count / ranks, 4 * count / ranks)
+    assert parts["optimizer"] == 12 * count / ranks
+    # The experts of a layer are gathered, and their gradients are as large.
+    experts = 58 * 256 * 3 * 2048 * 7168
+    assert parts["gathered"] == pytest.approx(2 * 2 * (experts / 58 + (count - experts) / 61))
+    latents = 16_384 * 128 * 576
+    inputs = 16_384 * 61 * 7168
+    assert parts["activations"] / 2 == pytest.approx(inputs + 5.25 * latents, rel=0.2)
+    if fits:
+        plan_on(text, facts, cluster(nodes))
+        text = replace(text, sft=replace(sft, max_context_tokens=131_072))
+    ways = r"offload_optimizer.*contexts of [\d,]+ fit" if fits else "offload_optimizer"
+    with pytest.raises(ConfigError, match=ways):
+        plan_on(text, facts, cluster(nodes))
+
+    rollout = {"tensor_parallel": 8, "max_num_seqs": 4}
+    config = recipe(rollout=rollout)
+    cache = plan(config, facts).engine.parts["KV cache"]
+    assert cache == 4 * 8000 * 61 * (576 * 2 + 128 + 4)
+    with pytest.raises(ConfigError, match=r"156\.4 GiB.*tensor_parallel = 8.*several nodes"):
+        plan_on(config, facts, cluster(nodes))
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
