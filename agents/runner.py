@@ -46,13 +46,12 @@ class EpisodeKind:
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
-    """Return the environment's seed for a prompt. It is the same for all episodes of that prompt in
-    a run."""
+    """Return the seed of a prompt's environment, which all its episodes in a run share."""
     return seed_of(seed, "environment", prompt.prompt_id)
 
 
 class EpisodeRunner:
-    """Runs groups of episodes on its own thread. Use it as a context manager."""
+    """Runs groups of episodes on a separate thread. Use it as a context manager."""
 
     def __init__(
         self,
@@ -63,10 +62,9 @@ class EpisodeRunner:
         most_open: int,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        """Start the runner's thread and, if there are agent programs, the endpoint. At most
-        `most_open` episodes run concurrently for training, and the same number for evaluation.
-        `closing` contains functions that release shared resources of the environments at the end.
-        """
+        """Start the thread, and the endpoint if there are agent programs. At most `most_open`
+        episodes run concurrently for training, and as many for evaluation. The functions in
+        `closing` are called at the end, to release what the environments share."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         make_room(len(PURPOSES) * most_open, programs=has_programs)
         self._kinds, self._turns, self._seed = kinds, turns, seed
@@ -93,9 +91,9 @@ class EpisodeRunner:
                 raise
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
-        """Start `group_size` episodes for a prompt. Cancelling the future ends them. The reasons
-        for dropped episodes are in `Group.dropped`. If an engine fails, the future raises its
-        error."""
+        """Start `group_size` episodes for a prompt and return a future for the group. Cancelling
+        the future cancels the episodes. Reasons for dropped episodes are in `Group.dropped`. If an
+        engine fails, the future raises its error."""
         if prompt.environment not in self._kinds:
             raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
         with self._gate:
@@ -107,7 +105,7 @@ class EpisodeRunner:
         return asyncio.run_coroutine_threadsafe(group, self._loop)
 
     def updating(self, version: int) -> None:
-        """Set the weight version. The sampling seeds of all later groups are derived from it."""
+        """Set the weight version, from which the sampling seeds of later groups are derived."""
         with self._gate:
             if version != self._version:
                 self._version = version
@@ -228,8 +226,8 @@ _SPARE_FILES = 512
 
 
 def make_room(episodes: int, *, programs: bool = False) -> None:
-    """Raise the limit on open files for `episodes` concurrent episodes. Set `programs` if agent
-    programs drive some of them. Raises ValueError if the hard limit is too low."""
+    """Raise the limit on open files for `episodes` concurrent episodes. Set `programs` if some of
+    them are driven by agent programs. Raises ValueError if the hard limit is too low."""
     files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
     files += _connection_limit(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -35,7 +35,8 @@ class _Answer:
 
     @property
     def clear(self) -> bool:
-        """True if the rounded answer differs from those of its neighbours."""
+        """False if the answer is so close to 0 that the tolerance for its last decimal would accept
+        wrong values."""
         if isinstance(self.value, str) or not self.decimals:
             return True
         return round(abs(self.value) * 10**self.decimals) not in (1, 2)
@@ -242,8 +243,8 @@ _BOXED = "Put the final answer in \\boxed{}."
 
 
 def task_lines(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `count` JSONL lines, cycling through all kinds of questions. The same seed always gives
-    the same lines."""
+    """Yield `count` tasks as JSONL lines, cycling through all kinds of questions. The same seed
+    always gives the same lines."""
     for number in range(count):
         ask = _QUESTIONS[number % len(_QUESTIONS)]
         draw = random.Random(f"{seed}/{number}")

@@ -32,8 +32,8 @@ _TOO_LONG = re.compile(
 
 
 class AuthorLost(RuntimeError):
-    """Raised when a model does not respond after all retries. The task is tried again at the next
-    start."""
+    """Raised when an author model does not respond after all retries. The task is tried again at
+    the next start."""
 
 
 class BudgetSpent(RuntimeError):
@@ -238,7 +238,7 @@ class EndpointAuthor:
 
 
 def _byte_length(text: str) -> int:
-    """Return the size of a text in bytes, an upper limit for its number of tokens."""
+    """Return the length of a text in bytes, an upper limit for its number of tokens."""
     return len(text.encode(errors="replace"))
 
 
@@ -316,8 +316,8 @@ async def run_tool_loop(
     most_turns: int,
     purpose: str,
 ) -> ToolLoopResult:
-    """Let a model call tools until it stops or a limit is reached. `call` runs the tool calls that
-    match the schema of their tool, with its own timeout; invalid ones are answered with an error.
+    """Let a model call tools until it stops or a limit is reached. `call` executes the tool calls
+    with valid arguments and has its own timeout. Invalid calls are answered with an error.
     Exceptions from `author` and `call` propagate."""
     history, schemas = list(messages), argument_validator(tools)
     for _ in range(most_turns):
@@ -343,8 +343,8 @@ async def run_tool_loop(
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Await all coroutines and return their results. If one raises, the others are cancelled to
-    save tokens."""
+    """Await all coroutines and return their results. If one raises, cancel the others to save
+    tokens."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -44,8 +44,8 @@ class Rejected(Exception):
 
 
 class Ledger:
-    """Records outcomes and usage in a folder, which it creates and locks. A folder of another
-    synthesis is refused."""
+    """Records outcomes and usage in a folder, which it creates and locks. Refuses a folder that
+    belongs to another synthesis."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder

@@ -221,9 +221,8 @@ def _parse_result(
 
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
-    """An episode whose turns are requested by an agent program. If the program fails after its
-    first turn, the episode ends with `crash`. If the endpoint failed before that, the trajectory is
-    dropped."""
+    """An episode in which an agent program requests the turns. If the program fails after its first
+    turn, the episode ends with `crash`, or is dropped if the endpoint had failed first."""
 
     program: AgentProgram
     endpoint: Endpoint

@@ -52,8 +52,8 @@ _MAX_S = 1e9
 
 
 class Hosted:
-    """An episode of a `Program`. If `fork_server` is given, it forks the process of the episode.
-    Otherwise, a new process is started. `starting` limits how many processes start at the same
+    """Runs one episode of a `Program` in its own process. The process is forked by `fork_server` if
+    one is given, and otherwise started anew. `starting` limits how many processes start at the same
     time."""
 
     def __init__(
@@ -289,15 +289,14 @@ def _reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Faul
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
-    """Create a fork server, or return None if `preload` is off. The caller must close the
-    server."""
+    """Create a fork server, or return None if `preload` is off. The caller must close it."""
     return ForkServer(program) if program.preload else None
 
 
 class ForkServer:
-    """Forks all episodes of a program, on one event loop. Its process starts with the first fork,
-    and restarts if it is lost. `deadlines.open_s` limits the time for the import and for each fork.
-    """
+    """Forks a process for each episode of a program, on one event loop. The server process starts
+    with the first fork and is restarted if it is lost. `deadlines.open_s` limits the import and
+    each fork."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -312,8 +311,9 @@ class ForkServer:
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     async def fork(self, env: Mapping[str, str]) -> ChildProcess | None:
-        """Fork a process with `env` added to its environment variables. Returns None if the caller
-        must start a process itself. Raises EnvironmentLost if the import or the fork fails."""
+        """Fork a process for an episode, with `env` added to its environment variables. Returns
+        None if the caller has to start a process instead. Raises EnvironmentLost if the import or
+        the fork fails."""
         task = asyncio.create_task(self._fork_episode(env))
         try:
             return await asyncio.shield(task)
@@ -416,7 +416,7 @@ class ForkServer:
     async def _fork(
         self, server: ChildProcess, env: Mapping[str, str], *, run: str | None = None
     ) -> ChildProcess:
-        """Fork a process. If `run` is set, the process executes that code instead of an episode."""
+        """Fork a process that runs an episode, or the Python code `run` if given."""
         request = {"do": "fork", "inner": self._inner, "env": dict(env), "run": run}
         try:
             with open_channel(socket.SOCK_STREAM) as (ours, theirs, stderr, write_end):
@@ -490,4 +490,4 @@ class ForkServer:
 
 
 class _CannotFork(Exception):
-    """Raised if forking is impossible, with the reason as the message."""
+    """Raised when forking is impossible. The message is the reason."""

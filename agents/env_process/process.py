@@ -38,7 +38,7 @@ exceeded none."""
 
 
 class LaunchedSandbox(Protocol):
-    """A command line that starts a sandbox. `env` overrides the inherited variables."""
+    """A command line that starts a sandbox. `env` overrides inherited environment variables."""
 
     @property
     def command(self) -> Sequence[str]: ...
@@ -50,15 +50,16 @@ class LaunchedSandbox(Protocol):
     def env(self) -> Mapping[str, str]: ...
 
     def started(self, pid: int) -> _LimitCheck:
-        """Start monitoring the sandbox, given the PID of its outer process."""
+        """Start monitoring the sandbox whose outer process is `pid`."""
         ...
 
 
 class EnvSandbox(Protocol):
-    """Runs processes in sandboxes that can read only the system, the program and `readable`.
+    """Interface of the sandboxes that environments run in. A sandboxed process can read only the
+    system, its program and `readable`.
 
-    `parent` prepares a sandbox for a process that forks children and isolates them from each other.
-    `inner` has the settings that the fork server needs for this, or None if this machine does not
+    `parent` starts a sandbox whose process forks children and isolates them from each other.
+    `inner` holds the settings that the fork server needs for this, or None if this machine does not
     allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails. `hold`
     monitors the memory of a sandbox, given its outer process, or of a forked child, given the first
     process inside (`inside`).
@@ -82,13 +83,11 @@ class EnvSandbox(Protocol):
 
 
 class ChildProcess:
-    """A process of an episode, with its channel and the last part of its standard error.
-
-    It is used on one event loop, for one exchange at a time. `status` reaps the process. It is
-    called only after all descendants are dead, so that the PID is not reused earlier. `sandbox` is
-    `outer` for the outer process of a sandbox, which exits last, or `inside` for the first process
-    of a PID namespace, whose exit ends all others.
-    """
+    """The process of an episode, with its message channel and the end of its standard error. Use it
+    on one event loop, for one exchange at a time. `status` reaps the process and is called only
+    after all its descendants are dead, so that its PID is not reused earlier. `sandbox` is `outer`
+    for the outer process of a sandbox, which exits last, or `inside` for the first process of a PID
+    namespace, whose exit ends all others."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class ChildProcess:
 
     async def end(self, within_s: float = 0.0) -> str:
         """Give the process up to `within_s` seconds to exit, then kill it and its descendants.
-        Returns a description of its exit."""
+        Returns a description of how it exited."""
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -230,7 +229,7 @@ def _kill_abandoned(pid: int, pidfd: int) -> None:
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as a line of JSON. Raises ValueError if that is impossible."""
+    """Encode a message as one line of JSON. Raises ValueError if it cannot be encoded."""
     try:
         return json.dumps(message, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -241,8 +240,8 @@ Result = TypeVar("Result")
 
 
 async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work` and return its result. Unlike `asyncio.timeout`, this also returns a result that
-    arrived in time but was read late because the event loop was busy."""
+    """Await `work` for at most `timeout_s` seconds. Unlike `asyncio.timeout`, it still returns a
+    result that was ready in time but read late because the event loop was busy."""
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (timeout_s, _READ_S):
@@ -286,8 +285,8 @@ def launch(
     wrap: Callable[..., AbstractContextManager[LaunchedSandbox]] | None = None,
     readable: Sequence[Path] = (),
 ) -> ChildProcess:
-    """Start a process whose channel is its standard input and output. Raises EnvironmentLost if the
-    program cannot be run, and OSError if this process has no file descriptors left."""
+    """Start a process that exchanges messages over its standard input and output. Raises
+    EnvironmentLost if the program cannot be run, and OSError if no file descriptors are left."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
         try:
@@ -343,8 +342,8 @@ class _OutputTail:
             os.close(self._fd)
 
     async def drain(self, within_s: float) -> None:
-        """Wait for the end of the pipe, but at most `within_s` seconds: an escaped descendant may
-        keep the pipe open."""
+        """Wait up to `within_s` seconds for the end of the pipe, which an escaped descendant can
+        keep open."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), within_s)
 
@@ -369,7 +368,7 @@ BASE_ENV = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Time limits in seconds for the methods of an environment. Tool calls have their own limit."""
+    """Time limits in seconds for the methods of an environment. Tool calls have their own."""
 
     open_s: float = 60.0
     reply_s: float = 30.0
@@ -379,7 +378,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Settings for running an environment. They are the same for all episodes."""
+    """Settings for running an environment, shared by all episodes."""
 
     target: str
     """The class (`my_env:Shop`, `/path/to/file.py:Shop`), the module of functions (`my_tools`) or

@@ -158,8 +158,8 @@ class Object:
         self._call_reserved("close")
 
     def _call_reserved(self, name: str, **values: Any) -> Any:
-        """Call a reserved method with the parameters that it declares. Returns None if the object
-        does not define it."""
+        """Call a reserved method with the parameters that it declares. Returns None if it is not
+        defined."""
         method = getattr(self._target, name, None)
         if method is None:
             return None
@@ -207,8 +207,8 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 
 def public_functions(target: Any) -> dict[str, Callable[..., Any]]:
-    """Collect functions by name from a module (its public functions), a list, or a single
-    function."""
+    """Collect the public functions of a module, the functions in a list, or a single function, by
+    name."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]

@@ -84,7 +84,7 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
 
 
 def _split_change(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[str]], list[str]]:
-    """Split a change into its new entries, as JSON, and its removed paths."""
+    """Split a change into its new files, as JSON, and the paths of removed files."""
     tree = {path: entry for path, entry in changed.items() if entry is not None}
     return tree_as_json(tree), [path for path in changed if path not in tree]
 
@@ -251,8 +251,8 @@ class PrefixBuilder:
         self._projects = {normalize_name(source.name) for source in config.sources}
 
     async def get_or_build(self, candidate: Candidate) -> Prefix:
-        """Return the prefix for a candidate, building it if necessary. Raises Rejected if no test
-        passes."""
+        """Return the prefix with the dependencies of a candidate, and build it if necessary. Raises
+        Rejected if no test passes."""
         name = self._name(candidate)
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"

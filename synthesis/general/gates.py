@@ -51,7 +51,7 @@ async def check_types(rooms: GeneralSandboxes, environment: Path) -> Specs:
 
 
 def open_episode(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
-    """Open the environment exactly as an episode of the policy does."""
+    """Open the environment in the same way as for the policy."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
@@ -59,7 +59,7 @@ def open_episode(rooms: GeneralSandboxes, environment: Path, number: int, *, see
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDraft:
-    """A new task in the folder of an environment, which has not passed the gates yet."""
+    """A new task in the folder of an environment that has not yet passed the gates."""
 
     rooms: GeneralSandboxes
     path: Path
@@ -200,8 +200,8 @@ class TaskDraft:
             )
 
     async def _check_deterministic(self, calls: Sequence[ToolCall]) -> None:
-        """Check that tools return the same results in two processes with different hash seeds, for
-        the solution's calls and for random calls with arguments from the database."""
+        """Check that tools return the same results in two processes with different hash seeds. This
+        covers the solution's calls and random calls with arguments from the database."""
         texts, draw = await self._texts(), random.Random(self.seed)
         request = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         request = request[:_MAX_REPLAYED]
@@ -291,9 +291,9 @@ def _short(value: Any) -> str:
 
 
 def _replay(results: _Results, change: _Leaf, entries: _Leaf) -> _CallAnswerer:
-    """Answer a solution's tool calls with altered copies of the recorded results: `entries` alters
-    a whole result, then `change` each of its leaves. Altered values in the arguments are mapped
-    back to the true ones."""
+    """Answer a solution's tool calls with altered copies of the recorded results. `entries` alters
+    whole results, and `change` alters their values. Altered values in the arguments are mapped back
+    to the true ones."""
 
     def key(name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps([name, dict(arguments)], sort_keys=True)
@@ -367,9 +367,8 @@ _HOLLOW: Sequence[_Leaf] = (
 
 
 def _mutate_answer(answer: Any) -> list[tuple[str, Any]]:
-    """List wrong answers that each differ from the true one in a single value, key or entry, as
-    (description, answer). If there are more than `_MAX_MUTATIONS`, they are sampled at equal
-    intervals."""
+    """Return wrong answers that differ from the true one in one value, key or entry, as
+    (description, answer). At most `_MAX_MUTATIONS` are selected, at equal intervals."""
     every = list(_changed(answer))
     step = max(1.0, len(every) / _MAX_MUTATIONS)
     return [every[int(n * step)] for n in range(min(len(every), _MAX_MUTATIONS))]
@@ -415,8 +414,8 @@ def _other_leaves(value: Any) -> list[Any]:
 
 
 def _draw_wrong_answers(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
-    """Draw wrong answers with the structure of the true one, with strings from `texts` and numbers
-    close to the true ones."""
+    """Draw wrong answers with the same structure as the true one. Strings come from `texts`, and
+    numbers are close to the true ones."""
     draw = random.Random(seed)
 
     def other_leaf(value: Any) -> Any:

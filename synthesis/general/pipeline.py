@@ -48,8 +48,8 @@ from keel.synthesis.ledger import Rejected
 
 
 class GeneralPipeline:
-    """Creates tasks for general agents. Implements `keel.commands.synthesize.Pipeline`. A key
-    consists of a category and a number."""
+    """Creates tasks for general agents, as a `keel.commands.synthesize.Pipeline`. A key is a
+    category and a number."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.
 
 @dataclass(kw_only=True)
 class _EnvironmentWriter:
-    """Lets the author build one environment, in a folder below `rooms.making`. The author's code
-    never runs in this process. `reference` attempts the tasks to measure their difficulty."""
+    """Lets the author model build one environment, in a folder below `rooms.making`. Its code never
+    runs in this process. `reference` attempts the tasks to measure their difficulty."""
 
     rooms: GeneralSandboxes
     path: Path

@@ -136,7 +136,7 @@ class GeneralSandboxes:
 
 @contextmanager
 def reject_crashes(gate: str) -> Generator[None]:
-    """Convert a crash or hang of the sandbox to Rejected with the name `gate`."""
+    """Raise Rejected with the name `gate` if code in a sandbox crashes or hangs it."""
     try:
         yield
     except EnvironmentLost as error:

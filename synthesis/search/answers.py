@@ -118,8 +118,8 @@ async def verify_answers(
     passes: int,
     seed: str,
 ) -> list[dict[str, _Verdict]]:
-    """Ask the verifier about all answers in several passes and return its verdicts. `truths` are
-    the accepted spellings of the author's answer, shuffled among the other answers. Raises Rejected
+    """Let the verifier judge all answers in several passes, and return its verdicts. `truths` are
+    the accepted spellings of the author's answer, shuffled among the candidates. Raises Rejected
     unless every pass finds all truths right and all candidates wrong."""
     answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, _Verdict]]()

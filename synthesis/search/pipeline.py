@@ -54,7 +54,7 @@ def _rubric_of(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SearchPipeline:
-    """Creates search tasks. Implements `keel.commands.synthesize.Pipeline`."""
+    """Creates search tasks, as a `keel.commands.synthesize.Pipeline`."""
 
     def __init__(
         self,
@@ -240,8 +240,7 @@ class SearchPipeline:
         return starts
 
     def _read_accepted(self) -> None:
-        """Read the tasks accepted by earlier runs of the command, and drop an incomplete last
-        line."""
+        """Read the tasks that earlier runs accepted, and drop an incomplete last line."""
         if not self._file.exists():
             return
         data = self._file.read_bytes()
@@ -313,8 +312,8 @@ def _candidates(index: SearchIndex) -> set[str]:
 
 
 def _capitalized_runs(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
-    """Yield runs of capitalized words. Collects lower-case words in `plain` and names of one word
-    in `alone`."""
+    """Yield runs of capitalized words, as possible names. Lower-case words are added to `plain`,
+    and names of one word to `alone`."""
     run: list[re.Match[str]] = []
     for word in [*_WORD.finditer(text), None]:
         if word is not None and (capital := word[0][0].isupper()) is False:

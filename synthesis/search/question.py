@@ -45,7 +45,7 @@ that state it. One of the quotes has to contain the answer."""
 
 
 class DraftStart(NamedTuple):
-    """What a draft starts from: an entity, a language, and the kind of task."""
+    """The starting point of a draft: an entity, a language, and the kind of task."""
 
     entity: str
     language: str
@@ -132,8 +132,8 @@ _SUBMIT_REQUEST = ToolSpec(
 async def write_draft(
     desk: Workspace, author: Author, start: DraftStart, accepted: AcceptedQuestions
 ) -> Draft:
-    """Ask the author for a new question or open request that passes all gates. Raises Rejected if a
-    gate rejects it, and AuthorLost or BudgetSpent if a call fails."""
+    """Ask the author model for a new question or open request that passes all gates. Raises
+    Rejected if a gate rejects it, and AuthorLost or BudgetSpent if a call fails."""
     drafts: list[Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:

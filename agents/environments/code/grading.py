@@ -41,7 +41,7 @@ class Results(NamedTuple):
 
 
 def command_environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of all commands."""
+    """Return the environment variables for all commands in the repository."""
     where = os.path.dirname(sys.executable)
     return {
         "PATH": f"{prefix}/bin:{where}:/usr/local/bin:/usr/bin:/bin",

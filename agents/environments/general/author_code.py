@@ -132,8 +132,8 @@ _CLOCK = re.compile(
 
 
 def parse_code(source: str, part: Part) -> ast.Module:
-    """Parse an author's code. Raises InvalidEnvironment if it does not parse or uses a forbidden
-    feature."""
+    """Parse Python code written by an author model. Raises InvalidEnvironment if it is invalid or
+    uses a forbidden feature."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
@@ -395,8 +395,8 @@ def parse_answer(text: str) -> Any:
 def run_verifier(
     folder: Folder, number: int, answer: Any, within_s: float
 ) -> dict[str, bool] | str:
-    """Run the verifier on an answer and a fresh database. Returns which requirements are met, or an
-    error message if the verifier fails."""
+    """Run a task's verifier on an answer and a fresh database. Returns which requirements are met,
+    or an error message if the verifier fails."""
 
     def run(channel: _Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
@@ -442,7 +442,7 @@ def start_solution(source: str, number: int, returns: dict[str, str]) -> Child:
 
 
 def _compile_function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
-    """Compile the function `name`, with only the imports directly before it. Raises
+    """Compile the function `name` together with the imports directly before it. Raises
     InvalidEnvironment if the source contains anything but functions and imports."""
     pieces: dict[str, list[ast.stmt]] = {}
     imports: list[ast.stmt] = []

@@ -27,10 +27,13 @@ from keel.agents.environments.general.author_code import (
 
 
 class General:
-    """An environment written by an author, with tools and a verifier. Tasks are numbered across all
-    folders, and the number comes from the prompt's name, `name/n`, or its `reward`, `{"general":
-    {"task": 3}}`. The tools run in a process that is forked before anything else is read and cannot
-    open files, so a tool that the policy controls cannot read an answer either."""
+    """An environment that an author model wrote, with tools and a verifier.
+
+    Tasks are numbered across all folders. The number comes from the name of the prompt, `name/n`,
+    or from its `reward`, `{"general": {"task": 3}}`. The tools run in a process that is forked
+    before anything else is read and that cannot open files, so not even a tool that the policy
+    controls can read an answer.
+    """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
         """Load the environments in `folder`. An answer counts as wrong if its verifier takes longer
@@ -108,7 +111,7 @@ _SHOWN = 3
 
 
 class Solution:
-    """A running solution, which is given only its own source code and the names of the tools."""
+    """Runs a solution, which can see only its own source code and the names of the tools."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         spec = task["reward"]
@@ -130,8 +133,8 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """Runs an author's tools and verifiers, from the folder `environment` in the task's reward.
-    Each request can take up to `within_s` seconds."""
+    """Runs the tools and verifiers that an author model wrote, from the folder `environment` in the
+    task's reward. Each request can take up to `within_s` seconds."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))
@@ -219,7 +222,8 @@ def _tables(database: Any) -> list[tuple[str, str]]:
 
 
 class DatabaseDesk:
-    """An environment in which the author builds a database. Only the submitted database is kept."""
+    """An environment in which an author model builds a database. Only the submitted database is
+    kept."""
 
     def __init__(self, most_kib: int, bash_s: float) -> None:
         self._most, self._bash_s = most_kib << 10, bash_s

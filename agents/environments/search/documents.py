@@ -261,13 +261,13 @@ def search_terms(text: str) -> list[str]:
 
 
 def unspaced_characters(text: str) -> list[str]:
-    """Keep only the characters that belong to a script without spaces."""
+    """Keep only the characters of a text that belong to scripts without spaces."""
     return [sign for run in _split_words(text) if _RUN.fullmatch(run) for sign in run]
 
 
 def letters_and_digits(text: str) -> str:
-    """Keep only the letters and digits, without case and accents, so that quotes can be
-    compared."""
+    """Keep only the letters and digits of a text, without case and accents, for comparing
+    quotes."""
     return "".join(_split_words(text))
 
 

@@ -150,8 +150,8 @@ class Trip:
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Return the fraction of steps completed. Each list that the task requires is a step, and
-        submitting a plan is another, weighted by `share`."""
+        """Return the fraction of steps completed: looking up each list that the task requires, and
+        submitting a plan, which counts as `share` of a step."""
         task, kinds = self._task, self._task.level.kinds
         if task.cities is None:
             looked, needed = {kind for kind, _ in self._seen} & set(kinds), len(kinds)
@@ -201,7 +201,7 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
 
 def is_solvable(trip: Trip, calls: Calls) -> bool:
-    """Run a solver in a local environment and return whether it found a solution."""
+    """Run the solver `calls` in a local environment and return whether it finds a plan."""
     result: str | None = None
     while True:
         try:

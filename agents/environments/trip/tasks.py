@@ -23,7 +23,7 @@ _KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Requirements for days whose hotel costs at least `low` and less than `high` CNY. None means
+    """Requirements for a day if its hotel costs at least `low` and less than `high` CNY. None means
     no requirement."""
 
     low: int
