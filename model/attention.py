@@ -27,7 +27,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
 from keel.model.layers.contexts import Contexts
-from keel.model.layers.flash4 import attend4
+from keel.model.layers.flash4 import flash_attention4
 from keel.model.torch_internals import to_device, varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
@@ -104,7 +104,7 @@ class Segments:
             to_device(row_of_token, device),
             tuple(lengths),
             group,
-            None if follows is None else Contexts.of(lengths, follows, device),
+            None if follows is None else Contexts.build(lengths, follows, device),
         )
 
 
@@ -135,7 +135,7 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
     model.set_attn_implementation(_NAME4 if flash4 else NAME)
 
 
-def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Exclude a function from the graphs of compiled layers."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
@@ -202,22 +202,24 @@ def _packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
     """Compute attention for a whole row. Takes query [N, Hq, D], key and value [N, Hkv, D], the
     scaling (None for the default) and the window (None if unlimited). Returns [N, Hq, Dv]."""
-    operator = _varlen if _has_flash(query, value) else _padded
+    operator = _varlen_attention if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, *rest)
 
 
 def _attend4(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
-    key, value, *keys = _keys(key, value, segments)
-    return attend4(query, key, value, segments.offsets, segments.longest, *rest, *keys)
+    key, value, *keys = _gather_contexts(key, value, segments)
+    return flash_attention4(query, key, value, segments.offsets, segments.longest, *rest, *keys)
 
 
-def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
+def _gather_contexts(
+    key: Tensor, value: Tensor, segments: Segments
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return the keys and values of all contexts, the offsets of the contexts and their maximum
     length. The queries of a segment are at the last positions of its context, as flash attention
     assumes."""
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
-    return contexts.spread(key), contexts.spread(value), contexts.offsets, contexts.longest
+    return contexts.expand(key), contexts.expand(value), contexts.offsets, contexts.longest
 
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:
@@ -225,7 +227,7 @@ def _has_flash(query: Tensor, value: Tensor) -> bool:
     return query.is_cuda and half and query.shape[-1] == value.shape[-1]
 
 
-def _varlen(
+def _varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -238,7 +240,7 @@ def _varlen(
     # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
-    key, value, offsets, longest = _keys(key, value, segments)
+    key, value, offsets, longest = _gather_contexts(key, value, segments)
     # A window of w tokens includes the token itself.
     reach = (-1 if window is None else window - 1, 0)
     ends = segments.offsets, offsets, segments.longest, longest
@@ -247,7 +249,7 @@ def _varlen(
     return output
 
 
-@uncompiled  # blocks differ between rows
+@disable_compile  # blocks differ between rows
 def _padded(
     query: Tensor,
     key: Tensor,
@@ -257,8 +259,8 @@ def _padded(
     window: int | None,
 ) -> Tensor:
     if (contexts := segments.contexts) is not None:
-        query, key, value = (contexts.spread(x) for x in (query, key, value))
-        whole = _whole_contexts(contexts.lengths, query.device)
+        query, key, value = (contexts.expand(x) for x in (query, key, value))
+        whole = _make_segments(contexts.lengths, query.device)
         return _padded(query, key, value, whole, scaling, window).index_select(0, contexts.places)
 
     def block(*tensors: Tensor) -> Tensor:
@@ -274,10 +276,12 @@ def _padded(
         )
         return out.transpose(1, 2)
 
-    return _in_blocks(block, segments, query, key, value)
+    return _apply_in_blocks(block, segments, query, key, value)
 
 
-def _in_blocks(function: Callable[..., Tensor], segments: Segments, *tokens: Tensor) -> Tensor:
+def _apply_in_blocks(
+    function: Callable[..., Tensor], segments: Segments, *tokens: Tensor
+) -> Tensor:
     """Apply a causal function of [B, L, …] tensors to each padded block of a row [N, …]. The
     padding is on the right, so that tokens do not see it."""
     padded = [x.index_select(0, segments.token_of_row) for x in tokens]
@@ -291,7 +295,7 @@ def _in_blocks(function: Callable[..., Tensor], segments: Segments, *tokens: Ten
 
 
 @lru_cache(maxsize=2)
-def _whole_contexts(lengths: tuple[int, ...], device: torch.device) -> Segments:
+def _make_segments(lengths: tuple[int, ...], device: torch.device) -> Segments:
     """Build contexts for a row, cached for all layers of a micro-batch, with or without
     gradients."""
     with torch.inference_mode(False):
@@ -300,7 +304,7 @@ def _whole_contexts(lengths: tuple[int, ...], device: torch.device) -> Segments:
 
 def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
-    @uncompiled  # collectives
+    @disable_compile  # collectives
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
         assert segments.group is not None
         query, key, value = heads_for_tokens(query, key, value, segments.group)
@@ -354,7 +358,7 @@ def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             out = convolve(block.transpose(1, 2), weight, bias, activation=activation)
             return out.transpose(1, 2)
 
-        return _in_blocks(plain, segments, tokens[0])[None].transpose(1, 2)
+        return _apply_in_blocks(plain, segments, tokens[0])[None].transpose(1, 2)
 
     return packed
 
@@ -373,7 +377,7 @@ def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
         def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             return _for(q, original)(q, k, v, g=g, beta=beta, **scaled)[0]
 
-        return _in_blocks(plain, segments, *(x[0] for x in (*qkv, g, beta)))[None], None
+        return _apply_in_blocks(plain, segments, *(x[0] for x in (*qkv, g, beta)))[None], None
 
     return packed
 

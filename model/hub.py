@@ -183,7 +183,7 @@ class Download:
         except (HfHubHTTPError, OSError, ValueError) as error:
             raise ConfigError(
                 f"model {self.path!r}: the download stopped after {self.present() / 1e9:.1f} of "
-                f"{self.total / 1e9:.1f} GB ({one_line(error)}). Rerun the command to resume it"
+                f"{self.total / 1e9:.1f} GB ({format_error(error)}). Rerun the command to resume it"
             ) from error
         finally:
             enable_progress_bars()
@@ -257,7 +257,7 @@ def ignored_code(folder: Path | None, known: Any) -> list[str]:
     return lines
 
 
-def one_line(error: BaseException, limit: int = 400) -> str:
+def format_error(error: BaseException, limit: int = 400) -> str:
     """Format an error as one line. Control characters are escaped, because the message may quote an
     untrusted file."""
     text = " ".join(str(error).split())
@@ -319,7 +319,9 @@ def missing_weights(path: str) -> str:
     loaded = sorted(name for name in others if not name.startswith("consolidated"))
     if loaded and not (folder / INDEX).is_file():
         return f"{loaded[0]} next to {WHOLE}: vLLM loads all without an index. Move it away"
-    return next((f"{name}: {fault}" for name in names if (fault := _fault(folder / name))), "")
+    return next(
+        (f"{name}: {fault}" for name in names if (fault := _find_damage(folder / name))), ""
+    )
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -341,7 +343,7 @@ def _other_weights(folder: Path) -> str:
     return "Use a folder written by save_pretrained"
 
 
-def _fault(file: Path) -> str:
+def _find_damage(file: Path) -> str:
     with file.open("rb") as content:
         start = content.read(len(_LFS))
     if start == _LFS:
@@ -353,7 +355,7 @@ def _fault(file: Path) -> str:
         with safe_open(file, framework="np") as tensors:
             dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        return f"not a complete safetensors file ({one_line(error)}). Download it again"
+        return f"not a complete safetensors file ({format_error(error)}). Download it again"
     unsupported = ", ".join(sorted(dtypes - _DTYPES))
     return unsupported and f"has tensors of type {unsupported}. {_QUANTISED}"
 
@@ -369,7 +371,7 @@ def stored_tensors(path: str, framework: str) -> dict[str, Any]:
     return tensors
 
 
-def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
+def tensors_named(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
     """Yield the tensors with this name in a folder, or only their first `rows` rows."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:

@@ -44,14 +44,14 @@ from keel.model.hub import (
     check_folder,
     check_path,
     check_tokenizer_files,
+    format_error,
     fp8_block,
     hub_options,
-    one_line,
     written_by_code,
 )
 from keel.model.layers.fused import fuses_experts, fuses_norms
 from keel.model.lora import MLP, is_adapted, merged_tensors
-from keel.model.transformers_internals import always_float32
+from keel.model.transformers_internals import float32_names
 
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 Named = dict[str, Tensor]
@@ -195,7 +195,7 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
         else:
             model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot load weights from {path!r}: {one_line(error)}") from error
+        raise ConfigError(f"cannot load weights from {path!r}: {format_error(error)}") from error
     for name, parameter in model.named_parameters():
         low, high = torch.aminmax(parameter.detach()) if parameter.numel() else (0.0, 0.0)
         if not math.isfinite(high) or not math.isfinite(low):
@@ -253,7 +253,7 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
     """Return a function that casts a checkpoint tensor, given its name, to `dtype`. Integers stay
     unchanged, and so do weights that the model family keeps in float32, such as DeepSeek-V3's
     routing bias."""
-    names = always_float32(model)
+    names = float32_names(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
 
     def convert(name: str, tensor: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ _FACTS: dict[str, ModelFacts] = {}
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
     """Compute facts about a causal language model on the meta device. Results are cached."""
-    if (key := _as_text(config)) in _FACTS:
+    if (key := _serialise_config(config)) in _FACTS:
         return _FACTS[key]
     text = config.get_text_config()
     with torch.device("meta"):
@@ -338,7 +338,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
     return facts
 
 
-def _as_text(config: PreTrainedConfig) -> str:
+def _serialise_config(config: PreTrainedConfig) -> str:
     """Serialise a config to a string that identifies it uniquely."""
     return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
@@ -392,7 +392,7 @@ def _unreadable(what: str, error: Exception) -> ConfigError:
     if "trust_remote_code" in str(error):
         reason = "needs custom code, which Keel does not run. Use an architecture of transformers"
     else:
-        reason = f"could not be read: {one_line(error)}"
+        reason = f"could not be read: {format_error(error)}"
     return ConfigError(f"the {what} {reason}")
 
 

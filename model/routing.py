@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from keel.model.torch_internals import next_node_number, running_node, to_device
+from keel.model.torch_internals import next_node_number, running_node_number, to_device
 from keel.rl.metrics import Mean
 from keel.rl.types import NO_ROUTE
 
@@ -219,8 +219,8 @@ def replay_routes(
         if replay.close():
             _closed.append(replay)
             if len(_closed) > _REMEMBERED:
-                _closed[-1 - _REMEMBERED] = _closed[-1 - _REMEMBERED].forgotten()
-    if idle := replay.idle():
+                _closed[-1 - _REMEMBERED] = _closed[-1 - _REMEMBERED].without_routes()
+    if idle := replay.idle_layers():
         raise RuntimeError(
             f"replay_routes: the routers of MoE layers {idle} did not run in the block, so their "
             "routes were not applied. Run the module that was passed"
@@ -306,14 +306,14 @@ class Replay:
         self._on_device = None
         return self._stop > self._start
 
-    def forgotten(self) -> Replay:
+    def without_routes(self) -> Replay:
         """Drop the routes, and return a copy that only detects recomputation."""
         self._routes_LNK = self._on_device = None
         stub = copy(self)
         stub._counts, stub._by_token_2N = [], None
         return stub
 
-    def idle(self) -> list[int]:
+    def idle_layers(self) -> list[int]:
         """Return the MoE layers whose routers have not run."""
         return [layer for layer, calls in enumerate(self._calls) if calls == 0]
 
@@ -345,7 +345,7 @@ def _on_router(router: nn.Module, _arguments: Any, output: Any) -> Any:
     family = ROUTERS[type(router).__name__]
     if family.gate:
         output = (_logits.pop(router.get_submodule(family.gate)), *output)
-    node = running_node()
+    node = running_node_number()
     if node is not None:  # a recomputation in a backward pass
         for replay in (*_open, *reversed(_closed)):
             if replay.owns(router, node):

@@ -55,7 +55,7 @@ def next_node_number() -> int:
     return autograd._get_sequence_nr()
 
 
-def running_node() -> int | None:
+def running_node_number() -> int | None:
     """Return the sequence number of the autograd node whose backward pass is running, or None."""
     if torch._C._current_graph_task_id() == -1:
         return None
@@ -113,7 +113,7 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
-def on_device(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
+def with_local_index(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
     """Replace the GPU index in a handle from `reduce_tensor` with this process's index."""
     at = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
     return (*handle[:at], index, *handle[at + 1 :])

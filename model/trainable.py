@@ -25,16 +25,16 @@ from keel.model.fp8 import readable_tensors
 from keel.model.head.support import install_support_head
 from keel.model.hub import (
     KNOWN,
+    format_error,
     fp8_block,
     hub_options,
     missing_weights,
-    one_line,
-    tensors_called,
+    tensors_named,
 )
 from keel.model.load import ModelFacts, facts_of
 from keel.model.routing import router_modules
 from keel.model.sparse.attention import use_sparse_attention
-from keel.model.transformers_internals import left_out, loaded_as
+from keel.model.transformers_internals import ignored_tensor_patterns, map_checkpoint_names
 
 _LAYER = re.compile(r".*?\.\d+\.")
 _LAYER_LISTS = ("layers", "h")
@@ -58,7 +58,7 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
     except Exception as error:  # families raise anything
         raise ConfigError(
             f"model.path = {path!r}: models of type {config.model_type} are not supported "
-            f"({type(error).__name__}: {one_line(error)}). {KNOWN}"
+            f"({type(error).__name__}: {format_error(error)}). {KNOWN}"
         ) from error
     if Path(path).is_dir() and not missing_weights(path):  # otherwise reported elsewhere
         _check_weights_fit(path, config)
@@ -98,7 +98,7 @@ def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config)
     tensors = readable_tensors(path, "np")
     shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-    loaded = loaded_as(model, shapes)
+    loaded = map_checkpoint_names(model, shapes)
     if loaded and (mismatch := _find_mismatch(model, path, shapes, loaded)):
         raise ConfigError(
             f"model.path = {path!r}: the weights do not match config.json (model_type "
@@ -107,7 +107,7 @@ def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
         )
     words = next((name for name in loaded if name.endswith(_EMBEDDING)), "")
     if getattr(config, "tie_word_embeddings", False) and _HEAD in loaded and words:
-        head, embedding = (next(tensors_called(path, name, _ROWS)) for name in (_HEAD, words))
+        head, embedding = (next(tensors_named(path, name, _ROWS)) for name in (_HEAD, words))
         if not torch.equal(head, embedding):
             raise ConfigError(
                 f"model.path = {path!r}: config.json has tie_word_embeddings: true, but the "
@@ -123,7 +123,7 @@ def _find_mismatch(
     loaded: Mapping[str, tuple[str, bool]],
 ) -> str:
     state = model.state_dict(keep_vars=True)
-    optional, unused = left_out(model)
+    optional, unused = ignored_tensor_patterns(model)
     # By id, because tied tensors count once; buffers have defaults.
     present = {id(state[name]) for name, _ in loaded.values() if name in state}
     parameters = {name: p for name, p in state.items() if isinstance(p, Parameter)}
@@ -143,7 +143,7 @@ def _find_mismatch(
                 unexpected.setdefault(target.removeprefix(match[0]), []).append(name)
     for name, *others in unexpected.values():
         everywhere = 1 + len(others) == len(layers)  # otherwise an addition to the model
-        zero = any(not tensor.any() for tensor in tensors_called(path, name))
+        zero = any(not tensor.any() for tensor in tensors_named(path, name))
         if everywhere and not (name.endswith("bias") and zero):
             return f"the model has no tensor {name}"
     return ""

@@ -22,12 +22,14 @@ _NOISE = re.compile(r"drop|jitter")
 _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def always_float32(model: PreTrainedModel) -> list[str]:
+def float32_names(model: PreTrainedModel) -> list[str]:
     """Return the names of modules and parameters that must stay in float32."""
     return sorted(model._keep_in_fp32_modules_strict or ())
 
 
-def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tuple[str, bool]]:
+def map_checkpoint_names(
+    model: PreTrainedModel, names: Iterable[str]
+) -> Mapping[str, tuple[str, bool]]:
     """Map each checkpoint name to its state dict name and whether the tensor is loaded without
     conversion. The mapping is empty for families whose checkpoint tensors are split."""
     transforms = get_model_conversion_mapping(model)
@@ -45,7 +47,9 @@ def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tupl
     return loaded
 
 
-def left_out(model: PreTrainedModel | type[PreTrainedModel]) -> tuple[list[str], list[str]]:
+def ignored_tensor_patterns(
+    model: PreTrainedModel | type[PreTrainedModel],
+) -> tuple[list[str], list[str]]:
     """Return patterns for tensors that a checkpoint may lack, and patterns for tensors that are not
     used."""
     missing = model._keys_to_ignore_on_load_missing or ()
@@ -53,14 +57,14 @@ def left_out(model: PreTrainedModel | type[PreTrainedModel]) -> tuple[list[str],
     return sorted(missing), sorted(unused)
 
 
-def gated(experts: Any, packed: Tensor) -> Tensor | None:
+def apply_gate(experts: Any, packed: Tensor) -> Tensor | None:
     """Apply the activation to packed gate and up projections, [N, 2·I] → [N, I]. Returns None if it
     is unknown."""
     apply = getattr(experts, "_apply_gate", None)
     return None if apply is None else apply(packed)
 
 
-def spread_by_transformers(experts: Any) -> bool:
+def is_expert_parallel(experts: Any) -> bool:
     """Return True if transformers has distributed these experts over ranks."""
     return getattr(experts, "_is_expert_parallel", False)
 
@@ -71,15 +75,15 @@ def switch_adapter(layer: Any, *, on: bool) -> None:
     layer._disable_adapters = not on
 
 
-def become(module: nn.Module, kind: type[nn.Module]) -> None:
+def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
     """Change the class of `module` to its subclass `kind`. The module keeps its weights and hooks,
     and torch.compile sees the same forward function for all such modules."""
     module.__class__ = kind
 
 
-def override(module: nn.Module, methods: type) -> None:
-    """Override methods of `module` with the methods of a mixin class (see `become`)."""
-    become(module, _overridden(type(module), methods))
+def override_methods(module: nn.Module, methods: type) -> None:
+    """Override methods of `module` with the methods of a mixin class (see `change_class`)."""
+    change_class(module, _overridden(type(module), methods))
 
 
 @cache  # one class for all layers, so that they share compiled code

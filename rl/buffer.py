@@ -47,7 +47,7 @@ class Lag:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Slot:
     prompt: Prompt
     group: ScoredGroup | None = None
     reason: str | None = None
@@ -100,7 +100,7 @@ class GroupBuffer:
         self._submitted = start * batch
         """Number of prompts submitted since step 1, excluding discarded ones."""
         self._numbers = 0
-        self._queue: dict[int, _Place] = {}
+        self._queue: dict[int, _Slot] = {}
         """Groups that have been neither kept nor discarded yet, keyed by number in submission
         order. The first one is still being sampled."""
         self._members: list[ScoredGroup] = []
@@ -119,13 +119,13 @@ class GroupBuffer:
         """Register a submitted prompt and return the number of its group."""
         self._submitted += 1
         self._numbers += 1
-        self._queue[self._numbers] = _Place(prompt)
+        self._queue[self._numbers] = _Slot(prompt)
         return self._numbers
 
     def arrived(self, number: int, group: ScoredGroup) -> None:
         """Add a group that has been sampled and scored."""
         place = self._queue[number]
-        place.group, place.reason = group, uninformative(group, self._filter)
+        place.group, place.reason = group, filter_reason(group, self._filter)
         for first, place in list(self._queue.items()):
             if place.group is None:
                 break
@@ -157,7 +157,7 @@ class GroupBuffer:
         queue = (place.prompt for place in self._queue.values() if not place.freed)
         return (*(group.group.prompt for group in groups), *queue)
 
-    def _decide(self, place: _Place, group: ScoredGroup) -> None:
+    def _decide(self, place: _Slot, group: ScoredGroup) -> None:
         if place.reason is not None and len(self._discarded) < self._budget:
             self._free(place)
             self._discarded.append(group)
@@ -184,12 +184,12 @@ class GroupBuffer:
             if place.reason is not None:
                 self._free(place)
 
-    def _free(self, place: _Place) -> None:
+    def _free(self, place: _Slot) -> None:
         self._submitted -= not place.freed
         place.freed = True
 
 
-def uninformative(
+def filter_reason(
     group: ScoredGroup, by: _Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
     """Return the reason for filtering out a group, or None to keep it. `by="reward"` filters out

@@ -53,7 +53,9 @@ def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -
     require_rows("advantage", advantage, advantage.isfinite(), "must be finite")
 
 
-def checked_weight(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
+def validate_sequence_weight(
+    weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor
+) -> Tensor:
     """Validate `sequence_weight` [S] and convert it to the dtype of `logp`. None becomes ones."""
     if weight is None:
         return torch.ones_like(sequence_tokens, dtype=logp.dtype)

@@ -9,7 +9,7 @@ BOUND = 20.0
 """Maximum absolute log-ratio, in nats, that is exponentiated. It corresponds to a ratio of 5e8."""
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Clamp values to ±`BOUND`, with a straight-through gradient of 1. An ordinary clamp has no
     gradient for large values, where the policy has drifted furthest. NaN and infinities become NaN,
     so that clamping does not hide an error."""
@@ -29,7 +29,7 @@ def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """
     log_rho = logp_ref - logp
     # expm1 preserves a small KL, which ρ − 1 would round away in float32.
-    return bounded(log_rho).expm1() - log_rho
+    return clamp_log_ratio(log_rho).expm1() - log_rho
 
 
 def unbiased_k3(logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def unbiased_k3(logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
     Shapes: all [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
     """
     logp_old, logp_ref = logp_old.detach(), logp_ref.detach()
-    ratio = bounded(logp - logp_old).exp()
+    ratio = clamp_log_ratio(logp - logp_old).exp()
     value = ratio * k3(logp, logp_ref)
     # r · ρ = π_ref/π_old does not depend on θ. Differentiating both factors would subtract two
     # numbers of size ρ, whose rounding error exceeds the gradient at ρ = e^20. So only the other

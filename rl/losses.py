@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from keel.rl.checks import (
-    checked_weight,
     require,
     require_log_probs,
     require_rows,
     require_sequences,
+    validate_sequence_weight,
 )
-from keel.rl.kl import BOUND, bounded, k3, unbiased_k3
+from keel.rl.kl import BOUND, clamp_log_ratio, k3, unbiased_k3
 from keel.rl.metrics import Max, Mean, Metric, Sum
 from keel.rl.offpolicy import off_policy_sequence_mask
 
@@ -137,7 +137,7 @@ def grpo_loss(
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, len(sequence_tokens))
     _check_sequence_tokens(sequence_tokens, sequence)
-    weight_S = checked_weight(sequence_weight, sequence_tokens, logp)
+    weight_S = validate_sequence_weight(sequence_weight, sequence_tokens, logp)
     if isinstance(kl_coef, Tensor) and kl_coef.ndim == 0:
         kl_coef = kl_coef.expand_as(logp)
     _check_kl(logp, logp_ref, kl_coef)
@@ -217,7 +217,7 @@ def _surrogate(
         clipped = keep & (above | below)
         edge = ratio.clamp(1 - clip_low, 1 + clip_high)
         live = keep & ~clipped
-    ratio = bounded(torch.where(live, log_ratio, 0.0)).exp()
+    ratio = clamp_log_ratio(torch.where(live, log_ratio, 0.0)).exp()
     return torch.where(keep, torch.where(live, ratio, edge) * advantage, 0.0), clipped
 
 
@@ -324,7 +324,7 @@ def nll_loss(
     require_log_probs(logp)
     require_sequences(sequence, torch.zeros_like(logp), len(sequence_tokens))
     _check_sequence_tokens(sequence_tokens, sequence)
-    weight_S = checked_weight(sequence_weight, sequence_tokens, logp)
+    weight_S = validate_sequence_weight(sequence_weight, sequence_tokens, logp)
     weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
     loss = -(weight * logp).sum()
     with torch.no_grad():

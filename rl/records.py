@@ -80,7 +80,7 @@ def _conversations(prompt: Prompt, trajectory: Trajectory) -> list[dict[str, Any
         {
             "tools": [dict(tool) for tool in dialogue.tools],
             "messages": [
-                _message(message, learned=place in dialogue.sampled)
+                _message_to_json(message, learned=place in dialogue.sampled)
                 for place, message in enumerate(dialogue.messages)
             ],
         }
@@ -93,7 +93,7 @@ def _spans(segment: Segment) -> dict[str, Any]:
     return {"ids": segment.token_ids_T.tolist(), "said": edges.reshape(-1, 2).tolist()}
 
 
-def _message(message: Message, *, learned: bool) -> dict[str, Any]:
+def _message_to_json(message: Message, *, learned: bool) -> dict[str, Any]:
     """Convert a message to JSON. Assistant messages that must not be trained on, because the policy
     did not sample them or they contain a malformed tool call, get `weight` 0."""
     entry = {key: value for key, value in message.items() if key != "raw"}

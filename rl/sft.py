@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from keel.rl.packing.batch import TrainBatch
 from keel.rl.packing.pack import BatchFormat, assemble
-from keel.rl.packing.prefix_sharing import PackItem, split_long, unshared
+from keel.rl.packing.prefix_sharing import PackItem, group_individually, split_long
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]
@@ -86,7 +86,7 @@ def pack_sft(
         for example in examples
     ]
     (items,), split = split_long([whole], micro_batch_tokens)
-    shares = assemble(unshared(items), _FORMAT, ranks=ranks, capacity=micro_batch_tokens)
+    shares = assemble(group_individually(items), _FORMAT, ranks=ranks, capacity=micro_batch_tokens)
     return [
         TrainBatch(
             micro_batches=micro_batches,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from keel.model.torch_internals import nccl_options, on_device
+from keel.model.torch_internals import nccl_options, with_local_index
 from keel.rl.futures import on_thread, settle
 from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 
@@ -112,7 +112,7 @@ class Channel:
                 raise ConnectionError(f"the weight channel broke: {error}") from error
 
         try:
-            begun = self._begin(flat)
+            begun = self._start_broadcast(flat)
             _poll(begun.done, check, end, late)  # NCCL connects here, and never gives up
             work = call(begun.result)
             _poll(lambda: call(work.is_completed), check, end, late)
@@ -122,7 +122,7 @@ class Channel:
             raise
         self._used = True
 
-    def _begin(self, flat: Tensor) -> Future[Any]:
+    def _start_broadcast(self, flat: Tensor) -> Future[Any]:
         """Start a broadcast. The first one runs on another thread, because NCCL may block while it
         connects."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -278,7 +278,7 @@ class SharedView:
     def read(self, data: SharedData, device: torch.device) -> Tensor:
         """Return the bucket as a view that is valid until the next bucket is written."""
         if data.handle != self._handle:
-            handle = on_device(data.handle, device.index)  # device numbers differ by process
+            handle = with_local_index(data.handle, device.index)  # device numbers differ by process
             self._handle, self._buffer = data.handle, rebuild_cuda_tensor(*handle)
         return self._buffer[: data.size]
 
@@ -299,7 +299,9 @@ def call_workers(llm: Any, method: str, *args: Any) -> None:
             raise kind(text)
 
 
-def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[type[OSError], str] | None:
+def call_worker(
+    worker: Any, method: str, args: tuple[Any, ...]
+) -> tuple[type[OSError], str] | None:
     """Call a method on a worker, and return the type and message of a channel error instead of
     raising it."""
     try:

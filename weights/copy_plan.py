@@ -92,13 +92,16 @@ class CopyPlan:
         known, program = self._programs.get(entries[0].name, ((), []))
         if known != entries:
             pieces = [piece for entry in entries for piece in self._pieces(entry)]
-            program = self._program(_join(pieces))
+            program = self._program(_merge_pieces(pieces))
             self._programs[entries[0].name] = entries, program
         for dtype, (targets, sources) in program:
             first = int(flat.storage_offset()) // dtype.itemsize
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 targets,
-                [_window(flat, dtype, (first + at, size, stride)) for at, size, stride in sources],
+                [
+                    _storage_view(flat, dtype, (first + at, size, stride))
+                    for at, size, stride in sources
+                ],
             )
 
     def _program(self, pieces: Iterable[_CopyPiece]) -> _Program:
@@ -107,11 +110,11 @@ class CopyPlan:
             kernel = self.kernels[piece.kernel]
             dtype = kernel.dtype
             if dtype == piece.dtype:
-                piece, dtype = _as_integers(piece)
+                piece, dtype = _with_widest_integers(piece)
             size, strides, source_strides = zip(*piece.dims, strict=True)
             dense = piece.dims[1:] == () and piece.dims[0][1:] == (1, 1)
             targets, sources = groups.setdefault((piece.dtype, dtype, dense), ([], []))
-            targets.append(_window(kernel, dtype, (piece.at, size, strides)))
+            targets.append(_storage_view(kernel, dtype, (piece.at, size, strides)))
             sources.append((piece.source, size, source_strides))
         return [(source_dtype, copies) for (source_dtype, _, _), copies in groups.items()]
 
@@ -127,13 +130,13 @@ class CopyPlan:
             yield replace(piece, source=piece.source + entry.offset // piece.dtype.itemsize)
 
 
-def _window(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+def _storage_view(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     """Return a view of part of a tensor's storage, as any dtype."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), *layout)
 
 
-def _dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
+def _simplify_dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
     """Sort the dimensions of a copy from outermost to innermost, drop those of length 1 and merge
     contiguous ones. Source and target elements still correspond."""
     parts = [part for part in zip(size, at, source, strict=True) if part[0] != 1]
@@ -146,7 +149,7 @@ def _dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dim
     return tuple(simple) or ((1, 1, 1),)
 
 
-def _join(pieces: Iterable[_CopyPiece]) -> list[_CopyPiece]:
+def _merge_pieces(pieces: Iterable[_CopyPiece]) -> list[_CopyPiece]:
     """Merge equal pieces at regular intervals, such as experts, into one piece with an extra
     dimension."""
     ordered = sorted(
@@ -157,12 +160,16 @@ def _join(pieces: Iterable[_CopyPiece]) -> list[_CopyPiece]:
         index = 0
         while index < len(ordered):
             first, end = ordered[index], index + 1
-            step = _step(first, ordered[end]) if end < len(ordered) else None
-            while step and end < len(ordered) and _step(ordered[end - 1], ordered[end]) == step:
+            step = _piece_interval(first, ordered[end]) if end < len(ordered) else None
+            while (
+                step
+                and end < len(ordered)
+                and _piece_interval(ordered[end - 1], ordered[end]) == step
+            ):
                 end += 1
             if step:
                 parts = zip((end - index, *step), *first.dims, strict=True)
-                first = replace(first, dims=_dims(*parts))
+                first = replace(first, dims=_simplify_dims(*parts))
             joined.append(first)
             index = end
         if len(joined) == len(ordered):
@@ -170,13 +177,13 @@ def _join(pieces: Iterable[_CopyPiece]) -> list[_CopyPiece]:
         ordered = joined
 
 
-def _step(one: _CopyPiece, other: _CopyPiece) -> tuple[int, int] | None:
+def _piece_interval(one: _CopyPiece, other: _CopyPiece) -> tuple[int, int] | None:
     at, source = other.at - one.at, other.source - one.source
     alike = replace(other, at=one.at, source=one.source) == one
     return (at, source) if alike and at > 0 and source >= 0 else None
 
 
-def _as_integers(piece: _CopyPiece) -> tuple[_CopyPiece, torch.dtype]:
+def _with_widest_integers(piece: _CopyPiece) -> tuple[_CopyPiece, torch.dtype]:
     """Describe the same bytes with the widest integer type that fits."""
     item = piece.dtype.itemsize
     *outer, (n, *inner) = piece.dims
@@ -258,25 +265,25 @@ class LoadRecorder(TorchDispatchMode):
     @contextmanager
     def bucket(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Iterator[None]:
         alive = StorageWeakRef(flat.untyped_storage())
-        self._buckets[_key(flat)] = _Bucket(alive, entries, int(flat.storage_offset()))
+        self._buckets[_storage_key(flat)] = _Bucket(alive, entries, int(flat.storage_offset()))
         for entry in entries:
             if entry.name in self._arrived:
                 self.refuse(f"{entry.name} came twice")
             self._arrived[entry.name] = entry
-        with self.watching():
+        with self.record_operations():
             yield
         # vLLM frees the sources of a complete layer.
         self._buckets = {k: each for k, each in self._buckets.items() if not each.alive.expired()}
         self._targets = {k: each for k, each in self._targets.items() if not each.alive.expired()}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def record_operations(self) -> Iterator[None]:
         """Record all operations of the loader in this context, except in the `deferred` layers."""
         if self.refusal:
             yield
             return
         for layer in self._deferred:
-            layer.__dict__[_AFTER_LOADING] = self._unobserved(getattr(layer, _AFTER_LOADING))
+            layer.__dict__[_AFTER_LOADING] = self._pause_during(getattr(layer, _AFTER_LOADING))
         try:
             with self:
                 yield
@@ -286,7 +293,7 @@ class LoadRecorder(TorchDispatchMode):
             if self.refusal:
                 self._targets, self._buckets = {}, {}
 
-    def _unobserved(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _pause_during(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._paused = True
             try:
@@ -303,7 +310,7 @@ class LoadRecorder(TorchDispatchMode):
             if target.read_by:
                 self.refuse(f"{target.read_by} reads {target.name}")
             if not self.refusal and not target.proven:
-                self._prove(target, target.kernel, target.kernel.clone())
+                self._verify_writes(target, target.kernel, target.kernel.clone())
         if _addresses(self._model) != self._addresses:
             self.refuse("tensors have moved")
         if not written:
@@ -317,11 +324,11 @@ class LoadRecorder(TorchDispatchMode):
         for index, target in enumerate(written):
             for layout, write in target.writes.items():
                 if not write.name:
-                    fills.append((_window(kernels[index], target.dtype, layout), write.value))
+                    fills.append((_storage_view(kernels[index], target.dtype, layout), write.value))
                     continue
                 offset, size, stride = layout
                 dtype = getattr(torch, self._arrived[write.name].dtype)
-                parts = _dims(size, stride, write.stride)
+                parts = _simplify_dims(size, stride, write.stride)
                 pieces[write.name].append(_CopyPiece(index, offset, write.start, parts, dtype))
         placed = {name: (entry, tuple(pieces[name])) for name, entry in self._arrived.items()}
         return CopyPlan(kernels, placed, fills)
@@ -329,28 +336,28 @@ class LoadRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [] if self.refusal or self._paused else _tensors_in((args, kwargs))
-        keys = {_key(tensor) for tensor in inputs if not tensor.is_meta and tensor.numel()}
+        keys = {_storage_key(tensor) for tensor in inputs if not tensor.is_meta and tensor.numel()}
         known = any(key in self._buckets or key in self._targets for key in keys)
         if known and func in (_ATEN.fill_.Scalar, _ATEN.zero_.default):
-            if _key(args[0]) in self._buckets:
+            if _storage_key(args[0]) in self._buckets:
                 self.refuse("a tensor of the checkpoint is written to")
             else:
                 value = 0.0 if func is _ATEN.zero_.default else float(args[1])
-                self._write(args[0], _Write(None, value=value))
+                self._record_write(args[0], _Write(None, value=value))
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if not known or func.overloadpacket in _SHAPE_ONLY:
             return result
         if func.overloadpacket is _ATEN.copy_:
-            self._copy(args[0], args[1])
+            self._record_copy(args[0], args[1])
             return result
-        made = {_key(tensor) for tensor in _tensors_in(result)}
+        made = {_storage_key(tensor) for tensor in _tensors_in(result)}
         if func._schema.is_mutable or not made or not made <= keys:
             for key in keys:
-                self._read(key, str(func))
+                self._record_read(key, str(func))
         return result
 
-    def _read(self, key: int, by: str) -> None:
+    def _record_read(self, key: int, by: str) -> None:
         if key in self._buckets:
             self.refuse(f"{by} reads a tensor of the checkpoint")
         elif (target := self._targets.get(key)) is not None:
@@ -358,8 +365,8 @@ class LoadRecorder(TorchDispatchMode):
                 self.refuse(f"{by} reads {target.name}")
             target.read_by = target.read_by or by
 
-    def _copy(self, to: Tensor, source: Tensor) -> None:
-        here, there = _key(to), _key(source)
+    def _record_copy(self, to: Tensor, source: Tensor) -> None:
+        here, there = _storage_key(to), _storage_key(source)
         if to.is_meta or not source.numel():
             return  # vLLM only counts elements
         if here == there and _layout(to) == _layout(source) and to.dtype == source.dtype:
@@ -368,17 +375,17 @@ class LoadRecorder(TorchDispatchMode):
         if here in self._buckets:
             self.refuse("a tensor of the checkpoint is written to")
         elif there in self._buckets:
-            self._load(to, source, self._buckets[there])
+            self._record_load(to, source, self._buckets[there])
         elif origin is not None and origin.writes:
-            self._move(to, source, origin)
+            self._record_move(to, source, origin)
         else:
             if origin is not None:
-                self._read(there, "a copy")
+                self._record_read(there, "a copy")
             if here in self._targets:
                 name = self._targets[here].name
                 self.refuse(f"{name} receives something that is not in the checkpoint")
 
-    def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
+    def _record_load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
         offset, shape, stride = _layout(source)
         at = offset * source.dtype.itemsize - bucket.start
         index = bisect_right(bucket.entries, at, key=lambda entry: entry.offset) - 1
@@ -392,16 +399,16 @@ class LoadRecorder(TorchDispatchMode):
         source = source.expand(to.shape)
         # Tensors loaded into a kernel directly are small, such as a bias; `plan` compares them.
         data = source if self._target(to).kernel is None else source.clone()
-        self._write(to, _Write(data, entry.name, start, source.stride()))
+        self._record_write(to, _Write(data, entry.name, start, source.stride()))
 
-    def _write(self, to: Tensor, write: _Write) -> None:
+    def _record_write(self, to: Tensor, write: _Write) -> None:
         target = self._target(to)
         if to.dtype != target.dtype:
             self.refuse(f"{target.name} is written to as {to.dtype}")
         target.writes[_layout(to)] = write
         target.proven = False
 
-    def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
+    def _record_move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
         """Record the copy of a whole loaded tensor, including everything that was written to it
         before."""
         target = self._target(to)
@@ -421,26 +428,28 @@ class LoadRecorder(TorchDispatchMode):
             for (offset, size, stride), write in origin.writes.items()
         }
         if target.kernel is not None:
-            self._prove(target, to, source)
+            self._verify_writes(target, to, source)
 
-    def _prove(self, target: _Target, kernel: Tensor, truth: Tensor) -> None:
+    def _verify_writes(self, target: _Target, kernel: Tensor, truth: Tensor) -> None:
         """Check that the recorded writes alone reproduce `kernel`, whatever it contained before."""
         number = sum(prod(size) for _, size, _ in target.writes)
         stride = kernel.stride()
-        if number != kernel.numel() or _dims(kernel.shape, stride, stride) != ((number, 1, 1),):
+        if number != kernel.numel() or _simplify_dims(kernel.shape, stride, stride) != (
+            (number, 1, 1),
+        ):
             self.refuse(f"{target.name}: {number} of its {kernel.numel()} elements are loaded")
             return
-        actual, expected = _bytes(kernel), _bytes(truth)
+        actual, expected = _view_as_integers(kernel), _view_as_integers(truth)
         torch.bitwise_not(expected, out=actual)  # unwritten elements then differ in every bit
         for (offset, size, stride), write in target.writes.items():
             if write.data is not None:
-                parts = _dims(size, stride, write.data.stride())  # as the plan does
+                parts = _simplify_dims(size, stride, write.data.stride())  # as the plan does
                 size, stride, inner = zip(*parts, strict=True)
                 layout = int(write.data.storage_offset()), size, inner
-                data = _window(write.data, write.data.dtype, layout)
-                _window(kernel, target.dtype, (offset, size, stride)).copy_(data)
+                data = _storage_view(write.data, write.data.dtype, layout)
+                _storage_view(kernel, target.dtype, (offset, size, stride)).copy_(data)
             elif not write.name:
-                _window(kernel, target.dtype, (offset, size, stride)).fill_(write.value)
+                _storage_view(kernel, target.dtype, (offset, size, stride)).fill_(write.value)
             write.data = None
         target.proven = torch.equal(actual, expected)
         if not target.proven:
@@ -448,7 +457,7 @@ class LoadRecorder(TorchDispatchMode):
             self.refuse(f"{target.name} is not what was copied to it")
 
     def _target(self, tensor: Tensor) -> _Target:
-        key = _key(tensor)
+        key = _storage_key(tensor)
         if key not in self._targets:
             alive = StorageWeakRef(tensor.untyped_storage())
             self._targets[key] = _Target(alive, tensor.dtype)
@@ -459,7 +468,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _key(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -475,9 +484,9 @@ def _addresses(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _view_as_integers(tensor: Tensor) -> Tensor:
     """View a dense tensor as a vector of 8-byte or 1-byte integers."""
     item = tensor.dtype.itemsize
     start, length = int(tensor.storage_offset()) * item, tensor.numel() * item
     width = 1 if (start | length) % 8 else 8
-    return _window(tensor, _INTEGERS[width], (start // width, (length // width,), (1,)))
+    return _storage_view(tensor, _INTEGERS[width], (start // width, (length // width,), (1,)))

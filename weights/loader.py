@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from keel.model.fp8 import LOAD_FORMAT, readable_tensors
 from keel.weights.buckets import Bucket, ChannelData, Checksum, SharedData, host_bytes, unpack_flat
-from keel.weights.channel import Channel, Rendezvous, SharedView, attempt, gpu_id
+from keel.weights.channel import Channel, Rendezvous, SharedView, call_worker, gpu_id
 from keel.weights.copy_plan import CopyPlan, LoadRecorder
 
 _LOG = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class WeightsExtension:
             timeout_s=timeout_s,
         )
 
-    keel_attempt = attempt
+    keel_attempt = call_worker
 
     def keel_begin_update(self, no_copies: str = "") -> None:
         """Begin a weight update. `no_copies` is the reason to always use vLLM's loader, or "" to
@@ -128,7 +128,9 @@ class WeightsExtension:
             return
         model = self.model_runner.get_model()
         if self.keel_recorder is None:
-            self.keel_recorder = LoadRecorder(model, [] if no_copies else self._keel_deferred())
+            self.keel_recorder = LoadRecorder(
+                model, [] if no_copies else self._keel_deferred_layers()
+            )
             if no_copies:
                 self.keel_recorder.refuse(no_copies)
             elif self.vllm_config.quant_config is not None:
@@ -189,10 +191,10 @@ class WeightsExtension:
         assert recorder is not None
         with set_current_vllm_config(self.vllm_config):
             if self.keel_plan is not None:
-                for layer in self._keel_deferred():
+                for layer in self._keel_deferred_layers():
                     layer.process_weights_after_loading(config.dtype)
                 return
-            with recorder.watching():
+            with recorder.record_operations():
                 finalize_layerwise_reload(model, config)
             if self.device.type == "cpu":
                 _repack_tied_heads(model)
@@ -205,7 +207,7 @@ class WeightsExtension:
         else:
             _LOG.info("weight updates copy %d tensors directly", len(self.keel_plan.placed))
 
-    def _keel_deferred(self) -> list[Any]:
+    def _keel_deferred_layers(self) -> list[Any]:
         """Return the attention layers that derive tensors from their weights, such as MLA."""
         from vllm.model_executor.layers.attention import (  # noqa: PLC0415  (only copies need it)
             is_deferred_attention_layer,

@@ -36,7 +36,7 @@ _GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ContiguousRun:
     """Elements that are contiguous both in a module's tensor and in a bucket."""
 
     source: str
@@ -65,7 +65,7 @@ class BucketPacker:
         self._in_engine_dtype = precision(model, dtype)
         self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
         """Tensor table and size in bytes of each bucket."""
-        self._runs: list[list[_Run]] = []
+        self._runs: list[list[_ContiguousRun]] = []
         self._computed: set[int] = set()
         """Modules whose checkpoint tensors are not simply parts of the module's tensors."""
 
@@ -85,7 +85,7 @@ class BucketPacker:
             for index, local in enumerate(module_tensors(self._model, whole=self._whole)):
                 modules += 1
                 named = self._named(local)
-                places = {name: _origin(tensor, local) for name, tensor in named.items()}
+                places = {name: _find_source(tensor, local) for name, tensor in named.items()}
                 if None in places.values():
                     computed.add(index)
                     places = {name: (name, 0) for name in named}
@@ -99,17 +99,20 @@ class BucketPacker:
         for entries, flat in pack_flat(tensors(), self._size):
             tables.append((entries, flat.numel()))
             yield entries, flat
-        runs: list[list[_Run]] = [[] for _ in range(modules)]
+        runs: list[list[_ContiguousRun]] = [[] for _ in range(modules)]
         for number, (entries, _) in enumerate(tables):
             for entry in entries:
                 module, source, start = origins[entry.name]
                 dtype = getattr(torch, entry.dtype)
-                _append(runs[module], _Run(source, start, entry.numel, number, entry.offset, dtype))
+                _append_run(
+                    runs[module],
+                    _ContiguousRun(source, start, entry.numel, number, entry.offset, dtype),
+                )
         self._tables, self._runs, self._computed = tables, runs, computed
 
     def _named(self, local: Named) -> Named:
         try:
-            with _WithoutCopies():
+            with _SkipContiguous():
                 return as_checkpoint(self._model, local)
         except RuntimeError:  # a conversion that needs a contiguous tensor
             return as_checkpoint(self._model, local)
@@ -134,7 +137,7 @@ class BucketPacker:
             yield self._tables[number][0], flat
 
 
-class _WithoutCopies(TorchFunctionMode):
+class _SkipContiguous(TorchFunctionMode):
     """Turns `contiguous` into a no-op. transformers calls it before splitting a tensor. Without
     this copy, the parts are views that show where their elements come from."""
 
@@ -144,7 +147,7 @@ class _WithoutCopies(TorchFunctionMode):
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | None:
+def _find_source(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | None:
     """Find the tensor in `local` that contains this tensor without gaps. Returns its name and the
     index of the first element, or None."""
     for name, whole in local.items():
@@ -160,7 +163,7 @@ def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | No
     return None
 
 
-def _append(runs: list[_Run], run: _Run) -> None:
+def _append_run(runs: list[_ContiguousRun], run: _ContiguousRun) -> None:
     if runs:
         last = runs[-1]
         bytes_before = last.count * last.dtype.itemsize

@@ -24,7 +24,7 @@ from keel.configs.schema import ConfigError
 from keel.model.attention import Segments
 from keel.model.batch_invariant import vllm_kernels as engine
 from keel.model.torch_internals import flash_gradients
-from keel.model.transformers_internals import override
+from keel.model.transformers_internals import override_methods
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type`s whose layers in vLLM use exactly the operations below."""
@@ -71,14 +71,14 @@ def use_invariant_layers(model: PreTrainedModel) -> None:
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()
     decoder: Any = model.get_decoder()
-    override(decoder.rotary_emb, _Rotary)
+    override_methods(decoder.rotary_emb, _Rotary)
     for index, layer in enumerate(decoder.layers):
-        override(layer.self_attn, _Attention)
-        override(layer.mlp, _Mlp)
+        override_methods(layer.self_attn, _Attention)
+        override_methods(layer.mlp, _Mlp)
         # All inputs but the first layer's are sums of a residual and a block's output.
-        override(layer.input_layernorm, _Norm if index == 0 else _NormOfSum)
-        override(layer.post_attention_layernorm, _NormOfSum)
-    override(decoder.norm, _NormOfSum)
+        override_methods(layer.input_layernorm, _Norm if index == 0 else _NormOfSum)
+        override_methods(layer.post_attention_layernorm, _NormOfSum)
+    override_methods(decoder.norm, _NormOfSum)
 
 
 class _Rotary:
@@ -113,22 +113,22 @@ class _Attention:
         **_: Any,
     ) -> tuple[Tensor, None]:
         size: int = self.head_dim
-        packed = _linear(hidden_states[0], self.q_proj, self.k_proj, self.v_proj)
+        packed = _joined_linear(hidden_states[0], self.q_proj, self.k_proj, self.v_proj)
         widths = [len(part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
         query, key, value = (x.unflatten(1, (-1, size)) for x in packed.split(widths, 1))
         query = _rotate(query, getattr(self, "q_norm", None), position_embeddings)
         key = _rotate(key, getattr(self, "k_norm", None), position_embeddings)
         out = _Attended.apply(query, key, value, segments, self.scaling)
-        return _linear(out.flatten(1), self.o_proj)[None], None
+        return _joined_linear(out.flatten(1), self.o_proj)[None], None
 
 
 class _Mlp:
     def forward(self: Any, hidden: Tensor) -> Tensor:
-        packed = _linear(hidden[0], self.gate_proj, self.up_proj)
-        return _linear(_Gated.apply(packed), self.down_proj)[None]
+        packed = _joined_linear(hidden[0], self.gate_proj, self.up_proj)
+        return _joined_linear(_Gated.apply(packed), self.down_proj)[None]
 
 
-def _linear(x: Tensor, *parts: nn.Linear) -> Tensor:
+def _joined_linear(x: Tensor, *parts: nn.Linear) -> Tensor:
     """Apply several linear layers to x [N, K] in one GEMM, and return the concatenated outputs."""
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))

@@ -197,7 +197,7 @@ def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None =
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `local`, vLLM's
     kernel. On Hopper, cuBLAS is faster and sums in the same order unless it splits K, which it does
     for few rows and a narrow, deep matrix. In this case, a kernel with narrow tiles is faster."""
-    kind = (x.device, x.dtype, weight.shape, bias is None, _doublings(len(x)))
+    kind = (x.device, x.dtype, weight.shape, bias is None, _log2_ceil(len(x)))
     chosen: _Linear | None = _CHOICES.get(kind)
     if chosen is None:
         if not len(x) or torch.cuda.is_current_stream_capturing():  # no comparison is possible
@@ -226,7 +226,7 @@ def _choose_linear(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | Non
     half = x.dtype in (torch.bfloat16, torch.float16)
     if not half or torch.cuda.get_device_capability(x.device)[0] != _HOPPER:
         return local
-    few, fewest = len(x) <= _FEW, (1 << _doublings(len(x))) // 2 + 1
+    few, fewest = len(x) <= _FEW, (1 << _log2_ceil(len(x))) // 2 + 1
     # Random inputs: an engine's first calls have identical rows, or zeros after attention.
     trial, bias = _random(x[:_MOST]), None if bias is None else _random(bias)
     expected = local(trial, weight, bias)
@@ -250,7 +250,7 @@ def _choose_linear(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
+    graph, stream = torch.cuda.CUDAGraph(), _trial_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     best = float("inf")
     with torch.cuda.stream(stream):
@@ -272,13 +272,13 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 @cache
-def _stream(device: int) -> torch.cuda.Stream:
+def _trial_stream(device: int) -> torch.cuda.Stream:
     """Return the stream for all trials. They share it, because cuBLAS reserves 32 MiB per stream on
     Hopper."""
     return torch.cuda.Stream(device)
 
 
-def _doublings(rows: int) -> int:
+def _log2_ceil(rows: int) -> int:
     """Return ⌈log2(rows)⌉. Kernels change their tile height just above powers of two."""
     return max(0, rows - 1).bit_length()
 

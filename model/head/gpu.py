@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keel.model.head.kernels import (
+    EntriesById,
     HeadShape,
-    Transposed,
     bias_gradient,
     full_gradients,
     full_statistics,
@@ -79,17 +79,17 @@ class SupportPlan:
     """[F] int64, tokens that were sampled without truncation. None if all were truncated."""
 
     @cached_property
-    def transposed(self) -> Transposed:
+    def transposed(self) -> EntriesById:
         """Entries of all gather chunks, sorted by id."""
         if all(chunk.union is None for chunk in self.chunks):
-            return Transposed.of(self.ids, self.token, self.vocabulary)
+            return EntriesById.build(self.ids, self.token, self.vocabulary)
         spans = [
             torch.arange(*chunk.entries, device=self.ids.device)
             for chunk in self.chunks
             if chunk.union is None
         ]
         entry = torch.cat(spans) if spans else self.ids.new_zeros(0, dtype=torch.int64)
-        part = Transposed.of(self.ids[entry], self.token[entry], self.vocabulary)
+        part = EntriesById.build(self.ids[entry], self.token[entry], self.vocabulary)
         return part._replace(entry=entry[part.entry])
 
 

@@ -12,7 +12,7 @@ the same input.
     hidden_gradient  one program per token         Σ over its ids                 reads E rows
     weight_gradient  one program per vocabulary row Σ over the tokens that kept it reads E rows
 
-`weight_gradient` needs the entries sorted by id (`Transposed`). A frequent id is kept by a large
+`weight_gradient` needs the entries sorted by id (`EntriesById`). A frequent id is kept by a large
 fraction of all tokens, so each run of `_LONG_ROW` sorted entries with the same id is summed
 separately.
 
@@ -59,7 +59,7 @@ class HeadShape(NamedTuple):
     temperature: float = 1.0
 
 
-class Transposed(NamedTuple):
+class EntriesById(NamedTuple):
     """Sampling-mask entries sorted by vocabulary id, so that all tokens that kept an id are next to
     each other."""
 
@@ -73,12 +73,12 @@ class Transposed(NamedTuple):
     """[V+1] int32. Vocabulary row v has the sorted entries row_start[v] … row_start[v+1]−1."""
 
     @staticmethod
-    def of(ids: Tensor, token: Tensor, vocabulary: int) -> Transposed:
+    def build(ids: Tensor, token: Tensor, vocabulary: int) -> EntriesById:
         """Sort entries by id, without synchronising. `ids` and `token` are [E] int32."""
         sorted_ids, entry = torch.sort(ids, stable=True)
         rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
         row_start = torch.searchsorted(sorted_ids, rows, out_int32=True)
-        return Transposed(entry, token[entry], sorted_ids, row_start)
+        return EntriesById(entry, token[entry], sorted_ids, row_start)
 
 
 @triton.jit
@@ -349,7 +349,7 @@ def hidden_gradient(
 
 
 def weight_gradient(
-    out: Tensor, base: Tensor | None, coefficient: Tensor, hidden: Tensor, transposed: Transposed
+    out: Tensor, base: Tensor | None, coefficient: Tensor, hidden: Tensor, transposed: EntriesById
 ) -> None:
     """Write `base` plus the gradient of `weight` to every row of `out` [V, d]. `base` may be `out`
     itself."""
@@ -370,7 +370,7 @@ def weight_gradient(
     )  # fmt: skip
 
 
-def bias_gradient(out: Tensor, coefficient: Tensor, transposed: Transposed) -> None:
+def bias_gradient(out: Tensor, coefficient: Tensor, transposed: EntriesById) -> None:
     """Add the gradient of `bias` to `out` [V] float32."""
     _bias_gradient_kernel[(out.numel(),)](
         out, coefficient, transposed.entry, transposed.row_start, BLOCK=128, num_warps=1

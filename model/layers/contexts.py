@@ -39,7 +39,7 @@ class Contexts:
     """[Q] number of other contexts that contain each shared token."""
 
     @staticmethod
-    def of(
+    def build(
         lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
     ) -> Contexts:
         """Build the contexts of segments. `follows` has the index of the earlier segment that each
@@ -69,7 +69,7 @@ class Contexts:
             *moved[1:],
         )
 
-    def spread(self, x: Tensor) -> Tensor:
+    def expand(self, x: Tensor) -> Tensor:
         """Copy packed tokens [N, …] to their positions in the contexts, [M, …]."""
         return _spread(x, self.rows, self.places, self.shared, self.others, self.counts)
 

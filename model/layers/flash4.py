@@ -50,7 +50,7 @@ def missing(device: torch.device, folder: Path) -> str:
     return ""
 
 
-def fits(width: int, of_values: int, device: torch.device) -> bool:
+def supports_head_sizes(width: int, of_values: int, device: torch.device) -> bool:
     """Return True if there are half-precision kernels for these head sizes of keys and values."""
     if width % 8 or of_values % 8:
         return False
@@ -59,7 +59,7 @@ def fits(width: int, of_values: int, device: torch.device) -> bool:
     return max(width, of_values) <= 128 or (width, of_values) in ((192, 128), (256, 256))
 
 
-def attend4(
+def flash_attention4(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -70,10 +70,10 @@ def attend4(
     key_offsets: Tensor,
     key_longest: int,
 ) -> Tensor:
-    """Compute causal attention within segments, for head sizes that `fits` accepts: query [N, Hq,
-    D], key [M, Hkv, D], value [M, Hkv, Dv] → [N, Hq, Dv]. `offsets` and `key_offsets` are [S+1]
-    int32. The queries of a segment are at the last positions of its keys. `window` is the number of
-    tokens that a token may attend to, including itself."""
+    """Compute causal attention within segments, for head sizes that `supports_head_sizes` accepts:
+    query [N, Hq, D], key [M, Hkv, D], value [M, Hkv, Dv] → [N, Hq, Dv]. `offsets` and `key_offsets`
+    are [S+1] int32. The queries of a segment are at the last positions of its keys. `window` is the
+    number of tokens that a token may attend to, including itself."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reach = -1 if window is None else window - 1
     ends = (offsets, key_offsets, longest, key_longest)
@@ -228,7 +228,7 @@ def disagreement(shapes: tuple[_HeadWidths, ...], device: torch.device, dtype: t
     wrong gradients for a head size of 16."""
     drawn = torch.Generator(device).manual_seed(0)
     for shape in shapes:
-        if not fits(shape.width, shape.value_width, device):
+        if not supports_head_sizes(shape.width, shape.value_width, device):
             return f"it has no kernels for {shape}"
         heads, kv_heads, width, value_width, window = shape
         query, key = (heads, width), (kv_heads, width)
@@ -238,7 +238,7 @@ def disagreement(shapes: tuple[_HeadWidths, ...], device: torch.device, dtype: t
             for size in (query, key, value, slope)
         ]
         window = window and min(_WINDOW, window)
-        for contexts in (None, Contexts.of(_PROBE, _FOLLOWS, device)):
+        for contexts in (None, Contexts.build(_PROBE, _FOLLOWS, device)):
             try:
                 ours = _attention_and_grads(_fast, inputs, contexts, window, dtype)
             except Exception as error:  # compilers, drivers, file locks
@@ -257,7 +257,7 @@ def _plain(
 ) -> Tensor:
     lengths = _PROBE
     if contexts is not None:
-        query, key, value = (contexts.spread(x) for x in (query, key, value))
+        query, key, value = (contexts.expand(x) for x in (query, key, value))
         lengths = contexts.lengths
     outputs: list[Tensor] = []
     for parts in zip(*(x.split(list(lengths)) for x in (query, key, value)), strict=True):
@@ -277,9 +277,9 @@ def _fast(
     ends = torch.tensor([0, *accumulate(_PROBE)], dtype=torch.int32, device=query.device)
     keys = ends, max(_PROBE)
     if contexts is not None:
-        key, value = contexts.spread(key), contexts.spread(value)
+        key, value = contexts.expand(key), contexts.expand(value)
         keys = contexts.offsets, contexts.longest
-    return attend4(query, key, value, ends, max(_PROBE), None, window, *keys)
+    return flash_attention4(query, key, value, ends, max(_PROBE), None, window, *keys)
 
 
 def _attention_and_grads(

@@ -17,7 +17,7 @@ from torch.nn.functional import grouped_mm, rms_norm, silu
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from keel.model.transformers_internals import become, gated, spread_by_transformers
+from keel.model.transformers_internals import apply_gate, change_class, is_expert_parallel
 
 _EXPERTS = "keel_grouped"
 
@@ -30,7 +30,7 @@ def use_fused_layers(model: PreTrainedModel) -> None:
         if kind not in known:
             known[kind] = _is_rms_norm(module)
         if known[kind]:
-            become(module, _fused_norm(kind))
+            change_class(module, _fused_norm(kind))
     if fuses_experts(model):
         ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_forward)
         model.set_experts_implementation(_EXPERTS)
@@ -52,7 +52,7 @@ def fuses_experts(model: nn.Module) -> bool:
 
 def _experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
-    if not fast or spread_by_transformers(experts):
+    if not fast or is_expert_parallel(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)
     return fused_experts(hidden, chosen, weights, experts.gate_up_proj, experts.down_proj)
 
@@ -85,7 +85,7 @@ class _Spread(Function):
     def forward(ctx: Any, tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
         ctx.save_for_backward(position)
         ctx.per_token = per_token
-        return _kernels().spread(tokens.contiguous(), position, per_token)
+        return _kernels().dispatch(tokens.contiguous(), position, per_token)
 
     @staticmethod
     @once_differentiable
@@ -161,7 +161,7 @@ def _is_plain(experts: Any) -> bool:
         return False
     packed = torch.linspace(-3, 3, 8)[None]
     gate, up = packed.chunk(2, -1)
-    activated = gated(experts, packed)
+    activated = apply_gate(experts, packed)
     return activated is not None and torch.allclose(activated, silu(gate) * up)
 
 

@@ -105,7 +105,7 @@ def _swiglu_gradient_kernel(grad_packed, grad, packed, width, BLOCK: tl.constexp
     tl.store(grad_packed + row * 2 * width + width + column, grad_up.to(kind), mask=live)
 
 
-def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
+def dispatch(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
     """Copy each token to its experts' rows, [T, d] → [T·K, d]."""
     count, d = tokens.shape
     out = tokens.new_empty(count * per_token, d)

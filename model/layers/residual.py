@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from keel.model.transformers_internals import override
+from keel.model.transformers_internals import override_methods
 
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
 """Modules whose outputs are added to the stream. Experts are summed in half precision."""
@@ -28,16 +28,16 @@ def use_float32_residual(model: PreTrainedModel) -> None:
         return
     decoder: Any = model.get_decoder()
     for layer in decoder.layers:
-        override(layer, _Layer)
+        override_methods(layer, _Layer)
         for name, module in layer.named_modules():
             if name in OUTPUTS:
-                override(module, _Output)
+                override_methods(module, _Output)
     for module in decoder.modules():
         if "RMSNorm" in type(module).__name__:
-            override(module, _Norm)
+            override_methods(module, _Norm)
 
 
-def summed(input: Tensor, weight: Tensor) -> Tensor:
+def linear_float32(input: Tensor, weight: Tensor) -> Tensor:
     """Compute input [..., k] · weight [n, k]ᵀ → [..., n] with an unrounded float32 result."""
     if not input.is_cuda:
         return linear(input.float(), weight.float())
@@ -69,7 +69,7 @@ class _Summed(Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(input, weight)
-        return summed(input, weight)
+        return linear_float32(input, weight)
 
     @staticmethod
     @once_differentiable

@@ -29,20 +29,20 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from keel.model.attention import Segments, UnsupportedAttention, uncompiled
+from keel.model.attention import Segments, UnsupportedAttention, disable_compile
 from keel.model.sparse.indexer import (
     NONE,
     causal_mask,
-    divergence,
     gather_keys,
     index_scores,
-    own_products,
-    products,
-    select,
+    kl_divergence,
+    matmul_float32,
+    matmul_own_keys,
+    select_top_keys,
     selected_scores,
 )
-from keel.model.torch_internals import running_node
-from keel.model.transformers_internals import override
+from keel.model.torch_internals import running_node_number
+from keel.model.transformers_internals import override_methods
 
 _SUPPORTED = "DeepseekV32Attention"
 """The only supported attention class of transformers."""
@@ -96,7 +96,7 @@ def use_sparse_attention(model: PreTrainedModel) -> None:
         )
     for layer in layers:
         if not isinstance(layer, _Packed):
-            override(layer, _Packed)
+            override_methods(layer, _Packed)
 
 
 class _Packed:
@@ -155,7 +155,7 @@ def _index_inputs(
     return query, weight * (indexer.softmax_scale * indexer.n_heads**-0.5), key[:, 0]
 
 
-@uncompiled  # blocks differ between rows
+@disable_compile  # blocks differ between rows
 def _attend(
     layer: Any,
     query: Tensor,
@@ -184,18 +184,20 @@ def _attend(
         queries, keys = [*map(block, per_query)], [*map(block, per_key)]
         size = sparse.chunk or _chunk_size(queries[0], queries[1], count * longest, top_k)
         if sparse.dense or (longest <= top_k and recorded is None):
-            parts = _by_chunks(run.dense, queries, keys, size=size)
+            parts = _apply_in_chunks(run.dense, queries, keys, size=size)
         else:
             replayed = [] if recorded is None else [block(recorded)]
-            chosen = selection(queries[1], queries[2], keys[1], top_k, size, recorded=replayed)
-            parts = _by_chunks(run.chosen, [*queries, chosen], keys, size=size)
+            chosen = select_in_chunks(
+                queries[1], queries[2], keys[1], top_k, size, recorded=replayed
+            )
+            parts = _apply_in_chunks(run.chosen, [*queries, chosen], keys, size=size)
         outputs.append(tuple(part.flatten(0, 1) for part in parts))
         start = stop
     back = segments.row_of_token
     mixed, lost, held = (torch.cat(x).index_select(0, back) for x in zip(*outputs, strict=True))
     if sparse.loss:
         lost, held = lost.sum(), held.detach()
-        if running_node() is None:  # not in a recomputation
+        if running_node_number() is None:  # not in a recomputation
             computed = held >= 0
             sparse.losses.append(lost)
             sparse.held.append(torch.stack([held.where(computed, 0).sum(), computed.sum()]))
@@ -222,7 +224,7 @@ class ChunkAttention:
         key: Tensor,
         index_k: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = products(query.flatten(1, 2), key.transpose(1, 2)) * self.scaling
+        logits = matmul_float32(query.flatten(1, 2), key.transpose(1, 2)) * self.scaling
         logits = logits.unflatten(1, query.shape[1:3])  # [B, c, H, s]
         seen = causal_mask(first, logits[:, :, 0])
         shares = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
@@ -231,9 +233,9 @@ class ChunkAttention:
         if self.loss:
             target = shares.detach().mean(2)
             scores = index_scores(index_q, weight, index_k)
-            lost = divergence(target, scores, seen)
+            lost = kl_divergence(target, scores, seen)
             if scores.shape[-1] > self.top_k:
-                chosen = select(first, scores.detach(), self.top_k).long()
+                chosen = select_top_keys(first, scores.detach(), self.top_k).long()
                 share = target.gather(-1, chosen.clamp(min=0)).where(chosen != NONE, 0).sum(-1)
                 held = share.where(seen.sum(-1) > self.top_k, -1)
         return mixed, lost, held
@@ -250,13 +252,13 @@ class ChunkAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         known = chosen != NONE
         keys = gather_keys(key, chosen)
-        logits = own_products(query, keys) * self.scaling  # [B, c, H, k]
+        logits = matmul_own_keys(query, keys) * self.scaling  # [B, c, H, k]
         shares = logits.masked_fill(~known[:, :, None], -torch.inf).softmax(-1)
         mixed = shares.to(key.dtype) @ keys[..., : self.rank]
         lost, held = self._not_computed(mixed)
         if self.loss:
             scores = selected_scores(index_q, weight, gather_keys(index_k, chosen))
-            lost = divergence(shares.mean(2), scores, known)
+            lost = kl_divergence(shares.mean(2), scores, known)
         return mixed, lost, held
 
     def _not_computed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +267,7 @@ class ChunkAttention:
 
 
 @torch.no_grad()
-def selection(
+def select_in_chunks(
     query: Tensor,
     weight: Tensor,
     key: Tensor,
@@ -276,22 +278,22 @@ def selection(
     recorded: Sequence[Tensor] = (),
 ) -> Tensor:
     """Select keys for all queries, chunk by chunk, and return their positions [B, L, k] int32. See
-    `_by_chunks` for `first`. `recorded` may have one element, the bitmaps [B, L, b] that an engine
-    recorded. They replace the indexer's selection where they are not zero."""
+    `_apply_in_chunks` for `first`. `recorded` may have one element, the bitmaps [B, L, b] that an
+    engine recorded. They replace the indexer's selection where they are not zero."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor]:
         *bitmaps, key = others
         scores = index_scores(query, weight, key)
         for bitmap in bitmaps:
-            attended = _unpacked(bitmap, scores.shape[-1])
+            attended = _unpack_bits(bitmap, scores.shape[-1])
             scores = scores.where(~attended.any(-1, keepdim=True), attended.to(scores.dtype))
-        chosen = select(first, scores, top_k)
+        chosen = select_top_keys(first, scores, top_k)
         return (nn.functional.pad(chosen, (0, top_k - chosen.shape[-1]), value=NONE),)
 
-    return _by_chunks(chunk, [query, weight, *recorded], [key], size=size, first=first)[0]
+    return _apply_in_chunks(chunk, [query, weight, *recorded], [key], size=size, first=first)[0]
 
 
-def _unpacked(bitmap: Tensor, count: int) -> Tensor:
+def _unpack_bits(bitmap: Tensor, count: int) -> Tensor:
     """Unpack bitmaps [..., b] uint8 to booleans [..., count]."""
     bits = bitmap[..., None] >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)
     bits = (bits & 1).bool().flatten(-2)
@@ -327,7 +329,7 @@ _ChunkFunction = Callable[..., tuple[Tensor, ...]]
 [B, s, …] …) → outputs [B, c, …] …. The keys are those up to the last query's position."""
 
 
-def _by_chunks(
+def _apply_in_chunks(
     chunk: _ChunkFunction,
     queries: Sequence[Tensor],
     keys: Sequence[Tensor],

@@ -20,15 +20,15 @@ NONE = -1
 """Padding value in a selection."""
 
 
-def products(left: Tensor, right: Tensor) -> Tensor:
+def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
     """Multiply batches of matrices [B, m, d] and [B, d, n] → [B, m, n] with a float32 result. In
     bfloat16, a logit of 20 would be off by up to 0.06. Gradients have the dtype of the inputs."""
     return _Products.apply(left, right)  # type: ignore[return-value]
 
 
-def own_products(query: Tensor, key: Tensor) -> Tensor:
+def matmul_own_keys(query: Tensor, key: Tensor) -> Tensor:
     """Multiply each query by its own keys: query [B, c, H, d], key [B, c, k, d] → [B, c, H, k]."""
-    each = products(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
+    each = matmul_float32(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     return each.unflatten(0, query.shape[:2])
 
 
@@ -54,17 +54,17 @@ class _Products(Function):
 def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
     """Compute the scores I from Eq. 1 in float32: query [B, c, J, d], weight [B, c, J], key [B, s,
     d] → [B, c, s]."""
-    each = products(query.flatten(1, 2), key.transpose(1, 2)).relu()
+    each = matmul_float32(query.flatten(1, 2), key.transpose(1, 2)).relu()
     return (weight.float().unsqueeze(2) @ each.unflatten(1, query.shape[1:3])).squeeze(2)
 
 
 def selected_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
     """Compute the scores I for keys that differ between queries: key [B, c, k, d] → [B, c, k]."""
-    each = own_products(query, key).relu()  # [B, c, J, k]
+    each = matmul_own_keys(query, key).relu()  # [B, c, J, k]
     return (weight.float().unsqueeze(2) @ each).squeeze(2)
 
 
-def select(first: int, scores: Tensor, top_k: int) -> Tensor:
+def select_top_keys(first: int, scores: Tensor, top_k: int) -> Tensor:
     """Select the `top_k` highest scores [B, c, s] of each query among the keys up to its own
     position. Returns the positions [B, c, min(k, s)] int32, in no particular order and padded with
     `NONE`. `first` is the position of the first query. Ties go to the later token, so that the
@@ -87,7 +87,7 @@ def causal_mask(first: int, scores: Tensor) -> Tensor:
     return torch.arange(scores.shape[2], device=scores.device) <= queries[:, None]
 
 
-def divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
+def kl_divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
     """Compute KL(target ‖ softmax(scores)) over the entries where `among` is True, in nats: [...,
     s] → [...]. `target` are probabilities that are 0 for other entries. They get no gradient."""
     target = target.detach().float()

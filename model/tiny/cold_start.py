@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
-from keel.model.tiny.demonstrations import ScriptedPair, conversation_ids, script_errors
+from keel.model.tiny.demonstrations import ScriptedPair, conversation_ids, name_script_in_errors
 from keel.model.tiny.tokenizer import TURN_END
 
 _DATA_SEED = 1 << 40
@@ -153,7 +153,7 @@ def train(
     warmup = max(1, round(config.steps * _WARMUP))
     decay = max(1, config.steps - warmup)
     model.train()
-    with _reproducible(model):
+    with _reproducible_training(model):
         for step, (inputs, targets) in enumerate(
             _batches(examples, tokenizer, config, random.Random(seed))
         ):
@@ -182,7 +182,7 @@ def train(
 
 
 @contextmanager
-def _reproducible(model: PreTrainedModel) -> Iterator[None]:
+def _reproducible_training(model: PreTrainedModel) -> Iterator[None]:
     """Make training reproducible. Uses a single thread, because rounding depends on the number of
     threads, and attends to all earlier tokens, because the indexer is not trained yet."""
     threads = torch.get_num_threads()
@@ -207,7 +207,7 @@ def _scripted_examples(
     max_context: int | None,
 ) -> list[_ExamplePair]:
     examples: list[_ExamplePair] = []
-    with script_errors(source):
+    with name_script_in_errors(source):
         if not pairs:
             raise ValueError("the script made no conversation")
         for pair in pairs:
@@ -273,7 +273,9 @@ def _question_examples(
     prompts = encode([f"{before}{entry['question']}{after}" for entry in entries])
     if source.thinking:
         worked, hasty = (
-            encode([_solution(source.task, entry, worked=way) + TURN_END for entry in entries])
+            encode(
+                [_format_solution(source.task, entry, worked=way) + TURN_END for entry in entries]
+            )
             for way in (True, False)
         )
     else:  # the template has already closed the thinking block
@@ -322,7 +324,7 @@ class _Taught:
     covers: Callable[[_Metadata], bool] = lambda metadata: True
 
 
-def _chain_working(metadata: _Metadata) -> str:
+def _chain_steps(metadata: _Metadata) -> str:
     """Return one line per operation: `4 - 1 - 7` gives `3 - 7`, then `-4`."""
     terms = str(metadata["expression"]).split(" ")
     lines: list[str] = []
@@ -335,15 +337,15 @@ def _chain_working(metadata: _Metadata) -> str:
 
 def _chain_hasty(metadata: _Metadata) -> str:
     shorter = " ".join(str(metadata["expression"]).split(" ")[:-2])
-    return _chain_working({"expression": shorter}).split("\n")[-1] if shorter else "0"
+    return _chain_steps({"expression": shorter}).split("\n")[-1] if shorter else "0"
 
 
-def _spell_working(metadata: _Metadata) -> str:
+def _spell_steps(metadata: _Metadata) -> str:
     """Number the letters of a word: `sun` becomes `1s2u3n`."""
     return "".join(f"{i % 10}{letter}" for i, letter in enumerate(str(metadata["word"]), start=1))
 
 
-def _gcd_working(metadata: _Metadata) -> str:
+def _gcd_steps(metadata: _Metadata) -> str:
     """Return the remainders of Euclid's algorithm, one line per further number: `24 18 6 0`."""
     result, *others = (int(number) for number in metadata["numbers"])
     lines: list[str] = []
@@ -356,7 +358,7 @@ def _gcd_working(metadata: _Metadata) -> str:
     return "\n".join(lines)
 
 
-def _spiral_working(metadata: _Metadata) -> str:
+def _spiral_steps(metadata: _Metadata) -> str:
     rows = [list(map(str, row)) for row in metadata["matrix"]]
     lines: list[str] = []
     while rows:
@@ -367,7 +369,7 @@ def _spiral_working(metadata: _Metadata) -> str:
 
 
 _CHAIN = _Taught(
-    working=_chain_working,
+    working=_chain_steps,
     hasty=_chain_hasty,
     covers=lambda m: bool(re.fullmatch(r"-?\d+( [+-] -?\d+)*", str(m["expression"]))),
 )
@@ -375,17 +377,17 @@ TAUGHT: Mapping[str, _Taught] = {
     "basic_arithmetic": _CHAIN,
     "chain_sum": _CHAIN,
     # The hasty answer is the smallest number, the word itself, or the matrix row by row.
-    "gcd": _Taught(working=_gcd_working, hasty=lambda m: str(min(m["numbers"]))),
-    "spell_backward": _Taught(working=_spell_working, hasty=lambda m: str(m["word"])),
+    "gcd": _Taught(working=_gcd_steps, hasty=lambda m: str(min(m["numbers"]))),
+    "spell_backward": _Taught(working=_spell_steps, hasty=lambda m: str(m["word"])),
     "spiral_matrix": _Taught(
-        working=_spiral_working,
+        working=_spiral_steps,
         hasty=lambda m: " ".join(str(number) for row in m["matrix"] for number in row),
     ),
 }
 """Tasks whose solutions are taught, keyed by their names in reasoning_gym."""
 
 
-def _solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:
+def _format_solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:
     """Return the teacher's turn for a question, without the end-of-turn token."""
     metadata, steps, answer = entry["metadata"], "", str(entry["answer"])
     taught = TAUGHT.get(task)

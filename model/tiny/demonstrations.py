@@ -49,7 +49,7 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
 
     seconds = config.model.tiny.cold_start.max_seconds
     result = on_thread(run, "demonstrations")
-    with script_errors(config_of):
+    with name_script_in_errors(config_of):
         try:
             pairs = result.result(seconds)
         except TimeoutError:
@@ -67,14 +67,14 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
 def demonstrator(source: SourceConfig) -> Callable[..., Any]:
     """Import a source's script. Raises ConfigError if the import fails."""
     module, _, name = source.environment.demonstrations.partition(":")
-    with script_errors(source):
+    with name_script_in_errors(source):
         _script_file(source)
         return getattr(import_module(module), name)
 
 
 def script_digest(source: SourceConfig) -> str:
     """Hash the files of a script and its environment. Returns "" if Keel ships them."""
-    with script_errors(source):
+    with name_script_in_errors(source):
         script = _script_file(source)
     if script is None:
         return ""
@@ -97,7 +97,7 @@ def _script_file(source: SourceConfig) -> Path | None:
 
 
 @contextmanager
-def script_errors(source: SourceConfig) -> Generator[None]:
+def name_script_in_errors(source: SourceConfig) -> Generator[None]:
     """Name the source's script in all errors raised inside this context."""
     try:
         yield

@@ -15,9 +15,9 @@ from keel.rl.packing.prefix_sharing import (
     PackItem,
     PrefixGroup,
     assign,
+    group_individually,
     share_prefixes,
     split_long,
-    unshared,
 )
 from keel.rl.types import NO_ROUTE, SamplingMasks, ScoredGroup, Segment
 
@@ -96,7 +96,7 @@ def pack(
         micro_batch_tokens,
     )
     flat = [item for members in items for item in members]
-    prefix_groups = unshared(flat)
+    prefix_groups = group_individually(flat)
     if share_prompts:
         prefix_groups = share_prefixes(items, ranks=ranks, capacity=micro_batch_tokens)
     trained = assemble(prefix_groups, batch_format, ranks=ranks, capacity=micro_batch_tokens)
@@ -104,7 +104,7 @@ def pack(
     maskable = [item for item in flat if item.split >= 0 and item.advantage < 0]
     if sequence_mask and maskable:
         scored = assemble(
-            unshared(maskable), batch_format, ranks=ranks, capacity=micro_batch_tokens
+            group_individually(maskable), batch_format, ranks=ranks, capacity=micro_batch_tokens
         )
     return [
         TrainBatch(

@@ -99,7 +99,7 @@ def balance(
     total = sum(min(size, capacity) for size in sizes)
     alone = sum(2 * size > capacity for size in sizes)  # no two of them share a bin
     rows = max(1, -(-total // (ranks * capacity)), -(-alone // ranks))
-    while (bins := _fill(tokens, sizes, order, rows * ranks, capacity)) is None:
+    while (bins := _fill_bins(tokens, sizes, order, rows * ranks, capacity)) is None:
         rows += 1
     bins.sort(key=lambda members: (-sum(tokens[i] for i in members), members))
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -110,7 +110,7 @@ def balance(
     return plan
 
 
-def _fill(
+def _fill_bins(
     tokens: Sequence[int], sizes: Sequence[int], order: Iterable[int], count: int, capacity: int
 ) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(count)]
@@ -152,7 +152,7 @@ def prefix_group_size(count: int, shared: int, whole: int) -> int:
     return shared + count * (whole - shared + shared // _KV_COPIES_PER_TOKEN + 1)
 
 
-def unshared(items: Sequence[PackItem]) -> list[PrefixGroup]:
+def group_individually(items: Sequence[PackItem]) -> list[PrefixGroup]:
     """Create a separate group for each item, without a shared prefix."""
     return [PrefixGroup((item,)) for item in items]
 
@@ -162,15 +162,15 @@ def share_prefixes(
 ) -> list[PrefixGroup]:
     """Choose the prefix groups that minimise the time of the slowest rank. Only groups of one item
     can exceed `capacity`. The result is deterministic."""
-    apart = unshared([item for group in groups for item in group])
-    clusters = [cluster for group in groups for cluster in _clusters(group)]
+    apart = group_individually([item for group in groups for item in group])
+    clusters = [cluster for group in groups for cluster in _cluster_by_prefix(group)]
     if not any(cluster.shared for cluster in clusters):
         return apart
     per_rank = sum(one.tokens for one in apart) // ranks
     limits = {min(capacity, int(size * whole)) for whole in (capacity, per_rank) for size in _SIZES}
     choices = [apart]
     for limit in sorted(limits):
-        choices.append([part for cluster in clusters for part in _cut(cluster, limit)])
+        choices.append([part for cluster in clusters for part in _split_cluster(cluster, limit)])
     return min(choices, key=lambda choice: _step_time(choice, ranks, capacity))
 
 
@@ -196,7 +196,7 @@ def estimate_packing(
     room = own + shared // _KV_COPIES_PER_TOKEN + 1
     counts = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
 
-    def filled(count: int) -> tuple[float, int, int]:
+    def estimate_layout(count: int) -> tuple[float, int, int]:
         """Return the step time (`_step_time`), the number of micro-batches per rank and the busiest
         rank's tokens, for prefix groups of at most `count` items."""
         rows = free = idle = slowest = 0
@@ -212,7 +212,7 @@ def estimate_packing(
                 rows, free = rows + more, free + more * per * ranks - parts
         return slowest + _LAUNCH_COST * capacity * rows, rows, slowest
 
-    _, rows, slowest = min(map(filled, counts))
+    _, rows, slowest = min(map(estimate_layout, counts))
     return rows, slowest
 
 
@@ -226,23 +226,23 @@ def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> floa
     return float(rounds.sum()) + _LAUNCH_COST * capacity * len(rounds)
 
 
-def _cut(cluster: PrefixGroup, limit: int) -> Iterator[PrefixGroup]:
+def _split_cluster(cluster: PrefixGroup, limit: int) -> Iterator[PrefixGroup]:
     shared, members, size = cluster.shared, list[PackItem](), cluster.shared
     for item in cluster.items:
         own = item.tokens - shared + shared // _KV_COPIES_PER_TOKEN + 1
         if members and size + own > limit:
-            yield _group(members, shared)
+            yield _make_group(members, shared)
             members, size = [], shared
         members.append(item)
         size += own
-    yield _group(members, shared)
+    yield _make_group(members, shared)
 
 
-def _group(items: Sequence[PackItem], shared: int) -> PrefixGroup:
+def _make_group(items: Sequence[PackItem], shared: int) -> PrefixGroup:
     return PrefixGroup(tuple(items), shared if len(items) > 1 else 0)
 
 
-def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
+def _cluster_by_prefix(group: Sequence[PackItem]) -> list[PrefixGroup]:
     clusters: list[PrefixGroup] = []
     for item in group:
         place, shared = _find_cluster(clusters, item)
@@ -250,7 +250,7 @@ def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
             clusters.append(PrefixGroup((item,), shared))
         else:
             clusters[place] = PrefixGroup((*clusters[place].items, item), shared)
-    return [_group(cluster.items, cluster.shared) for cluster in clusters]
+    return [_make_group(cluster.items, cluster.shared) for cluster in clusters]
 
 
 def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
@@ -264,21 +264,25 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
     for place, cluster in enumerate(clusters):
         least = max(_MIN_PREFIX, int(_MIN_OVERLAP * max(own, cluster.shared)))
         most = min(own, cluster.shared)
-        common = _common(cluster.items[0].segments[0], segment, most) if most >= least else 0
+        common = (
+            _common_prefix_length(cluster.items[0].segments[0], segment, most)
+            if most >= least
+            else 0
+        )
         if common >= least:
             return place, common
     return None, own if own >= _MIN_PREFIX else 0
 
 
-def _common(one: Segment, other: Segment, limit: int) -> int:
+def _common_prefix_length(one: Segment, other: Segment, limit: int) -> int:
     if one.selected_TLb is not None or other.selected_TLb is not None:
         return 0
-    limit = _equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
+    limit = _count_equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
     if one.routes_TLK is not None and other.routes_TLK is not None:
-        limit = _equal_rows(one.routes_TLK[:limit], other.routes_TLK[:limit])
+        limit = _count_equal_rows(one.routes_TLK[:limit], other.routes_TLK[:limit])
     return limit
 
 
-def _equal_rows(one: NDArray[Any], other: NDArray[Any]) -> int:
+def _count_equal_rows(one: NDArray[Any], other: NDArray[Any]) -> int:
     differ = (one != other).any(axis=tuple(range(1, one.ndim)))
     return int(differ.argmax()) if differ.any() else len(differ)

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.model_executor.warmup import kernel_warmup
 from vllm.v1.engine import core as engine_core
 
-from keel.model.layers.residual import OUTPUTS, summed
+from keel.model.layers.residual import OUTPUTS, linear_float32
 
 _LOG = logging.getLogger(__name__)
 _core: Any = engine_core
@@ -221,5 +221,5 @@ class _SummedLinearMethod(UnquantizedLinearMethod):
         """Skip the weight packing that vLLM does on CPUs."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = summed(x, layer.weight)
+        out = linear_float32(x, layer.weight)
         return out if bias is None else out + bias

@@ -67,7 +67,7 @@ def test_shared_contexts_match_separate_ones(
     trained = torch.tensor([s not in PREFIXES for s in range(len(LENGTHS))])
     weights *= trained.repeat_interleave(torch.tensor(LENGTHS))[:, None]
     rows, places = expanded()
-    contexts = Contexts.of(LENGTHS, FOLLOWS)
+    contexts = Contexts.build(LENGTHS, FOLLOWS)
     apart = Segments.of([n for s, n in enumerate(contexts.lengths) if s not in PREFIXES])
 
     alone = states(whole, ids[rows], positions()[rows], apart)[places]
@@ -110,16 +110,16 @@ def test_keys_outside_all_windows_have_zero_gradient(
 
 
 def test_copies_and_gradients_are_exact() -> None:
-    contexts = Contexts.of(LENGTHS, FOLLOWS)
+    contexts = Contexts.build(LENGTHS, FOLLOWS)
     x = torch.randn(sum(LENGTHS), 2, 4, dtype=torch.bfloat16, requires_grad=True)
-    copies = contexts.spread(x)
+    copies = contexts.expand(x)
     assert torch.equal(copies, x[contexts.rows])
     slope = torch.randn(copies.shape, dtype=torch.bfloat16)
     (gradient,) = torch.autograd.grad(copies, x, slope)
     exact = torch.zeros(x.shape).index_add_(0, contexts.rows, slope.float())
     torch.testing.assert_close(gradient, exact.to(torch.bfloat16), rtol=0.008, atol=1e-6)
     x64 = x.detach().double().requires_grad_()
-    assert torch.autograd.gradcheck(contexts.spread, x64)
+    assert torch.autograd.gradcheck(contexts.expand, x64)
 
 
 LAYOUT = (3, 17, 1, 9, 16, 8, 2)
@@ -217,7 +217,7 @@ def test_attention_outputs_survive_checkpointing(plain: Plain, compiled: bool) -
 
 
 def test_wrong_results_are_detected(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash4, "fits", lambda *_: True)
+    monkeypatch.setattr(flash4, "supports_head_sizes", lambda *_: True)
     cpu = torch.device("cpu")
     shapes = (_HeadWidths(4, 2, 8, 8), _HeadWidths(4, 2, 16, 8, window=9))
 

@@ -212,7 +212,7 @@ def test_variants_must_be_bit_identical(
 
 def test_row_classes_have_one_tile_height() -> None:
     for rows in range(1, 1025):
-        assert 1 << vllm_kernels._doublings(rows) == 1 << (rows - 1).bit_length()
+        assert 1 << vllm_kernels._log2_ceil(rows) == 1 << (rows - 1).bit_length()
 
 
 @pytest.mark.parametrize("same", [False, True])

@@ -19,7 +19,7 @@ from keel.model.sparse.attention import (
     sparse_layers,
     use_sparse_attention,
 )
-from keel.model.sparse.indexer import NONE, select
+from keel.model.sparse.indexer import NONE, select_top_keys
 from tests.model.families import VOCAB, build
 
 TOP_K = 6
@@ -119,10 +119,16 @@ def test_chunks_recomputation_and_packing_are_equivalent(dense: bool) -> None:
 
 def test_ties_go_to_later_tokens() -> None:
     scores = torch.tensor([[[0.0, 3.0, -1.0, 0.0], [0.0, -0.0, 0.0, -2.0]]])
-    chosen = select(2, scores, 2)  # queries 2 and 3 of a segment
+    chosen = select_top_keys(2, scores, 2)  # queries 2 and 3 of a segment
     assert [sorted(row) for row in chosen[0].tolist()] == [[0, 1], [1, 2]]
-    assert sorted(select(39, torch.zeros(1, 1, 40), 5)[0, 0].tolist()) == [35, 36, 37, 38, 39]
-    assert sorted(select(0, scores[:, :1], 3)[0, 0].tolist()) == [NONE, NONE, 0]
+    assert sorted(select_top_keys(39, torch.zeros(1, 1, 40), 5)[0, 0].tolist()) == [
+        35,
+        36,
+        37,
+        38,
+        39,
+    ]
+    assert sorted(select_top_keys(0, scores[:, :1], 3)[0, 0].tolist()) == [NONE, NONE, 0]
 
 
 def test_logits_are_exact_for_bfloat16_inputs() -> None:

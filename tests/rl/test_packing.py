@@ -250,13 +250,13 @@ def test_full_and_oversized_bins() -> None:
 
 def test_large_items_need_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    fill = prefix_sharing._fill
+    fill = prefix_sharing._fill_bins
 
     def counting(tokens: Any, sizes: Any, order: Any, count: int, capacity: int) -> Any:
         counts.append(count)
         return fill(tokens, sizes, order, count, capacity)
 
-    monkeypatch.setattr(prefix_sharing, "_fill", counting)
+    monkeypatch.setattr(prefix_sharing, "_fill_bins", counting)
     tokens = [4200 + 37 * i % 3800 for i in range(400)]
     (bins,) = balance(tokens, ranks=1, capacity=8192)
     assert len(bins) == 400 and counts == [400]

@@ -21,7 +21,7 @@ from keel.weights.channel import (
     Mailbox,
     Message,
     Rendezvous,
-    attempt,
+    call_worker,
     call_workers,
 )
 from tests.waiting import PATIENCE_S, wait_for, within_some
@@ -267,7 +267,7 @@ class Worker:
         self.loaded.append(bucket)
 
     def keel_attempt(self, method: str, args: tuple[Any, ...]) -> Any:
-        return attempt(self, method, args)
+        return call_worker(self, method, args)
 
 
 class Workers:

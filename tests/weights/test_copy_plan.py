@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keel.weights.buckets import FlatBucket, TensorEntry, pack_flat
-from keel.weights.copy_plan import CopyPlan, _CopyPiece, _dims, _join
+from keel.weights.copy_plan import CopyPlan, _CopyPiece, _merge_pieces, _simplify_dims
 
 BF16 = torch.bfloat16
 _Placed = tuple[TensorEntry, tuple[_CopyPiece, ...]]
@@ -28,7 +28,7 @@ def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> _Placed:
             index,
             int(to.storage_offset()),
             int(part.storage_offset()) - int(tensor.storage_offset()),
-            _dims(part.shape, to.stride(), part.stride()),
+            _simplify_dims(part.shape, to.stride(), part.stride()),
             tensor.dtype,
         )
         for index, to, part in parts
@@ -103,7 +103,7 @@ def test_joined_copies_equal_single_ones() -> None:
         names = draw.sample(list(sources), len(sources))
         entries, data = bucket_of({name: sources[name] for name in names})
         plain = [p for entry in entries for p in plan._pieces(entry)]
-        joined = _join(plain)
+        joined = _merge_pieces(plain)
         joined_any += len(joined) < len(plain)
         assert sum(prod(n for n, _, _ in p.dims) for p in joined) == kernel.numel()
         for _ in range(2):

@@ -27,8 +27,8 @@ from keel.model.tiny.cold_start import (
     TAUGHT,
     Curriculum,
     _ExamplePair,
+    _format_solution,
     _MaskedIds,
-    _solution,
     make_examples,
     train,
 )
@@ -273,7 +273,7 @@ def test_worked_solutions_are_right_and_hasty_ones_mostly_wrong(task: str) -> No
     right = {True: 0, False: 0}
     for entry in dataset:
         for worked in right:
-            turn = _solution(task, entry, worked=worked)
+            turn = _format_solution(task, entry, worked=worked)
             assert bool(turn.removeprefix("<think>\n").split("\n</think>", 1)[0]) == worked
             right[worked] += dataset.score_answer(turn.split("</think>\n\n", 1)[1], entry) == 1.0
     assert right[True] == 300 and right[False] < 0.25 * 300
