@@ -236,7 +236,7 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
         (scored,) = scorer.score([group("hi", "hi", "hello", prompt=item.prompt)])
     assert [parts["python.unlike"] for parts in scored.parts_G] == [0.5, 0.5, 1.0]
     assert [parts["correct"] for parts in scored.parts_G] == [0.875, 0.875, 0.25]
-    with pytest.raises(ValueError, match="answer"):
+    with pytest.raises(ValueError, match="nothing to judge it by"):
         check_prompts([item.prompt], {"correct": 1.0}, code=CodeSettings())
 
 
