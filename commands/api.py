@@ -35,7 +35,7 @@ from typing import Any, cast
 import yaml
 
 from keel.commands import train as main
-from keel.configs.dump import quoted
+from keel.configs.dump import yaml_line
 from keel.configs.load import load_config, split_overrides
 from keel.configs.paths import shipped
 from keel.configs.schema import ConfigError
@@ -106,27 +106,27 @@ def train(
     """
     if not recipe:
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
-    overrides, called = _overrides(knobs), _Callbacks(callbacks)
+    overrides, called = _overrides(knobs), _CallbackView(callbacks)
     if isinstance(holdout, bool) or holdout < 0:
         raise ConfigError(f"keel.train(holdout={holdout!r}): must be a number of at least 0")
     if holdout and prompts is None:
         raise ConfigError("keel.train(holdout=…): needs prompts=…; set it in the recipe's sources")
-    weights = [] if rewards is None else _weights(rewards)
+    weights = [] if rewards is None else _reward_weights(rewards)
     with ExitStack() as stack:
         stack.enter_context(watching())
         # Knobs of sources may refer to `prompts`, which are written into the run folder.
         others = [one for one in overrides if prompts is None or not one.startswith(_SOURCES)]
         if prompts is not None:  # before the file exists; the recipe may have no source
-            others.insert(0, f"{_SOURCES}={quoted([{**_SOURCE, 'path': _PASSED}])}")
-        path = recipe if not isinstance(recipe, Mapping) else _written(recipe, others)
+            others.insert(0, f"{_SOURCES}={yaml_line([{**_SOURCE, 'path': _PASSED}])}")
+        path = recipe if not isinstance(recipe, Mapping) else _write_recipe(recipe, others)
         if prompts is not None:
             if any(one.startswith(f"{_SOURCES}=") for one in overrides):
                 raise ConfigError(f"keel.train(prompts=…, knobs={_SOURCES}): keep one")
             folder = Path(load_config(path, others).run.dir).expanduser()
-            file = _kept(folder / _PASSED, _as_jsonl(prompts), "prompts.jsonl")
+            file = _write_hashed(folder / _PASSED, _as_jsonl(prompts), "prompts.jsonl")
             source = {**_SOURCE, "path": str(file), "holdout": int(holdout)}
-            overrides.insert(0, f"{_SOURCES}={quoted([source])}")
-            stack.enter_context(_by_row(file))
+            overrides.insert(0, f"{_SOURCES}={yaml_line([source])}")
+            stack.enter_context(_report_by_row(file))
         if weights:
             try:
                 stack.enter_context(passing([part for part, _ in weights if callable(part)]))
@@ -135,7 +135,7 @@ def train(
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
             used = {source.name for source in load_config(path, overrides).data.sources}
             every = load_config(path, [*overrides, "data.only=[]"]).data.sources
-            value = quoted(_plain_data(names, "rewards=…"))
+            value = yaml_line(_plain_data(names, "rewards=…"))
             overrides += [
                 f"{_SOURCES}.{index}.rewards={value}"
                 for index, source in enumerate(every)
@@ -164,7 +164,7 @@ def train(
 def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
     if isinstance(knobs, Mapping):
         plain = {knob: _plain_data(value, f"knobs={knob}") for knob, value in knobs.items()}
-        return split_overrides([f"{knob}={quoted(value)}" for knob, value in plain.items()])
+        return split_overrides([f"{knob}={yaml_line(value)}" for knob, value in plain.items()])
     words = [] if isinstance(knobs, str) else list(cast(Iterable[object], knobs))
     if isinstance(knobs, str) or not all(isinstance(one, str) for one in words):
         raise ConfigError(
@@ -190,7 +190,7 @@ def _plain_data(value: Any, argument: str) -> Any:
         raise ConfigError(f"keel.train({argument}): {error}") from error
 
 
-def _weights(rewards: Any) -> list[tuple[Any, Any]]:
+def _reward_weights(rewards: Any) -> list[tuple[Any, Any]]:
     """Convert the `rewards` argument to (function or part name, weight) pairs, because functions
     can be unhashable."""
     pairs: list[tuple[Any, Any]] = []
@@ -208,7 +208,7 @@ def _weights(rewards: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
+def _write_recipe(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
         path = Path(os.path.expanduser(base))
@@ -223,11 +223,11 @@ def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
         except ConfigError as error:
             message = str(error).replace(str(path), "keel.train(recipe={…})")
             raise ConfigError(message) from error
-    return _kept(folder / _PASSED, text, "recipe.yaml")
+    return _write_hashed(folder / _PASSED, text, "recipe.yaml")
 
 
 @contextmanager
-def _by_row(file: Path) -> Iterator[None]:
+def _report_by_row(file: Path) -> Iterator[None]:
     """Rewrite config errors about lines of `file` to name the caller's rows and arguments."""
     try:
         yield
@@ -249,11 +249,11 @@ def _as_jsonl(prompts: Any) -> str:
     lines: list[str] = []
     for number, row in enumerate(cast(Iterable[Any], prompts), start=1):
         try:
-            columns = _filled({"prompt": row} if isinstance(row, str) else row)
+            columns = _drop_nulls({"prompt": row} if isinstance(row, str) else row)
             if isinstance(columns.get("prompt"), (list, tuple)):  # TRL's format
                 columns["messages"] = columns.pop("prompt")
             if isinstance(turns := columns.get("messages"), (list, tuple)):
-                columns["messages"] = [_filled(turn) for turn in cast(Sequence[Any], turns)]
+                columns["messages"] = [_drop_nulls(turn) for turn in cast(Sequence[Any], turns)]
             lines.append(json.dumps(columns, ensure_ascii=False, default=str) + "\n")
             lines[-1].encode()
         except (AttributeError, TypeError, ValueError) as error:  # no mapping, or surrogates
@@ -263,7 +263,7 @@ def _as_jsonl(prompts: Any) -> str:
     return "".join(lines)
 
 
-def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the null values (None, NaN, pandas NaT and NA) that tabular formats use for missing
     columns, and convert numpy values to Python objects."""
     columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
@@ -276,7 +276,7 @@ def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kept(folder: Path, text: str, name: str) -> Path:
+def _write_hashed(folder: Path, text: str, name: str) -> Path:
     """Write `text` to a file named after its hash and return the path, so that calling `keel.train`
     again with the same input resumes the same run."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -292,7 +292,7 @@ def _kept(folder: Path, text: str, name: str) -> Path:
     return path
 
 
-class _Callbacks:
+class _CallbackView:
     """A progress view that also runs the callbacks after each training step, but not after
     standalone evaluations."""
 

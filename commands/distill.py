@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from keel.commands.preflight import check_named
+from keel.commands.preflight import check_quickly
 from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
 from keel.configs.dump import as_override, dump_config
@@ -29,19 +29,19 @@ from keel.configs.load import load_config, load_recipe, split_overrides
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, LengthConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
-from keel.data.eval_store import read_evaluation, trajectory_of
-from keel.data.results import aligned
+from keel.data.eval_store import read_evaluation, to_trajectory_record
+from keel.data.results import align_columns
 from keel.rl.evaluation import FAIL
 from keel.trainer.run.journal import cost_rows, costs_of
 from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
-_LINKS = "links.jsonl"
+_FINISHED_STAGES = "links.jsonl"
 """File that records the finished stages."""
 _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Link:
+class _Stage:
     name: str
     command: tuple[str, ...] = ()
     """Arguments of the `keel` command. Empty for the selection stage, which runs in this
@@ -55,15 +55,15 @@ class _Link:
         return " ".join([shlex.join(["keel", *self.command]) if self.command else "", self.depends])
 
 
-def _chain(config: DistillConfig) -> list[_Link]:
+def _stages(config: DistillConfig) -> list[_Stage]:
     root = Path(config.dir).expanduser()
     # Every stage has all sources, so that no stage trains on held-out prompts of another, and the
     # tiny model's cold start is the same for all specialists.
     base = [config.recipe, *_base(config)]
-    links: list[_Link] = []
+    stages: list[_Stage] = []
 
     def add(name: str, result: Path, *words: str, depends: str = "") -> None:
-        links.append(_Link(name=name, command=words, result=result, depends=depends))
+        stages.append(_Stage(name=name, command=words, result=result, depends=depends))
 
     def exported(model: Path, name: str) -> list[str]:  # which needs engines only
         return [f"model.path={_path(model)}", f"run.dir={_path(root / 'eval' / 'runs' / name)}"]
@@ -97,7 +97,7 @@ def _chain(config: DistillConfig) -> list[_Link]:
     words = [*config.mixed_overrides, f"model.path={_path(distilled)}", f"run.dir={_path(mixed)}"]
     add("mix", mixed / "model", "train", *base, *words)
     evaluated("mixed", [*config.mixed_overrides, *exported(mixed / "model", "mixed")])
-    return links
+    return stages
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
@@ -108,33 +108,33 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
     running anything if the recipe of an unfinished stage is invalid.
     """
     lessons, auto = _checked(config)
-    links, root = _chain(config), Path(config.dir).expanduser()
-    _check_waiting(links, lessons)
+    stages, root = _stages(config), Path(config.dir).expanduser()
+    _check_waiting(stages, lessons)
     with WorkFolder(root, "dir", "distillation") as folder, _Commands() as commands:
-        done = folder.lines(_LINKS)
+        done = folder.lines(_FINISHED_STAGES)
         known = {str(line["name"]): str(line["command"]) for line in done.read()}
-        for link in links:
-            if known.get(link.name, str(link)) != str(link):
+        for stage in stages:
+            if known.get(stage.name, str(stage)) != str(stage):
                 raise folder.error(
-                    f"{link.name} has run with other settings:\n  {known[link.name]}\n  {link}\n"
+                    f"{stage.name} has run with other settings:\n  {known[stage.name]}\n  {stage}\n"
                     "Choose another dir, or restore these to resume it"
                 )
         folder.write("lessons.yaml", dump_config(lessons, auto))
-        for number, link in enumerate(links, start=1):
-            if link.name in known:
+        for number, stage in enumerate(stages, start=1):
+            if stage.name in known:
                 continue
-            print(f"{number} of {len(links)}, {link.name}: {link}", flush=True)
+            print(f"{number} of {len(stages)}, {stage.name}: {stage}", flush=True)
             began = time.monotonic()
-            if not link.command:
+            if not stage.command:
                 sampled = {each.name: root / "samples" / each.name for each in config.specialists}
-                print("\n".join(_select(sampled, config.select, link.result)), flush=True)
-            elif not link.result.exists():  # else it finished before it was recorded
-                status = (run or commands.run)(link.command)
-                if status or not link.result.exists():
-                    print(f"{link.name} has not finished; the same command resumes it")
+                print("\n".join(_select(sampled, config.select, stage.result)), flush=True)
+            elif not stage.result.exists():  # else it finished before it was recorded
+                status = (run or commands.run)(stage.command)
+                if status or not stage.result.exists():
+                    print(f"{stage.name} has not finished; the same command resumes it")
                     return status or commands.status or _INTERRUPTED
             took = round(time.monotonic() - began, 3)
-            done.add({"name": link.name, "command": str(link), "seconds": took})
+            done.add({"name": stage.name, "command": str(stage), "seconds": took})
             if commands.status:
                 return commands.status
         lines = _report(config, root)
@@ -158,7 +158,11 @@ def _report(config: DistillConfig, root: Path) -> list[str]:
         stages = (f"specialist-{each.name}", "distilled", "mixed")
         rows += [[source, *(cell(stage, source) for stage in stages)] for source in each.sources]
     stages = [*(f"specialists/{each.name}" for each in config.specialists), "distilled", "mixed"]
-    return [*aligned(rows), "", *aligned(cost_rows({at: costs_of(root / at) for at in stages}))]
+    return [
+        *align_columns(rows),
+        "",
+        *align_columns(cost_rows({at: costs_of(root / at) for at in stages})),
+    ]
 
 
 def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
@@ -232,20 +236,20 @@ def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, froz
     return replace(recipe, run=run, data=replace(recipe.data, sources=sources)), auto
 
 
-def _check_waiting(links: Sequence[_Link], lessons: Config) -> None:
-    made = {link.result.absolute() for link in links}
-    for link in links:
-        if not link.command or link.result.exists():
+def _check_waiting(stages: Sequence[_Stage], lessons: Config) -> None:
+    made = {stage.result.absolute() for stage in stages}
+    for stage in stages:
+        if not stage.command or stage.result.exists():
             continue
-        command, recipe, *overrides = link.command
-        config = lessons if link.name == "distill" else load_config(recipe, overrides)
+        command, recipe, *overrides = stage.command
+        config = lessons if stage.name == "distill" else load_config(recipe, overrides)
         try:
             if command != "eval":
-                check_named(config, command, made)
+                check_quickly(config, command, made)
             for variant in config.eval.each_variant if command == "eval" else ():
                 config.check_variant(variant)
         except ConfigError as error:
-            raise ConfigError(f"{link.name}: {error}") from error
+            raise ConfigError(f"{stage.name}: {error}") from error
 
 
 def _base(config: DistillConfig) -> list[str]:
@@ -295,7 +299,7 @@ class _Commands:
 _Kind = tuple[str, bool]
 """A domain, and whether the model thinks."""
 _SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
-_LEFT_OUT = (*_SAMPLED, "same prompt", "for balance")
+_REJECTIONS = (*_SAMPLED, "same prompt", "for balance")
 """Reasons for rejecting a completion, in the order in which they are checked."""
 
 
@@ -303,8 +307,8 @@ _LEFT_OUT = (*_SAMPLED, "same prompt", "for balance")
 class _Candidate:
     kind: _Kind
     prompt: str
-    why_not: str
-    """First reason in `_LEFT_OUT` that applies, or "" if none does."""
+    rejection: str
+    """First reason in `_REJECTIONS` that applies, or "" if none does."""
     line: Mapping[str, Any]
     """JSON line for `keel sft` (`source: trajectories`), including the specialist's name."""
 
@@ -323,7 +327,7 @@ def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> lis
     seen: set[str] = set()
     prompts: defaultdict[str, list[_Candidate]] = defaultdict(list)
     for candidate in _candidates(sampled, config.least):
-        why, of = candidate.why_not, candidate.line["parts"]
+        why, of = candidate.rejection, candidate.line["parts"]
         content = json.dumps([candidate.kind[1], candidate.line["messages"]], sort_keys=True)
         parts.update(of)
         if not why and not all(low <= of.get(name, low) <= high for name, low, high in bounds):
@@ -346,7 +350,7 @@ def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> lis
         kept = some[: config.most_per_prompt or None]
         counts[some[0].kind]["same prompt"] += len(some) - len(kept)
         chosen += enumerate(kept)
-    selected = _balanced(chosen, config.balance, counts)
+    selected = _balance_kinds(chosen, config.balance, counts)
     table = _table(counts, Counter(one.kind for one in selected))
     if not selected:
         raise ConfigError(f"no completion of the specialists is left to learn from:\n{table}")
@@ -364,7 +368,7 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
         for request in read_evaluation(folder):
             for sample in request.samples:
                 line = {
-                    **trajectory_of(sample),
+                    **to_trajectory_record(sample),
                     "source": request.source,
                     "specialist": specialist,
                 }
@@ -375,7 +379,7 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
                 yield _Candidate(kind, request.id, why, line)
 
 
-def _balanced(
+def _balance_kinds(
     chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
 ) -> list[_Candidate]:
     """Keep at most `balance` times as many completions of each kind as the rarest kind has,
@@ -395,10 +399,10 @@ def _balanced(
 
 
 def _table(counts: Mapping[_Kind, Counter[str]], learned: Counter[_Kind]) -> str:
-    rows = [["", "sampled", *_LEFT_OUT, "to learn"]]
+    rows = [["", "sampled", *_REJECTIONS, "to learn"]]
     for kind, of in counts.items():
         name = f"{kind[0]}, {'thinking' if kind[1] else 'not thinking'}"
         total = sum(of[why] for why in ("sampled", *_SAMPLED))
-        numbers = [total, *(of[why] for why in _LEFT_OUT), learned[kind]]
+        numbers = [total, *(of[why] for why in _REJECTIONS), learned[kind]]
         rows.append([name, *(f"{number:,}" for number in numbers)])
-    return "\n".join(aligned(rows))
+    return "\n".join(align_columns(rows))

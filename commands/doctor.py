@@ -178,7 +178,7 @@ def _ray() -> Iterator[_Finding]:
     begun = time.monotonic()
     start_ray()
     try:
-        actor = ray_timeouts.create(_Here, "doctor", {"num_cpus": 0})
+        actor = ray_timeouts.create(_PidActor, "doctor", {"num_cpus": 0})
         ray_timeouts.get(ray_timeouts.call(actor.pid), seconds=ray_timeouts.CALL_S)
     finally:
         stop_ray()
@@ -190,7 +190,7 @@ def _ray() -> Iterator[_Finding]:
     )
 
 
-class _Here:
+class _PidActor:
     def pid(self) -> int:
         return os.getpid()
 
@@ -219,10 +219,10 @@ def _step() -> Iterator[_Finding]:
             yield "WRONG", f"one step of the quickstart failed:\n{tail}", "the lines above say why"
             return
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-        yield _verdict(json.loads(lines[-1]), time.monotonic() - begun)
+        yield _check_step_metrics(json.loads(lines[-1]), time.monotonic() - begun)
 
 
-def _verdict(metrics: Mapping[str, float], seconds: float) -> _Finding:
+def _check_step_metrics(metrics: Mapping[str, float], seconds: float) -> _Finding:
     """Check the metrics of a training step (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
@@ -237,7 +237,7 @@ def _verdict(metrics: Mapping[str, float], seconds: float) -> _Finding:
     return "ok", f"{words}: engine and trainer agree to {gap:.1g} nats", ""
 
 
-_LOOKS = (_versions, _processor, _gpus, _files, _network, _sandbox, _ray, _step)
+_CHECKS = (_versions, _processor, _gpus, _files, _network, _sandbox, _ray, _step)
 
 
 def doctor() -> int:
@@ -246,7 +246,7 @@ def doctor() -> int:
     if not any(any(metadata.distributions(name=name)) for name in _ENGINES):
         absent.add(_step)
     problems = 0
-    for look in _LOOKS:
+    for look in _CHECKS:
         for sign, words, cure in _findings(look) if look not in absent else ():
             indented = words.replace("\n", "\n" + " " * 16)
             print(f"{look.__name__[1:]:<10}{sign:<6}{indented}", flush=True)

@@ -11,16 +11,16 @@ from pathlib import Path
 from keel.commands.sampling import (
     AnyRuntime,
     SampledPolicy,
-    answer_of,
     choose_policy,
+    extract_answer,
     sample_prompts,
 )
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
-from keel.data.eval_store import Asked, EvaluationFolder, asked_of, read_evaluation
-from keel.data.items import digest_of
+from keel.data.eval_store import EvaluationFolder, SampledPrompt, collect_samples, read_evaluation
+from keel.data.items import prompt_digest
 from keel.data.pass_rates import FilterFolder
-from keel.data.results import compared, compared_table, results, table
+from keel.data.results import compare_pass_rates, format_comparison, results, table
 from keel.rl.types import Prompt, ScoredGroup
 from keel.trainer.launch import RemoteRuntime, run_episodes, run_remote_episodes
 from keel.trainer.run.signals import Interrupt
@@ -43,7 +43,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         )
     if policy.count_tokens is not None:
         for variant in variants:
-            _check_room(policy.config, variant, sets, policy.count_tokens)
+            _check_prompts_fit(policy.config, variant, sets, policy.count_tokens)
     if baseline:
         _check_comparable(config, sets, baseline)
     with EvaluationFolder(config, policy.identity, policy.name) as out:
@@ -59,7 +59,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
 
 
 def _check_comparable(
-    config: Config, sets: Mapping[str, Sequence[Prompt]], baseline: Sequence[Asked]
+    config: Config, sets: Mapping[str, Sequence[Prompt]], baseline: Sequence[SampledPrompt]
 ) -> None:
     digests = {one.id: one.digest for one in baseline}
     common = [p for prompts in sets.values() for p in prompts if p.prompt_id in digests]
@@ -68,7 +68,7 @@ def _check_comparable(
     if variants.isdisjoint(variant.name for variant in config.eval.each_variant):
         problem = f"it has other variants ({', '.join(sorted(variants))})"
     for prompt in common:
-        if digests[prompt.prompt_id] != digest_of(prompt):
+        if digests[prompt.prompt_id] != prompt_digest(prompt):
             problem = f"it has another prompt called {prompt.prompt_id}"
             break
     if problem:
@@ -79,7 +79,11 @@ def _check_comparable(
 
 
 def _summary(
-    out: EvaluationFolder, policy: SampledPolicy, *, complete: bool, baseline: Sequence[Asked]
+    out: EvaluationFolder,
+    policy: SampledPolicy,
+    *,
+    complete: bool,
+    baseline: Sequence[SampledPrompt],
 ) -> list[str]:
     config = policy.config
     ids = {prompt.prompt_id for prompts in policy.sets.values() for prompt in prompts}
@@ -98,7 +102,10 @@ def _summary(
         lines.append("not all is sampled; rerun the same command to resume")
     if baseline:
         try:
-            lines += [f"− {config.eval.against}:", *compared_table(compared(baseline, request))]
+            lines += [
+                f"− {config.eval.against}:",
+                *format_comparison(compare_pass_rates(baseline, request)),
+            ]
         except ValueError as error:  # nothing in common so far
             lines.append(f"− {config.eval.against}: {error}")
     return [*lines, f"completions and results: {out.path}"]
@@ -120,8 +127,8 @@ def _sample_variant(
 
     def record(asked: Prompt, groups: Sequence[ScoredGroup]) -> None:
         prompt, source = sources[asked.prompt_id]
-        known = (variant.name, source, prompt, groups, answer_of, policy.thinking_length)
-        out.add(asked_of(*known, tokenizer=digest))
+        known = (variant.name, source, prompt, groups, extract_answer, policy.thinking_length)
+        out.add(collect_samples(*known, tokenizer=digest))
 
     config = policy.config
     with _variant_runtime(config, runtime, variant) as changed:
@@ -176,7 +183,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
         print(out.finish())
 
 
-def _check_room(
+def _check_prompts_fit(
     config: Config,
     variant: EvalVariant,
     sets: Mapping[str, Sequence[Prompt]],

@@ -167,7 +167,7 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
 
 
 def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) -> tuple[Path, str]:
-    gpus_found, gib_found = _gpus_here()
+    gpus_found, gib_found = _detect_gpus()
     gpus = ask("GPUs (0: none)", gpus_found, _at_least(0)) if flags.gpus is None else flags.gpus
     if gpus < 0 or flags.nodes < 1:
         raise ConfigError(f"--gpus {gpus} --nodes {flags.nodes}: must be at least 0 and 1")
@@ -200,7 +200,7 @@ def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) 
         # A path may contain line breaks.
         "title": " ".join(f"{label} learns {source.learns}, on {machine}.".split()),
         "file": " ".join(shlex.quote(str(path)).split()),
-        "dir": _scalar(f"runs/{name}"),
+        "dir": _yaml_scalar(f"runs/{name}"),
         "steps": steps,
         "eval_every": max(1, steps // 10),
         "device": None if gpus else "cpu",
@@ -246,7 +246,7 @@ def _source(
         name = ask(question, _TINY_TASK if tiny else "chain_sum", str)
         flags.data = not tiny and (not re.fullmatch(r"\w+", name) or data_path(name).exists())
     if flags.data:
-        return _rows(name, flags, ask if terminal else None, heldout)
+        return _suggest_source(name, flags, ask if terminal else None, heldout)
     return _generated(flags, name, heldout)
 
 
@@ -277,22 +277,22 @@ def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
     )
 
 
-def _rows(
+def _suggest_source(
     data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, heldout: int
 ) -> _Source:
     """Suggest a data source from the first rows of a file, a folder or a hub dataset."""
-    from keel.data.rows.places import rows_of  # noqa: PLC0415  takes half a second
-    from keel.data.rows.read import BadLine, kind_of_file  # noqa: PLC0415
+    from keel.data.rows.places import read_source_rows  # noqa: PLC0415  takes half a second
+    from keel.data.rows.read import BadLine, data_extension  # noqa: PLC0415
 
     file, kind, knob = data_path(data), "jsonl", f"--data {data}"
-    known = file.is_dir() or kind_of_file(file)
+    known = file.is_dir() or data_extension(file)
     if known and not file.name.endswith((".jsonl", ".ndjson")):
         kind = "file"
     elif not known and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and not file.exists():
         kind = "hub"
     source = SourceConfig(name="data", source=kind, path=data, subset=flags.subset)
-    first = list(islice(rows_of(source, hub_answers, knob), _MAX_ROWS + 1))
-    records = [_flat(r.record) for r in first[:_MAX_ROWS] if not isinstance(r.record, BadLine)]
+    first = list(islice(read_source_rows(source, hub_answers, knob), _MAX_ROWS + 1))
+    records = [_flatten(r.record) for r in first[:_MAX_ROWS] if not isinstance(r.record, BadLine)]
     if not records:
         raise ConfigError(f"{knob}: no row of it can be read")
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -305,7 +305,7 @@ def _rows(
             f"{knob}: no column looks like a prompt; it has {', '.join(names)}. Name one: --prompt "
             "COLUMN"
         )
-    judged, column, mark = _judged(records, names, flags.answer)
+    judged, column, mark = _detect_judging(records, names, flags.answer)
     reward, environment = flags.reward, flags.environment
     if "environment" in names and not environment:
         raise ConfigError(
@@ -366,7 +366,7 @@ def _rows(
     )
 
 
-def _judged(
+def _detect_judging(
     records: Sequence[Mapping[str, Any]], names: Sequence[str], answer: str
 ) -> tuple[str, str, str]:
     """Detect how to judge completions: "mathematics", "text", a key in `_JUDGED`, or "" if unknown.
@@ -392,7 +392,7 @@ def _mostly(flags: Sequence[bool]) -> bool:
     return bool(flags) and sum(flags) >= _MIN_SHARE * len(flags)
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(record: Mapping[str, Any]) -> dict[str, Any]:
     """Add the values of nested objects under dotted names such as `reward_model.ground_truth`."""
     inner = {
         f"{name}.{key}": each
@@ -428,7 +428,7 @@ def _weights(reward: str, *, judged: bool) -> dict[str, float]:
     return {"correct": 1.0, reward: _EXTRA_REWARD} if judged else {reward: 1.0}
 
 
-def _gpus_here() -> tuple[int, float]:
+def _detect_gpus() -> tuple[int, float]:
     """Return the number of GPUs and the smallest GPU memory in GiB, as reported by nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
@@ -467,13 +467,13 @@ def _free(path: str) -> str:
 
 def _flow(value: object) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_scalar(str(k))}: {_flow(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{_yaml_scalar(str(k))}: {_flow(v)}' for k, v in value.items())}}}"
     if isinstance(value, float) and 0 < value < 1e-3:
         return f"{value:.1e}".replace("e-0", "e-")
-    return _scalar(value) if isinstance(value, str) else json.dumps(value)
+    return _yaml_scalar(value) if isinstance(value, str) else json.dumps(value)
 
 
-def _scalar(text: str) -> str:
+def _yaml_scalar(text: str) -> str:
     """Format text as a YAML scalar, with quotes if YAML would otherwise parse a different value."""
     reserved = ("null", "true", "false", "yes", "no", "on", "off", "inf", "nan", "~")
     if re.fullmatch(r"[A-Za-z_~./][\w~./:-]*(?<!:)", text) and text.lower() not in reserved:

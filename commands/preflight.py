@@ -20,12 +20,12 @@ from keel.model.hub import check_path, is_hub_name
 from keel.rewards.compose import check_weights
 from keel.trainer.run.trackers import check_trackers
 
-SOON = 2**22
+MAX_QUICK_BYTES = 2**22
 """Maximum size in bytes of a file or folder that is read in these checks. Reading it takes a tenth
 of a second."""
 
 
-def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
+def check_quickly(config: Config, command: str, later: Collection[Path] = ()) -> None:
     """Check everything in a recipe that can be checked in a fraction of a second. Raises the same
     ConfigError as the full checks.
 
@@ -46,13 +46,13 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
     learned = config.sft.sources if supervised or command == "check" else ()
     for source in (*sampled, *learned):
         path = data_path(source.path)
-        if source.source in ("jsonl", "file") and _soon_read(path):
+        if source.source in ("jsonl", "file") and _is_small(path):
             load_jsonl(source) if isinstance(source, SourceConfig) else read_rows(source)
         missing = not path.exists() and path.absolute() not in later
         if source.source == "trajectories" and missing:
             read_trajectories(source, tokenizer="")
     parts = {
-        domain: {part: weight for part, weight in weights.items() if _soon_known(part)}
+        domain: {part: weight for part, weight in weights.items() if _can_check_part(part)}
         for domain, weights in config.data.rewards_by_domain.items()
     }
     try:
@@ -74,7 +74,7 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
                     raise ConfigError(f"{knob} = {error}") from error
 
 
-def check_continued(config: Config, auto: Collection[str]) -> None:
+def check_resume(config: Config, auto: Collection[str]) -> None:
     """Check that `keel train` can resume the run in `run.dir` with the current knobs. Raises
     ConfigError if a knob that must stay the same has changed. `auto` lists the knobs chosen for the
     hardware."""
@@ -89,7 +89,7 @@ def check_continued(config: Config, auto: Collection[str]) -> None:
     check_resumable(before, config, str(folder))
 
 
-def _soon_known(part: str) -> bool:
+def _can_check_part(part: str) -> bool:
     """Return whether a reward part can be checked without importing user code: it is built in, or
     its module does not exist."""
     module, dot, _ = part.partition(".")
@@ -99,6 +99,6 @@ def _soon_known(part: str) -> bool:
     return not here and module not in sys.modules and find_spec(module) is None
 
 
-def _soon_read(path: Path) -> bool:
+def _is_small(path: Path) -> bool:
     files = path.rglob("*") if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file.is_file()) <= SOON
+    return sum(file.stat().st_size for file in files if file.is_file()) <= MAX_QUICK_BYTES

@@ -29,7 +29,7 @@ from keel.configs.convert import (
     section_type,
     suggest,
 )
-from keel.configs.diff import resumable
+from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
 from keel.configs.schema import Config
 from keel.configs.sections.base import ConfigError, bounds_of
@@ -90,7 +90,7 @@ class _Knob:
         return _page_of(self.name, self.text)
 
     def line(self) -> tuple[str, str]:
-        return f"{self.name}: {self.default}", _first(self.text)
+        return f"{self.name}: {self.default}", _first_sentence(self.text)
 
     def describe(self) -> str:
         resume = {"yes": "may change", "no": "fixed; another value needs another folder"}
@@ -198,7 +198,7 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
         default = "" if field.default is MISSING else _yaml(field.default)
         if field.default_factory is not MISSING:
             default = _yaml(field.default_factory())
-        resume = "yes" if resumable(here) or resumable(here.partition("[]")[0]) else "no"
+        resume = "yes" if is_resumable(here) or is_resumable(here.partition("[]")[0]) else "no"
         if recipe == "synthesize":
             resume = "no" if decides_tasks(here) else "yes"
         if recipe == "distill":
@@ -286,7 +286,7 @@ def _page_of(knob: str, text: str) -> str:
     return PAGES[max(prefixes, key=len)] if prefixes else ""
 
 
-def _normal(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Replace list entries in a knob's name with `[]`: `data.sources[sums].size` and
     `data.sources.0.size` become `data.sources[].size`."""
     name = re.sub(r"\[[^]]*\]", "[]", name)
@@ -296,7 +296,7 @@ def _normal(name: str) -> str:
 def describe(name: str = "") -> str:
     """Describe the section, knob or metric with this name, or all whose names contain it. Raises
     ConfigError with a suggestion if nothing matches."""
-    query = _normal(name)
+    query = _normalize_name(name)
     if not query:
         return _overview()
     inside = [
@@ -337,8 +337,9 @@ def _unknown(name: str, query: str) -> str:
 
 
 def _overview() -> str:
+    entries = [(each.recipe, (each.name, _first_sentence(each.text))) for each in sections()]
     parts = [
-        f"{title}\n{_rows([(s.name, _first(s.text)) for s in sections() if s.recipe == recipe])}"
+        f"{title}\n{_rows([entry for kind, entry in entries if kind == recipe])}"
         for recipe, (_, title) in _RECIPES.items()
     ]
     groups = [(title, ", ".join(m.name for m in g)) for title, g in _metric_groups().items()]
@@ -351,7 +352,7 @@ def _entries(entries: Sequence[_Knob | _Metric]) -> str:
     return _rows([entry.line() for entry in entries])
 
 
-def _first(text: str) -> str:
+def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[a-z)`]\.)(?<!Eq\.) (?=[A-Zβ`0-9])", text)[0]
 
 

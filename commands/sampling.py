@@ -72,7 +72,7 @@ class SampledPolicy:
     """Digest of the tokenizer, or empty for an endpoint."""
     count_tokens: Callable[[Prompt], int] | None = None
     """Count the tokens of a prompt. None for an endpoint."""
-    thinking_length: Callable[[Trajectory], int] = lambda trajectory: len(_thinking_of(trajectory))
+    thinking_length: Callable[[Trajectory], int] = lambda trajectory: len(_all_thinking(trajectory))
     """Return the length of a completion's thinking in tokens, or in characters for an endpoint."""
 
     @property
@@ -126,7 +126,7 @@ def choose_policy(
 
     def thinking_length(trajectory: Trajectory) -> int:
         # A policy can sample unpaired surrogates, which the tokenizer refuses.
-        text = _thinking_of(trajectory).encode(errors="replace").decode()
+        text = _all_thinking(trajectory).encode(errors="replace").decode()
         return len(task.tokenizer.encode(text, add_special_tokens=False))
 
     return SampledPolicy(
@@ -291,7 +291,7 @@ def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
     return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
 
 
-def answer_of(trajectory: Trajectory) -> str:
+def extract_answer(trajectory: Trajectory) -> str:
     """Return the marked answer in a completion. If no answer is marked, return the final text if it
     is short, otherwise ""."""
     text = final_text(trajectory.messages).strip()
@@ -301,5 +301,5 @@ def answer_of(trajectory: Trajectory) -> str:
     return " ".join(answer.split())
 
 
-def _thinking_of(trajectory: Trajectory) -> str:
+def _all_thinking(trajectory: Trajectory) -> str:
     return every_turn(thinking_text, trajectory.messages)

@@ -123,7 +123,7 @@ def _server_options(model: _ServedModel, chosen: Mapping[str, Any], *, gpu: bool
 
 
 @contextmanager
-def _serving(
+def _run_server(
     model: _ServedModel,
     chosen: Mapping[str, Any],
     *,
@@ -169,7 +169,7 @@ def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool
     if the server fails."""
     model, chosen = _find_model(folder), _parse_options(words)
     try:
-        with _serving(model, chosen, gpu=gpu, host=host, port=port) as server:
+        with _run_server(model, chosen, gpu=gpu, host=host, port=port) as server:
             print(
                 f"{model.path} answers at {server.url} as {model.name!r}, in the OpenAI API\n"
                 f"keel chat --url {server.url} talks to it; Ctrl-C ends it",
@@ -218,7 +218,7 @@ class _ChatSession:
 
 
 @contextmanager
-def _connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSession]:
+def _open_chat(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSession]:
     """Open a chat with the model at `url`. Without a URL, serve the model in `folder` until the
     context exits."""
     if url:
@@ -234,7 +234,7 @@ def _connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSes
     assert folder is not None
     model, key = _find_model(folder), secrets.token_hex(16)
     with (
-        _serving(model, {}, gpu=gpu, key=key) as server,
+        _run_server(model, {}, gpu=gpu, key=key) as server,
         OpenAI(
             base_url=server.url,
             api_key=key,
@@ -260,7 +260,7 @@ def chat(
     `read` returns the next line or raises EOFError. Raises ConfigError, or RuntimeError if the
     server or the answer to `prompt` fails.
     """
-    with _connected(folder, url, gpu=gpu) as conversation:
+    with _open_chat(folder, url, gpu=gpu) as conversation:
         if prompt is not None:
             try:
                 conversation.ask(prompt)

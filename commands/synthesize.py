@@ -17,7 +17,7 @@ from keel.synthesis.author import Author, AuthorLost, BudgetSpent, EndpointAutho
 from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 from keel.trainer.run.progress import Wait, waiting
 
-Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
+MakeTask = Callable[[str], Awaitable[Sequence[Rejected] | None]]
 """Create the task for a key and write it to the folder, completely or not at all. Returns the
 rejected drafts.
 
@@ -30,7 +30,7 @@ _MOST_LOST = 5
 
 async def _make_all(
     keys: Sequence[str],
-    make: Make,
+    make: MakeTask,
     ledger: Ledger,
     *,
     at_once: int,
@@ -119,7 +119,7 @@ class _Pipeline(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        """Create one task, as described in `Make`."""
+        """Create one task, as described in `MakeTask`."""
         ...
 
 
@@ -156,7 +156,7 @@ def synthesize(config: SynthesisConfig) -> int:
 
 async def _synthesize(config: SynthesisConfig) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
-    with Ledger(folder, _depends_on(config)) as ledger:
+    with Ledger(folder, _task_settings(config)) as ledger:
         loop = asyncio.get_running_loop()
         # asyncio's handler needs the loop, which preparing may block for long.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -204,7 +204,7 @@ def _leave(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _depends_on(config: SynthesisConfig) -> dict[str, Any]:
+def _task_settings(config: SynthesisConfig) -> dict[str, Any]:
     """Return the settings that affect the tasks: all except authors and budget, which can change
     when the command is repeated."""
     section = asdict(getattr(config, config.family))

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from keel.commands.sampling import answer_of
+from keel.commands.sampling import extract_answer
 from keel.configs.load import load_config
 from keel.configs.paths import unwritable
 from keel.configs.schema import ConfigError
@@ -127,7 +127,7 @@ def run_loop(
 
     with ExitStack() as stack:
         tokens = TokenFile(
-            config.run, TokenTexts(runtime.task.tokenizer), lambda: learner.tokens, answer_of
+            config.run, TokenTexts(runtime.task.tokenizer), lambda: learner.tokens, extract_answer
         )
         journal = open_journal(
             stack,

@@ -59,14 +59,14 @@ def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str
         if _section(rest, section).get(name) == AUTO:
             rest[section] = {k: v for k, v in rest[section].items() if k != name}
             auto.add(knob)
-    for knob, value in _implied(rest).items():
+    for knob, value in _smallest_valid(rest).items():
         section, _, name = knob.partition(".")
         if knob in auto:
             rest[section] = {**rest[section], name: value}
     return rest, frozenset(auto)
 
 
-def _implied(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _smallest_valid(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the smallest value of each `auto` knob that the other knobs permit."""
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
     widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]

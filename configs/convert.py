@@ -85,17 +85,17 @@ def section_type(hint: Any) -> type | None:
     return hint if isinstance(hint, type) and is_dataclass(hint) else None
 
 
-def _knobs(section: type, prefix: str = "") -> Iterator[str]:
+def _knob_paths(section: type, prefix: str = "") -> Iterator[str]:
     """Yield the full path of every knob, with list entries as `[]`: `sources[].name`."""
     for name, hint in knob_types(section).items():
         nested = section_type(hint)
         if nested is None or get_origin(hint) in (Union, UnionType):
             yield prefix + name
         else:
-            yield from _knobs(nested, f"{prefix}{name}{'[]' * (get_origin(hint) is tuple)}.")
+            yield from _knob_paths(nested, f"{prefix}{name}{'[]' * (get_origin(hint) is tuple)}.")
 
 
-def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
+def split_section(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
     """Split the value of a section into its knobs. Yields any other value unchanged."""
     hint: Any = root
     for step in steps:
@@ -108,7 +108,7 @@ def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[st
         return
     inner = cast(dict[Any, Any], value)
     for key in sorted(inner, key=lambda key: key == "name"):  # last: it addresses the entry
-        yield from knobs_in(root, [*steps, str(key)], inner[key])
+        yield from split_section(root, [*steps, str(key)], inner[key])
 
 
 def suggest(key: str, section: type, prefix: str, root: type) -> str:
@@ -121,7 +121,7 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
     if path in RENAMED:
         return f"renamed to {prefix}{RENAMED[path]}"
-    everywhere = sorted(_knobs(root), key=lambda knob: knob.count("."))
+    everywhere = sorted(_knob_paths(root), key=lambda knob: knob.count("."))
     sections = dict.fromkeys(knob.rpartition(".")[0] for knob in everywhere)
     if same := [knob for knob in (*everywhere, *sections) if f".{knob}".endswith(f".{key}")]:
         return f"did you mean {' or '.join(same)}?"
@@ -138,7 +138,9 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     return f"{'this section' if prefix else 'a recipe'} has {', '.join(here)}"
 
 
-def build(root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], recipe: str) -> T:
+def build_config(
+    root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], recipe: str
+) -> T:
     """Build a `root` object from `tree`.
 
     `where` maps each dotted key to the "file:line" or the override that set it; all other keys are

@@ -45,7 +45,7 @@ _NAMED = (SourceConfig, ConversationsConfig)
 _ABSENT = "(absent)"
 
 
-def resumable(knob: str) -> bool:
+def is_resumable(knob: str) -> bool:
     """Return whether this knob can change when a run resumes."""
     return knob in RESUMABLE_KNOBS or knob.startswith(_IGNORED_SECTIONS)
 
@@ -100,7 +100,7 @@ def check_resumable(
         _change(knob, old, now)
         for knob in diff_configs(saved, new)
         # The knob `sources` differs if one list is empty; its entries are listed anyway.
-        if not (resumable(knob) or knob.startswith(ignored) or knob.endswith(".sources"))
+        if not (is_resumable(knob) or knob.startswith(ignored) or knob.endswith(".sources"))
         and knob.startswith(of)
     ]
     if lines:

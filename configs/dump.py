@@ -17,7 +17,7 @@ from keel.configs.schema import Config
 def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
     """Return every knob of `config` as YAML. Loading it with `load_config` gives an equal `Config`.
     Knobs in `auto` are written as `auto` (`keel.configs.auto`)."""
-    tree = escaped(asdict(config))
+    tree = escape_references(asdict(config))
     for section, _, name in (knob.partition(".") for knob in auto):
         tree[section][name] = AUTO
     return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
@@ -26,15 +26,15 @@ def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
 def as_override(text: str) -> str:
     """Format text as the value of an override, with quotes if YAML would otherwise read something
     else."""
-    text = str(escaped(text))
+    text = str(escape_references(text))
     try:
         plain = yaml.safe_load(text) == text
     except yaml.YAMLError:
         plain = False
-    return text if plain else quoted(text)
+    return text if plain else yaml_line(text)
 
 
-def quoted(value: Any) -> str:
+def yaml_line(value: Any) -> str:
     """Format plain data as a single line of YAML."""
     # YAML knows JSON's escapes, but reads a surrogate pair as two characters.
     text = json.dumps(value, ensure_ascii=False)
@@ -57,12 +57,12 @@ class _Dumper(_SafeDumper):
 _Dumper.add_representer(str, _Dumper.text)
 
 
-def escaped(value: Any) -> Any:
+def escape_references(value: Any) -> Any:
     """Escape every literal `${` in a value, so that it is not read as a reference."""
     if isinstance(value, dict):
-        return {k: escaped(v) for k, v in cast(dict[str, Any], value).items()}
+        return {k: escape_references(v) for k, v in cast(dict[str, Any], value).items()}
     if isinstance(value, (list, tuple)):
-        return [escaped(v) for v in cast(Sequence[Any], value)]
+        return [escape_references(v) for v in cast(Sequence[Any], value)]
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value

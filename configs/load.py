@@ -26,10 +26,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from keel.configs.auto import with_auto, without_auto
-from keel.configs.convert import build, knob_types, knobs_in, section_type
+from keel.configs.convert import build_config, knob_types, section_type, split_section
 from keel.configs.distillation import DistillConfig
-from keel.configs.dump import escaped, quoted
-from keel.configs.paths import find, read_recipe, resolved
+from keel.configs.dump import escape_references, yaml_line
+from keel.configs.paths import find_recipe, read_recipe, resolved
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.data import ROWS
 from keel.configs.synthesis import SynthesisConfig
@@ -65,24 +65,26 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     (`keel.configs.auto`), which have the CPU defaults in the config."""
     tree, where, recipe = _tree(Config, Path(path), overrides)
     tree, auto = without_auto(tree)
-    return build(Config, tree, where, recipe), auto
+    return build_config(Config, tree, where, recipe), auto
 
 
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
     """Load a recipe for `keel synthesize`. Takes the same arguments as `load_config`."""
-    return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/"))
+    return build_config(
+        SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/")
+    )
 
 
 def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
     """Load a recipe for `keel distill`. Takes the same arguments as `load_config`."""
-    return build(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
+    return build_config(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
 
 
 def _tree(
     root: type, path: Path, overrides: Sequence[str], folder: str = ""
 ) -> tuple[dict[str, Any], dict[str, str], str]:
-    recipe = find(path, folder)
-    layers, where = _read(recipe, (), folder)
+    recipe = find_recipe(path, folder)
+    layers, where = _read_layers(recipe, (), folder)
     if root is not Config and (foreign := {"data", "model", "trainer"} & layers[-1].keys()):
         raise ConfigError(
             f"{where[min(foreign)]}: {min(foreign)}: belongs to recipes of `keel train`. This "
@@ -91,11 +93,11 @@ def _tree(
     try:
         tree: dict[str, Any] = {}
         for layer in layers:
-            tree = _merged(tree, layer)
+            tree = _merge(tree, layer)
         for override in overrides:
-            steps, value, origin = _parsed(override)
+            steps, value, origin = _parse_override(override)
             _walk(tree, steps, origin)
-            for knob, one in knobs_in(root, steps, value):
+            for knob, one in split_section(root, steps, value):
                 _set_knob(tree, where, knob, one, origin)
         if root is Config:
             tree = with_auto(_with_eval_file(tree, where))
@@ -111,7 +113,7 @@ def _tree(
             container = OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
             tree = cast(dict[str, Any], container)
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, where, str(recipe))) from error
+        raise ConfigError(_explain_reference(error, where, str(recipe))) from error
     except (RecursionError, UnicodeEncodeError) as error:
         raise ConfigError(f"{recipe}: cannot be read: {error}") from error
     return tree, where, str(recipe)
@@ -143,7 +145,7 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
     return {**tree, "eval": {k: v for k, v in section.items() if k != "file"}, "data": data}
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge `above` into `below`: sections recursively, while any other value replaces the old one.
 
     OmegaConf's own merge fails if a section replaces a list, an error that the schema reports
@@ -153,7 +155,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     for key, value in above.items():
         old = below.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            value = _merged(cast(dict[str, Any], old), cast(dict[str, Any], value))
+            value = _merge(cast(dict[str, Any], old), cast(dict[str, Any], value))
         if value != "???" or key not in below:
             both[key] = value
     return both
@@ -179,11 +181,11 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
         if inner is not None and inner is hints[field.name] and isinstance(value, dict):
             complete[field.name] = _with_defaults(inner, cast(dict[str, Any], value))
         elif field.name not in tree and inner is None and field.default is not MISSING:
-            complete[field.name] = escaped(field.default)
+            complete[field.name] = escape_references(field.default)
     return complete
 
 
-def _read(
+def _read_layers(
     path: Path, trail: tuple[Path, ...], folder: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the layers of a recipe (base recipes first) and the origin of each key."""
@@ -198,7 +200,7 @@ def _read(
             raise ConfigError(f"{path}:1: a recipe consists of `section:` and `key: value` lines")
         lines = {key: f"{path}:{line}" for key, _, line in nodes}
         for key, node, line in nodes:
-            if problem := _misread(node):
+            if problem := _number_warning(node):
                 raise ConfigError(f"{path}:{line}: {key} = {node.value[:40]}: {problem}")
         layer = deepcopy(_values(text))
     except yaml.YAMLError as error:
@@ -206,7 +208,7 @@ def _read(
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {_reason(error)}") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, lines, str(path))) from error
+        raise ConfigError(_explain_reference(error, lines, str(path))) from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply, or an alias that contains itself") from error
     if "defaults" not in layer:
@@ -216,8 +218,8 @@ def _read(
         raise ConfigError(f"{lines['defaults']}: defaults = {base!r}: must be the path of a recipe")
     sibling = path.parent / base
     try:
-        found = sibling if sibling.exists() else find(Path(base), folder, sibling)
-        bases, base_lines = _read(found, (*trail, real))
+        found = sibling if sibling.exists() else find_recipe(Path(base), folder, sibling)
+        bases, base_lines = _read_layers(found, (*trail, real))
     except ConfigError as error:
         raise ConfigError(f"{lines['defaults']}: defaults: {error}") from error
     replaced = tuple(
@@ -275,7 +277,7 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.No
         yield from _nodes(value, child)
 
 
-def _misread(node: yaml.Node) -> str:
+def _number_warning(node: yaml.Node) -> str:
     """Return a warning if YAML 1.1 reads a number in an unexpected way, otherwise ""."""
     kind, text = str(node.tag).rpartition(":")[2], node.value
     if kind not in ("int", "float") or not isinstance(text, str):
@@ -292,7 +294,7 @@ def _reason(error: yaml.YAMLError) -> str:
     return "inconsistent indentation" if problem.startswith("expected <block end>") else problem
 
 
-def _explain(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
+def _explain_reference(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
     """Return an error message for a reference that cannot be resolved, or for a value left as
     `???`."""
     key = error.full_key or ""
@@ -305,19 +307,19 @@ def split_overrides(overrides: Sequence[str]) -> list[str]:
     `run.steps=3` and `run.seed=1`. Raises ConfigError if an override is malformed."""
     parts: list[str] = []
     for override in overrides:
-        steps, value, _ = _parsed(override)
-        knobs = list(knobs_in(Config, steps, value))
+        steps, value, _ = _parse_override(override)
+        knobs = list(split_section(Config, steps, value))
         if [knob for knob, _ in knobs] in ([], [steps]):
             parts.append(override)
             continue
         key = override.partition("=")[0].strip()
         for knob, one in knobs:
             inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
-            parts.append(f"{key}{inner}={quoted(one)}")
+            parts.append(f"{key}{inner}={yaml_line(one)}")
     return parts
 
 
-def _parsed(override: str) -> tuple[list[str], Any, str]:
+def _parse_override(override: str) -> tuple[list[str], Any, str]:
     origin = f"override {override!r}"
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -331,7 +333,7 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
         steps = [*steps[:4], ".".join(steps[4:])]  # the dotted name of a reward function
     try:
         node = _parse_yaml(text)
-        problem = _misread(node) if node is not None else ""
+        problem = _number_warning(node) if node is not None else ""
         rest = text[node.end_mark.index :].strip() if node is not None else ""
         if rest.startswith("#"):
             problem = f"YAML reads {rest!r} as a comment; put the value in quotes"
@@ -344,7 +346,7 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: not valid YAML: {_reason(error)}") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, {}, origin)) from error
+        raise ConfigError(_explain_reference(error, {}, origin)) from error
     return steps, cast(dict[str, Any], parsed)["value"], origin
 
 

@@ -81,7 +81,7 @@ def shipped(folder: str = "") -> dict[str, Path]:
     return {file.stem: file for file in files}
 
 
-def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
+def find_recipe(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
     """Resolve a recipe path: a run folder to its config.yaml, and a bare name to the recipe that
     comes with Keel, unless a file with that name exists. Returns any other path unchanged, or
     `otherwise` if given."""

@@ -72,7 +72,7 @@ class WorkFolder:
         except OSError as error:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
 
-    def lines(self, name: str) -> _Lines:
+    def lines(self, name: str) -> _JsonLines:
         """Open a JSON-lines file for appending, without an incomplete last line. Raises ConfigError
         if the file cannot be opened."""
         try:
@@ -81,10 +81,10 @@ class WorkFolder:
             file.truncate(file.read().rfind(b"\n") + 1)
         except OSError as error:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
-        return _Lines(file)
+        return _JsonLines(file)
 
 
-class _Lines:
+class _JsonLines:
     """A JSON-lines file that is flushed after every line."""
 
     def __init__(self, file: BinaryIO) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
-from keel.data.items import Item, Loaded, digest, first_of
+from keel.data.items import Item, Loaded, digest, first_lines
 from keel.data.jsonl import load_jsonl
-from keel.data.pass_rates import check_same, read_pass_rates
+from keel.data.pass_rates import check_same_prompt, read_pass_rates
 from keel.data.procedural import load_episodes, load_reasoning_gym
 from keel.data.stream import PromptStream
 from keel.rl.types import Prompt
@@ -182,7 +182,7 @@ def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
                 unrated += 1
                 split.notes.append(f"without a pass rate: {item.prompt.prompt_id}")
                 continue
-            check_same(item.prompt, rate, path)
+            check_same_prompt(item.prompt, rate, path)
             if rate.within(source.least_pass_rate, source.most_pass_rate):
                 kept.append(item)
     except ValueError as error:
@@ -236,7 +236,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             + f", teacher {source.teacher}" * bool(source.teacher)
             + "".join(f", {name} {value:g}" for name, value in budget.items())
         )
-        lines += [f"  {note}" for note in first_of(report.notes)]
+        lines += [f"  {note}" for note in first_lines(report.notes)]
     return lines
 
 

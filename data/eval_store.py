@@ -20,7 +20,7 @@ from typing import Any, Self
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.configs.work_folder import WorkFolder
-from keel.data.items import digest_of, read_records
+from keel.data.items import prompt_digest, read_records
 from keel.rl.evaluation import ERROR, passed
 from keel.rl.records import trajectory_record
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
@@ -42,7 +42,7 @@ RIGHT = "(right)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SampledPrompt:
     """A prompt with the completions sampled for it in one variant."""
 
     variant: str
@@ -86,7 +86,7 @@ class Asked:
         return given + [""] * len(self.missing)
 
 
-def asked_of(
+def collect_samples(
     variant: str,
     source: str,
     prompt: Prompt,
@@ -95,7 +95,7 @@ def asked_of(
     thinking: Callable[[Trajectory], int],
     *,
     tokenizer: str = "",
-) -> Asked:
+) -> SampledPrompt:
     """Collect the completions of one prompt. `answer` extracts a completion's final answer in a
     comparable form, or "". `thinking` returns its thinking length, and `tokenizer` is a digest of
     the policy's tokenizer, if known."""
@@ -125,12 +125,12 @@ def asked_of(
         for group in groups
         for trajectory, parts in zip(group.group.trajectories, group.parts_G, strict=True)
     ]
-    return Asked(
+    return SampledPrompt(
         variant=variant,
         source=source,
         domain=prompt.domain,
         id=prompt.prompt_id,
-        digest=digest_of(prompt),
+        digest=prompt_digest(prompt),
         samples=samples,
         missing=[reason for group in groups for reason in group.group.dropped],
         prompt=[dict(message) for message in prompt.messages],
@@ -138,13 +138,15 @@ def asked_of(
     )
 
 
-def read_evaluation(folder: Path) -> list[Asked]:
+def read_evaluation(folder: Path) -> list[SampledPrompt]:
     """Read `samples.jsonl`. Raises ConfigError with the file and line number of a malformed
     line."""
-    return read_records(folder / "samples.jsonl", asked_in, "an evaluation (a folder of keel eval)")
+    return read_records(
+        folder / "samples.jsonl", parse_sample, "an evaluation (a folder of keel eval)"
+    )
 
 
-def trajectory_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+def to_trajectory_record(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a completion to a trajectory record for `keel sft`."""
     record = dict(sample["record"])
     prompt = record.pop("asked", [])
@@ -153,10 +155,10 @@ def trajectory_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "messages": messages, "parts": parts, "reward": sample["correct"]}
 
 
-def asked_in(line: Any) -> Asked:
+def parse_sample(line: Any) -> SampledPrompt:
     """Parse one line of `samples.jsonl`. Raises ValueError if it is malformed."""
     try:
-        return Asked(**line)
+        return SampledPrompt(**line)
     except TypeError as error:
         raise ValueError(str(error)) from error
 
@@ -175,7 +177,7 @@ class EvaluationFolder:
             if (knob.startswith(_DEPENDS_ON) and not knob.startswith(_IGNORED))
             or (_SCORED_BY.match(knob) and knob not in RESUMABLE_KNOBS)
         }
-        self.asked: list[Asked] = []
+        self.asked: list[SampledPrompt] = []
         self._number = self._passes = 0  # running totals: progress is logged after each prompt
 
     def __enter__(self) -> Self:
@@ -210,14 +212,14 @@ class EvaluationFolder:
         sampled prompt has the same ID but different text."""
         known = {one.id: one.digest for one in self.asked if one.variant == variant}
         for prompt in prompts:
-            if known.get(prompt.prompt_id, digest_of(prompt)) != digest_of(prompt):
+            if known.get(prompt.prompt_id, prompt_digest(prompt)) != prompt_digest(prompt):
                 raise ConfigError(
                     f"{self.path}: has completions to another prompt called {prompt.prompt_id}: "
                     "the data has changed. Choose another eval.dir, or bring it back"
                 )
         return [prompt for prompt in prompts if prompt.prompt_id not in known]
 
-    def add(self, request: Asked) -> None:
+    def add(self, request: SampledPrompt) -> None:
         self._lines.add(asdict(request))
         self.asked.append(request)
         self._number += request.number

@@ -33,15 +33,15 @@ class Item:
     def question(self) -> str:
         """Digest of the question, ignoring ID, source, template, system message and white space.
         Prompts with the same question are all used for training or all held out."""
-        return question_of(self.bare or self.prompt.messages)
+        return question_digest(self.bare or self.prompt.messages)
 
     @property
     def questions(self) -> frozenset[str]:
-        templated = {question_of(self.prompt.messages)} if self.bare else set[str]()
+        templated = {question_digest(self.prompt.messages)} if self.bare else set[str]()
         return frozenset({self.question, *templated})
 
 
-def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
+def question_digest(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return a digest of the messages, ignoring system messages and white space."""
     question = [dict(m) for m in messages if m.get("role") != "system"]
     for message in question:
@@ -60,19 +60,19 @@ class Loaded:
     """Maps each unused column to the location where it first occurs."""
 
 
-def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:
+def first_lines(lines: Sequence[str], limit: int = 10) -> list[str]:
     """Return the first `limit` lines and, if there are more, a line with the number of the
     others."""
     more = len(lines) - limit
     return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
 
-def malformed(lines: Sequence[str], knob: str) -> ConfigError:
+def malformed_error(lines: Sequence[str], knob: str) -> ConfigError:
     """Return an error that lists malformed lines with their locations."""
     cure = "repair it, or set on_bad_line: skip"
     if len(lines) == 1:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")
-    listed = "\n  ".join(first_of(lines, 5))
+    listed = "\n  ".join(first_lines(lines, 5))
     return ConfigError(f"{knob}: {len(lines):,} malformed lines; {cure}:\n  {listed}")
 
 
@@ -92,7 +92,7 @@ def read_records(path: Path, parse: Callable[[Any], R], kind: str) -> list[R]:
     return records
 
 
-def prompt_of(
+def make_prompt(
     source: SourceConfig,
     label: object,
     messages: Sequence[Mapping[str, Any]],
@@ -111,7 +111,7 @@ def prompt_of(
     )
 
 
-def with_source_system(
+def add_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
     """Prepend the source's system messages to a prompt. For sources with an environment,
@@ -120,11 +120,11 @@ def with_source_system(
     return with_system(system_prompt(template), with_system(source.system, messages))
 
 
-def without_source_system(
+def remove_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Remove the system messages added by `with_source_system`."""
-    added, (first, *rest) = with_source_system(source, ()), messages
+    """Remove the system messages added by `add_source_system`."""
+    added, (first, *rest) = add_source_system(source, ()), messages
     if not added:
         return tuple(messages)
     content = str(first["content"]).removeprefix(added[0]["content"]).removeprefix("\n\n")
@@ -136,6 +136,6 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def digest_of(prompt: Prompt) -> str:
+def prompt_digest(prompt: Prompt) -> str:
     content: list[Any] = [[dict(message) for message in prompt.messages], dict(prompt.reward)]
     return digest(json.dumps(content, sort_keys=True, default=str))

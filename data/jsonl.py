@@ -26,18 +26,25 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.conversations.forms import ROLES, calls_of, entries_of, text_of
-from keel.data.items import MAX_MALFORMED, Item, Loaded, malformed, prompt_of, with_source_system
-from keel.data.rows.places import rows_of
+from keel.data.conversations.forms import ROLES, content_text, parse_messages, parse_tool_calls
+from keel.data.items import (
+    MAX_MALFORMED,
+    Item,
+    Loaded,
+    add_source_system,
+    make_prompt,
+    malformed_error,
+)
+from keel.data.rows.places import read_source_rows
 from keel.data.rows.read import (
     MISSING,
     BadLine,
     check_keys,
-    kind_of,
+    drop_nulls,
+    json_type,
     look_up,
     parse_json,
-    picked,
-    without_nulls,
+    select_columns,
 )
 from keel.data.rows.read import Row as ReadRow
 from keel.rl.turns import USER_ROLES
@@ -81,7 +88,7 @@ def load_jsonl(
     prompt, or for malformed lines, unless `on_bad_line: skip` is set.
     """
     knob = f"data.sources[{source.name}]"
-    rows = rows_of(source, hub_answers, f"{knob}.path")
+    rows = read_source_rows(source, hub_answers, f"{knob}.path")
     reader, strict = _Reader(source, check_reward), source.on_bad_line == "error"
     items: dict[str, Item] = {}
     skipped: list[str] = []
@@ -97,7 +104,7 @@ def load_jsonl(
         except BadLine as error:
             skipped.append(f"{row.at}: {error}")
     if skipped and strict:
-        raise malformed(skipped, knob)
+        raise malformed_error(skipped, knob)
     if not items:
         reason = f"its split {source.split!r} is empty" if source.split else "it is empty"
         if skipped:
@@ -145,7 +152,7 @@ class _Reader:
         record = row.known
         label = row.as_text.get("id", str(read.number))
         if not isinstance(label, str) or not label:
-            raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
+            raise BadLine(f"`id` must be text or a number, is {json_type(label)}")
         functions = any("." in part for part in source.rewards)
         environment = source.environment.enabled
         if functions and not environment and not set(_REWARD_KEYS) & set(record):
@@ -165,10 +172,10 @@ class _Reader:
             reward["columns"] = further
         if environment and (value := record.get("environment")) is not None:
             if not isinstance(value, dict):
-                raise BadLine(f"`environment` must be an object, is {kind_of(value)}")
+                raise BadLine(f"`environment` must be an object, is {json_type(value)}")
             reward["environment"] = value
         bare = self._messages(row)
-        messages = self._in_template(row, bare) if source.template else bare
+        messages = self._fill_template(row, bare) if source.template else bare
         for name in () if functions else row.further:
             if name not in self._used and name not in _WRITTEN_BY_KEEL:
                 self.unread.setdefault(name, read.at)
@@ -176,15 +183,15 @@ class _Reader:
             self._check_reward(reward)
         except ValueError as error:
             raise BadLine(str(error)) from error
-        prompt = prompt_of(source, label, with_source_system(source, messages), reward)
+        prompt = make_prompt(source, label, add_source_system(source, messages), reward)
         return Item(prompt=prompt, origin=read.at, bare=tuple(bare) if self._keeps_question else ())
 
     def _keyed(self, row: ReadRow) -> _Row:
         if isinstance(row.record, BadLine):
             raise row.record
-        known = picked(row.record, self._column)
+        known = select_columns(row.record, self._column)
         if row.written is not None:
-            as_text, record = picked(row.written, self._column), row.written
+            as_text, record = select_columns(row.written, self._column), row.written
         else:
             known = {key: _parse_cell(key, v) for key, v in known.items() if v != ""}
             as_text, record = _numbers_as_text(known), _numbers_as_text(row.record)
@@ -207,7 +214,7 @@ class _Reader:
             raise self._missing(key, row)
         value = values[key]
         if not isinstance(value, str):
-            raise BadLine(f"{self._label(key)} must be text, is {kind_of(value)}")
+            raise BadLine(f"{self._label(key)} must be text, is {json_type(value)}")
         if not value.strip():
             raise BadLine(f"{self._label(key)} is empty")
         return value
@@ -225,7 +232,7 @@ class _Reader:
         if keys == ["reward"]:
             reward = record["reward"]
             if not isinstance(reward, dict):
-                raise BadLine(f"`reward` must be an object, is {kind_of(reward)}")
+                raise BadLine(f"`reward` must be an object, is {json_type(reward)}")
             kind = {"kind": ENVIRONMENT} if graded else {}
             return {**kind, **cast(dict[str, Any], reward)}
         if keys == ["tests"]:
@@ -243,7 +250,7 @@ class _Reader:
             if isinstance(answer, str) and row.of_table:
                 answer = parse_json("answer", answer)
             if not isinstance(answer, dict):
-                raise BadLine(f"`answer` must be a JSON schema, an object, is {kind_of(answer)}")
+                raise BadLine(f"`answer` must be a JSON schema, an object, is {json_type(answer)}")
         else:
             answer = self._text(row, row.as_text, "answer")
             if mark := self._source.answer_after:
@@ -274,7 +281,7 @@ class _Reader:
             raise BadLine(f"has a system message, but {self._knob}.system is set too")
         return messages
 
-    def _in_template(self, row: _Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _fill_template(self, row: _Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Replace the last message, which must be the user's, with the prompt template, filled in
         with that message and the row's columns."""
         *before, last = messages or [{"role": "user", "content": None}]
@@ -305,17 +312,17 @@ class _Reader:
 
 def _chat(messages: Any) -> list[dict[str, Any]]:
     chat: list[dict[str, Any]] = []
-    for message, at in entries_of(messages, "messages"):
+    for message, at in parse_messages(messages, "messages"):
         if message.get("role") not in ROLES:
             raise BadLine(
                 f"`{at}.role` is {message.get('role')!r}, must be one of {', '.join(ROLES)}"
             )
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
-            raise BadLine(f"`{at}.content` must be text, is {kind_of(content)}")
-        message = {**message, "content": text_of(content, f"{at}.content")}
+            raise BadLine(f"`{at}.content` must be text, is {json_type(content)}")
+        message = {**message, "content": content_text(content, f"{at}.content")}
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = calls_of(calls, f"{at}.tool_calls")
+            message["tool_calls"] = parse_tool_calls(calls, f"{at}.tool_calls")
         chat.append(message)
     if chat[-1]["role"] not in ("tool", *USER_ROLES):
         raise BadLine(f"the last message is the {chat[-1]['role']}'s, so nothing is to be answered")
@@ -325,7 +332,7 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
 def _parse_cell(key: str, value: Any) -> Any:
     if key in _PARSED and isinstance(value, str):
         value = parse_json(key, value.lower() if value in ("True", "False") else value)
-    return without_nulls(value)
+    return drop_nulls(value)
 
 
 def _numbers_as_text(value: Any) -> Any:

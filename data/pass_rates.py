@@ -21,8 +21,8 @@ from typing import Any, Self
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, SourceConfig
 from keel.configs.work_folder import WorkFolder
-from keel.data.items import digest_of, read_records, without_source_system
-from keel.data.results import aligned, domains_to_show
+from keel.data.items import prompt_digest, read_records, remove_source_system
+from keel.data.results import align_columns, domains_to_show
 from keel.rl.evaluation import evaluation, pass_at_k
 from keel.rl.types import Prompt, ScoredGroup
 
@@ -62,7 +62,7 @@ class _PassRate:
         return {**asdict(self), "pass_rate": self.rate}
 
 
-def _pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> _PassRate:
+def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> _PassRate:
     """Compute the pass rate of a prompt from all its groups of completions."""
     result = evaluation(groups)
     score, passes = result["score"].value, result["pass@1"]
@@ -76,7 +76,7 @@ def _pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) ->
         score=score if score == score else None,
         unscored=round(result["unscored"].value),
         dropped=dict(Counter(reason for group in groups for reason in group.group.dropped)),
-        digest=digest_of(prompt),
+        digest=prompt_digest(prompt),
     )
 
 
@@ -91,9 +91,9 @@ def read_pass_rates(path: Path) -> dict[str, _PassRate]:
     return {rate.id: rate for rate in read_records(path, parse, "pass rates")}
 
 
-def check_same(prompt: Prompt, rate: _PassRate, path: Path) -> None:
+def check_same_prompt(prompt: Prompt, rate: _PassRate, path: Path) -> None:
     """Raise ValueError if the pass rate was measured on a different prompt with the same ID."""
-    if rate.digest != digest_of(prompt):
+    if rate.digest != prompt_digest(prompt):
         raise ValueError(
             f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "
             "(or run.seed) has changed since it was sampled. Restore it, or run keel filter again"
@@ -160,7 +160,7 @@ class FilterFolder:
                             f"{self._table_path} has the pass rate of {name}, which the recipe's "
                             "sources do not have. Choose another filter.dir, or restore the data"
                         )
-                    check_same(self._prompts[name][0], rate, self._table_path)
+                    check_same_prompt(self._prompts[name][0], rate, self._table_path)
             except ValueError as error:
                 raise folder.error(str(error)) from error
             self._number = len(self._kept())
@@ -177,7 +177,7 @@ class FilterFolder:
         return [prompt for name, (prompt, _) in self._prompts.items() if name not in known]
 
     def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
-        rate = _pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
+        rate = _compute_pass_rate(prompt, self._prompts[prompt.prompt_id][1], groups)
         self._lines.add(rate.line())
         self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
         self._rates[rate.id] = rate
@@ -229,7 +229,7 @@ class FilterFolder:
                 for n in (1, k)
             ]
             rows.append([name, f"{len(mine):,}", *means, f"{sum(r.id in kept for r in mine):,}"])
-        return aligned(rows)
+        return align_columns(rows)
 
     def _left_out(self) -> list[str]:
         least, most = self._filter.least_pass_rate, self._filter.most_pass_rate
@@ -262,7 +262,7 @@ class FilterFolder:
 def _line(prompt: Prompt, source: SourceConfig, rate: _PassRate) -> str:
     record = {
         "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
-        "messages": [dict(message) for message in without_source_system(source, prompt.messages)],
+        "messages": [dict(message) for message in remove_source_system(source, prompt.messages)],
         "reward": dict(prompt.reward),
         "pass_rate": rate.rate,
     }

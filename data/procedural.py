@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.items import Item, Loaded, digest, prompt_of, with_source_system
+from keel.data.items import Item, Loaded, add_source_system, digest, make_prompt
 from keel.rl.types import ENVIRONMENT
 
 REFUSED_TASKS = {
@@ -105,8 +105,8 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
             f"data.sources[{source.name}]: {origin} cannot be generated: {_describe(error)}"
         ) from error
     question = [{"role": "user", "content": reward["entry"]["question"]}]
-    messages = with_source_system(source, question)
-    return Item(prompt=prompt_of(source, index, messages, reward), origin=origin)
+    messages = add_source_system(source, question)
+    return Item(prompt=make_prompt(source, index, messages, reward), origin=origin)
 
 
 def _describe(error: Exception) -> str:
@@ -119,7 +119,7 @@ def load_episodes(source: SourceConfig) -> Loaded:
     items: list[Item] = []
     for index in range(source.size):
         message = {"role": "user", "content": f"(task {source.name}/{index})"}
-        prompt = prompt_of(source, index, [message], {"kind": ENVIRONMENT})
+        prompt = make_prompt(source, index, [message], {"kind": ENVIRONMENT})
         items.append(Item(prompt=prompt, origin=prompt.prompt_id))
     return Loaded(items=tuple(items))
 

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from keel.configs.schema import ConfigError
-from keel.data.eval_store import RIGHT, Asked, read_evaluation
+from keel.data.eval_store import RIGHT, SampledPrompt, read_evaluation
 from keel.rl.evaluation import pass_at_k, passed
 
 
-def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
+def _summary(
+    asked: Sequence[SampledPrompt], pass_at: Sequence[int], submissions: int
+) -> dict[str, Any]:
     samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
     passes, numbers = [one.passes for one in asked], [one.number for one in asked]
@@ -39,7 +41,7 @@ def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -
                 )
     if submissions:
         result["contest"] = fmean(contest_score(one.samples, submissions) for one in asked)
-        needed = filter(None, (attempts(one.samples, submissions) for one in asked))
+        needed = filter(None, (count_submissions(one.samples, submissions) for one in asked))
         result["attempts"] = fmean(solved) if (solved := list(needed)) else None
     unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
     return result | {
@@ -52,7 +54,7 @@ def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -
     }
 
 
-def scores_by_steps(asked: Sequence[Asked]) -> tuple[dict[int, float], dict[int, float]]:
+def scores_by_steps(asked: Sequence[SampledPrompt]) -> tuple[dict[int, float], dict[int, float]]:
     """Compute scores as a function of the mean number of steps (turns), as in Figure 6 of
     DeepSeek-V3.2 (2025).
 
@@ -82,7 +84,9 @@ def scores_by_steps(asked: Sequence[Asked]) -> tuple[dict[int, float], dict[int,
     return longer, wider
 
 
-def _submitted(samples: Sequence[Mapping[str, Any]], submissions: int) -> list[Mapping[str, Any]]:
+def _select_submissions(
+    samples: Sequence[Mapping[str, Any]], submissions: int
+) -> list[Mapping[str, Any]]:
     """Return the completions to submit, in submission order: longest thinking first (DeepSeek-V3.2,
     appendix D). Completions that fail a test shown in the task, were cut off, have no score or
     decline the task are not submitted."""
@@ -97,16 +101,16 @@ def _submitted(samples: Sequence[Mapping[str, Any]], submissions: int) -> list[M
     return sorted(fit, key=lambda sample: -sample["thinking"])[:submissions]
 
 
-def attempts(samples: Sequence[Mapping[str, Any]], submissions: int) -> int | None:
+def count_submissions(samples: Sequence[Mapping[str, Any]], submissions: int) -> int | None:
     """Return the number of submissions until one is accepted, or None if none is."""
-    accepted = (passed(sample["correct"]) for sample in _submitted(samples, submissions))
+    accepted = (passed(sample["correct"]) for sample in _select_submissions(samples, submissions))
     return next((number for number, right in enumerate(accepted, start=1) if right), None)
 
 
 def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
     """Score a prompt from 0 to 1 by the best submission for each subtask."""
     best: dict[str, float] = {}
-    for sample in _submitted(samples, submissions):
+    for sample in _select_submissions(samples, submissions):
         worths = {k: v for k, v in sample["parts"].items() if k.startswith("subtask/")}
         for name, worth in (worths or {"": sample["correct"]}).items():
             best[name] = max(worth, best.get(name, 0.0))
@@ -114,7 +118,7 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
 
 
 def results(
-    asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
+    asked: Sequence[SampledPrompt], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Summarize the completions for each variant and prompt set (`_sets_of`)."""
     result: dict[str, dict[str, Any]] = {}
@@ -134,7 +138,7 @@ def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
     return sorted(domain for domain, sources in domains.items() if sources != {domain})
 
 
-def _sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
+def _sets_of(asked: Sequence[SampledPrompt]) -> dict[str, list[int]]:
     domain_of = {one.source: one.domain for one in asked}
     sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in domain_of}
     for domain in domains_to_show(domain_of):
@@ -168,10 +172,10 @@ def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 for column, form in columns.items()
             ]
             rows.append([f"{variant}: {name}" if len(result) > 1 else name, *cells])
-    return aligned(rows)
+    return align_columns(rows)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align the columns of a text table: the first to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -183,8 +187,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def compared(
-    first: Sequence[Asked], second: Sequence[Asked]
+def compare_pass_rates(
+    first: Sequence[SampledPrompt], second: Sequence[SampledPrompt]
 ) -> dict[str, dict[str, tuple[int, _Difference]]]:
     """Compare pass@1 on the prompts that two evaluations share. Returns the number of shared
     prompts and the difference for each variant and prompt set. Raises ValueError if no prompt is
@@ -212,8 +216,8 @@ def compared(
     return result
 
 
-def compared_table(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) -> list[str]:
-    """Format a comparison from `compared` as a table."""
+def format_comparison(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) -> list[str]:
+    """Format the result of `compare_pass_rates` as a table."""
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
     for variant, sets in result.items():
         for name, (pairs, of) in sets.items():
@@ -225,7 +229,7 @@ def compared_table(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) 
                 f"{of.p:.4f}",
             )
             rows.append([title, *cells])
-    return aligned(rows)
+    return align_columns(rows)
 
 
 def compare(first: str, second: str) -> str:
@@ -233,7 +237,7 @@ def compare(first: str, second: str) -> str:
     compared."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
-        lines = compared_table(compared(before, after))
+        lines = format_comparison(compare_pass_rates(before, after))
     except ValueError as error:
         raise ConfigError(f"{first}, {second}: {error}") from error
     return "\n".join([f"{second} − {first}:", *lines])

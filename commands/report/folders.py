@@ -26,7 +26,7 @@ from keel.configs.schema import (
     SftConfig,
     SourceConfig,
 )
-from keel.data.eval_store import Asked, asked_in
+from keel.data.eval_store import SampledPrompt, parse_sample
 from keel.data.results import results, scores_by_steps
 from keel.rl.metrics import MEASURES
 from keel.trainer.run.journal import HEADER, cost_rows
@@ -135,11 +135,11 @@ class _StepFile:
     """Why the file cannot be read, or empty if it can."""
 
 
-Known = MutableMapping[Path, _StepFile]
+FileCache = MutableMapping[Path, _StepFile]
 """Cache of files that have been read. A file is read again only if it has changed."""
 
 
-def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chunks]:
+def read_folder(folder: Path, known: FileCache | None = None) -> tuple[RunData, Chunks]:
     """Read what `keel train` or `keel eval` has written so far. Raises ConfigError for any other
     folder."""
     try:
@@ -154,7 +154,7 @@ def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chun
     raise ConfigError(f"{folder}: {why}; give the folder that the recipe calls run.dir or eval.dir")
 
 
-def _read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
+def _read_run(folder: Path, known: FileCache) -> tuple[RunData, Chunks]:
     run = RunData(name=folder.resolve().name, kind="run", path=str(folder))
     try:
         run.knobs = _as_json(load_config(folder / _CONFIG))
@@ -162,8 +162,8 @@ def _read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
         run.notes.append(f"{folder / _CONFIG}: no knobs can be read there ({error})")
     chosen: Mapping[str, Any] = {}
     if (folder / "chosen.json").exists():
-        chosen = _loads((folder / "chosen.json").read_bytes())["values"]
-    run.changed = _changed(run.knobs, chosen)
+        chosen = _parse_json((folder / "chosen.json").read_bytes())["values"]
+    run.changed = _changed_knobs(run.knobs, chosen)
     _read_metrics(folder / _METRICS, run)
     run.events = [
         {
@@ -184,7 +184,7 @@ def _read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
 def _json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
     for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
-            value = _loads(text)
+            value = _parse_json(text)
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
@@ -213,7 +213,7 @@ def _defaults() -> Mapping[str, str]:
     return flat
 
 
-def _changed(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
+def _changed_knobs(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
     """Return the names of the knobs that differ from their defaults, except source names and knobs
     that Keel chose for the hardware."""
     return [
@@ -242,7 +242,7 @@ def _read_metrics(path: Path, run: RunData) -> None:
     run.metrics = {name: [by_step[step].get(name) for step in run.steps] for name in names}
 
 
-def _read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
+def _read_trajectories(folder: Path, run: RunData, known: FileCache) -> Chunks:
     chunks: Chunks = {}
     for path in sorted(folder.glob("step_*.jsonl.gz"), key=attrgetter("name")):
         known[path] = file = _step_file(path, known.get(path))
@@ -270,7 +270,9 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
             return known
         lines = gzip.decompress(path.read_bytes()).decode().splitlines()
         step = int(path.name.partition(".")[0].removeprefix("step_"))
-        groups = [_listed(_loads(line), step, path.name, at) for at, line in enumerate(lines)]
+        groups = [
+            _list_entry(_parse_json(line), step, path.name, at) for at, line in enumerate(lines)
+        ]
     except _UNREADABLE as error:
         return _StepFile(stamp=stamp, wrong=str(error))
     as_is = not any(name in line for line in lines for name in ("NaN", "Infinity"))
@@ -279,7 +281,7 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
 
 def _without_nan(path: Path) -> bytes:
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    return _packed([as_json(_loads(line)) for line in lines])
+    return _compress_lines([as_json(_parse_json(line)) for line in lines])
 
 
 def _summary(run: RunData, folder: Path) -> dict[str, str]:
@@ -323,19 +325,19 @@ def _summary(run: RunData, folder: Path) -> dict[str, str]:
 def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
     try:
-        settings: Mapping[str, Any] = _loads((folder / "settings.json").read_bytes())
+        settings: Mapping[str, Any] = _parse_json((folder / "settings.json").read_bytes())
         run.knobs = {name: _from_repr(str(value)) for name, value in settings.items()}
     except _UNREADABLE as error:
         run.notes.append(f"{folder / 'settings.json'}: cannot be read ({error})")
-    run.changed = _changed(run.knobs, {})
+    run.changed = _changed_knobs(run.knobs, {})
     if not (folder / "results.json").exists():
         run.notes.append("the evaluation has not ended: this is what there is so far")
-    path, asked, lines = folder / _SAMPLES, list[Asked](), list[str]()
+    path, asked, lines = folder / _SAMPLES, list[SampledPrompt](), list[str]()
     for at, line in enumerate(path.read_bytes().split(b"\n")[:-1]):  # the last is being written
         try:
-            one = asked_in(_loads(line.decode("utf-8", "surrogatepass")))
+            one = parse_sample(_parse_json(line.decode("utf-8", "surrogatepass")))
             group = _group_of(one)
-            run.groups.append(_listed(group, 0, _chunk_name(at), at % _PER_CHUNK))
+            run.groups.append(_list_entry(group, 0, _chunk_name(at), at % _PER_CHUNK))
         except _UNREADABLE as error:
             raise ConfigError(f"{path}:{at + 1}: no line of an evaluation: {error}") from error
         asked.append(one)
@@ -349,12 +351,12 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     _plot_steps(run, asked)
     chunks: Chunks = {}
     for first in range(0, len(lines), _PER_CHUNK):
-        data = _packed(lines[first : first + _PER_CHUNK])
+        data = _compress_lines(lines[first : first + _PER_CHUNK])
         chunks[_chunk_name(first)] = _Chunk(partial(bytes, data), len(data))
     return run, chunks
 
 
-def _plot_steps(run: RunData, asked: Sequence[Asked]) -> None:
+def _plot_steps(run: RunData, asked: Sequence[SampledPrompt]) -> None:
     curves: dict[str, dict[int, float]] = {}
     for variant, source in sorted({(one.variant, one.source) for one in asked}):
         same = [one for one in asked if (one.variant, one.source) == (variant, source)]
@@ -379,7 +381,7 @@ def _from_repr(text: str) -> str:
         return text
 
 
-def _group_of(asked: Asked) -> dict[str, Any]:
+def _group_of(asked: SampledPrompt) -> dict[str, Any]:
     trajectories: list[dict[str, Any]] = [
         {
             "sibling": at,
@@ -405,7 +407,7 @@ def _group_of(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> _Group:
+def _list_entry(group: Mapping[str, Any], step: int, chunk: str, line: int) -> _Group:
     return _Group(
         step=step,
         chunk=chunk,
@@ -427,7 +429,7 @@ def _question(group: Mapping[str, Any]) -> str:
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} … {text[-_TAIL:]}"
 
 
-def _loads(text: str | bytes) -> Any:
+def _parse_json(text: str | bytes) -> Any:
     """Parse JSON written by Python. NaN and infinities become None. Raises one of `_UNREADABLE` if
     the text is invalid."""
     return json.loads(text, parse_constant=lambda _: None)
@@ -441,7 +443,7 @@ def _number(value: object) -> float | None:
     return result if result is not None and isfinite(result) else None
 
 
-def _packed(lines: list[str]) -> bytes:
+def _compress_lines(lines: list[str]) -> bytes:
     return gzip.compress("".join(f"{line}\n" for line in lines).encode(), 6, mtime=0)
 
 

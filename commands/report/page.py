@@ -25,9 +25,9 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from keel.commands.report.folders import Chunks, Known, RunData, as_json, read_folder
+from keel.commands.report.folders import Chunks, FileCache, RunData, as_json, read_folder
 from keel.configs.schema import ConfigError
-from keel.data.results import aligned
+from keel.data.results import align_columns
 from keel.trainer.run.journal import cost_rows
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
@@ -54,7 +54,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
         *((parts / name).read_text(encoding="utf-8") for name in SCRIPTS),
     ]
     if not live:
-        _fewer_trajectories(runs)
+        _thin_trajectories(runs)
     chunks = [
         f'<script type="text/plain" data-run="{number}" data-chunk="{html.escape(name)}">'
         f"{base64.b64encode(chunk.data()).decode()}</script>"
@@ -82,7 +82,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
 
 def _state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
     """Return the page's data except trajectories, as JSON."""
-    plain = [_fewer_points(run).plain() for run, _ in runs]
+    plain = [_thin_points(run).plain() for run, _ in runs]
     return as_json({"live": live, "written": time.time(), "runs": plain})
 
 
@@ -96,7 +96,7 @@ def _policy(scripts: Sequence[str], *, live: bool) -> str:
     )
 
 
-def _fewer_points(run: RunData) -> RunData:
+def _thin_points(run: RunData) -> RunData:
     kept = {name: _extremes(values) for name, values in run.metrics.items()}
     stacked = set[int]().union(*(kept.get(name, ()) for name in _STACKED))
     kept |= {name: stacked for name in _STACKED if name in kept}
@@ -123,7 +123,7 @@ def _extremes(values: Sequence[float | None]) -> set[int]:
     return kept
 
 
-def _fewer_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
+def _thin_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
     """Keep only every n-th chunk if all chunks together exceed `MOST_BYTES`."""
     total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
     every = -(-total // MOST_BYTES)
@@ -145,7 +145,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
     """Write the page and return a message to print. Raises ConfigError if a folder cannot be
     read."""
     runs = [read_folder(Path(folder)) for folder in folders]
-    _name_apart([run for run, _ in runs])
+    _make_names_unique([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
     try:
         fresh = path.with_name(f".{path.name}.tmp")
@@ -155,13 +155,13 @@ def report(folders: Sequence[str], out: str | None) -> str:
         raise ConfigError(f"{path}: cannot be written ({error}); --out names another") from error
     notes = [f"{run.name}: {note}" for run, _ in runs for note in run.notes]
     if len(costs := {run.name: run.costs for run, _ in runs if run.costs}) > 1:
-        notes += aligned(cost_rows(costs))
+        notes += align_columns(cost_rows(costs))
     size = path.stat().st_size / 2**20
     text = "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])
     return text.encode(errors="replace").decode()
 
 
-def _name_apart(runs: Sequence[RunData]) -> None:
+def _make_names_unique(runs: Sequence[RunData]) -> None:
     """Rename runs to their paths if several runs have the same name."""
     names = [run.name for run in runs]
     for run in runs:
@@ -189,7 +189,7 @@ class _Server(ThreadingHTTPServer):
         self._lock = Lock()
         self._mark = ""
         self._runs: list[tuple[RunData, Chunks]] = []
-        self._known: Known = {}
+        self._known: FileCache = {}
         self.runs()
         try:
             super().__init__((HOST, port), _Handler)
@@ -207,7 +207,7 @@ class _Server(ThreadingHTTPServer):
                         stamps.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
             if (mark := str(hash(tuple(stamps)))) != self._mark:
                 self._runs = [read_folder(folder, self._known) for folder in self._folders]
-                _name_apart([run for run, _ in self._runs])
+                _make_names_unique([run for run, _ in self._runs])
                 self._mark = mark
             return self._runs, self._mark
 

@@ -73,7 +73,7 @@ def bounds_of(declared: Field[Any]) -> _Bounds | None:
 
 
 @cache
-def _bounded(section: type[Any]) -> Sequence[tuple[str, _Bounds]]:
+def _bounded_knobs(section: type[Any]) -> Sequence[tuple[str, _Bounds]]:
     """Return the knobs of a section that have bounds. Cached because the layout search creates
     thousands of sections."""
     pairs = [(declared.name, bounds_of(declared)) for declared in fields(section)]
@@ -91,7 +91,7 @@ class Section:
         return self.PATH
 
     def __post_init__(self) -> None:
-        for name, bounds in _bounded(type(self)):
+        for name, bounds in _bounded_knobs(type(self)):
             value = getattr(self, name)
             if isinstance(value, int | float) and value not in bounds:
                 self.require(False, name, f"must be {bounds}")

@@ -12,24 +12,24 @@ from keel.data.conversations.forms import (
     KNOWN,
     Example,
     ReadSource,
-    conversation_of,
-    thinking_of,
-    tools_of,
-    unread_of,
+    is_thinking,
+    parse_conversation,
+    parse_tools,
+    unused_keys,
 )
-from keel.data.eval_store import trajectory_of
-from keel.data.items import MAX_MALFORMED, malformed
-from keel.data.rows.places import rows_of
+from keel.data.eval_store import to_trajectory_record
+from keel.data.items import MAX_MALFORMED, malformed_error
+from keel.data.rows.places import read_source_rows
 from keel.data.rows.read import (
     BadLine,
     Row,
     check_file,
     check_keys,
-    lines_of,
-    object_of,
+    drop_nulls,
     parse_json,
-    picked,
-    without_nulls,
+    parse_object,
+    read_lines,
+    select_columns,
 )
 from keel.rl.evaluation import FAIL
 from keel.rl.records import recorded_segments
@@ -54,8 +54,8 @@ def read_rows(
     malformed row, unless `on_bad_line: skip` is set."""
     knob = f"sft.sources[{source.name}]"
     check_keys(source.columns, KNOWN, knob)
-    placed = ((row.at, row) for row in rows_of(source, hub_answers, f"{knob}.path"))
-    return _read(source, placed, lambda at, row: [(at, _keyed(row, source.columns))])
+    placed = ((row.at, row) for row in read_source_rows(source, hub_answers, f"{knob}.path"))
+    return _read_conversations(source, placed, lambda at, row: [(at, _keyed(row, source.columns))])
 
 
 def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
         raise row.record
     renamed = {*columns, *columns.values()}
     keyed = {key: value for key, value in row.record.items() if key not in renamed}
-    keyed |= picked(row.record, columns)
+    keyed |= select_columns(row.record, columns)
     if row.written is not None:
         return keyed
-    cells = {key: value for key, value in without_nulls(keyed).items() if value != ""}
+    cells = {key: value for key, value in drop_nulls(keyed).items() if value != ""}
     for key, value in cells.items():
         if key in _PARSED and isinstance(value, str):
             cells[key] = parse_json(key, value)
@@ -110,9 +110,9 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
         )
 
     def selected(at: str, text: bytes) -> Iterator[_Placed]:
-        line = object_of(text, replace_surrogates=True)[0]
+        line = parse_object(text, replace_surrogates=True)[0]
         of_evaluation = "samples" in line
-        samples = map(trajectory_of, line["samples"]) if of_evaluation else [dict(line)]
+        samples = map(to_trajectory_record, line["samples"]) if of_evaluation else [dict(line)]
         for number, record in enumerate(samples):
             if reason := _drop_reason(record, source):
                 dropped[reason] += 1
@@ -129,12 +129,14 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
             for conversation in learnable:
                 yield place, conversation
 
-    lines = ((f"{path}:{number}", line) for path in files for number, line in lines_of(path, knob))
-    read = _read(source, lines, selected)
+    lines = (
+        (f"{path}:{number}", line) for path in files for number, line in read_lines(path, knob)
+    )
+    read = _read_conversations(source, lines, selected)
     return ReadSource(examples=read.examples, skipped=read.skipped, unselected=dropped)
 
 
-def _read(
+def _read_conversations(
     source: ConversationsConfig,
     rows: Iterable[tuple[str, R]],
     records: Callable[[str, R], Iterable[_Placed]],
@@ -154,7 +156,7 @@ def _read(
         except BadLine as error:
             skipped.append(f"{at}: {error}")
     if skipped and strict:
-        raise malformed(skipped, f"sft.sources[{source.name}]")
+        raise malformed_error(skipped, f"sft.sources[{source.name}]")
     return ReadSource(examples=tuple(examples[: size or None]), skipped=tuple(skipped))
 
 
@@ -165,16 +167,16 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
             segments = recorded_segments(record, at)
         except ValueError as error:
             raise BadLine(str(error)) from error
-    messages, learned = conversation_of(record, source.system, rendered=not segments)
+    messages, learned = parse_conversation(record, source.system, rendered=not segments)
     return Example(
         origin=at,
         messages=tuple(messages),
         trained=tuple(learned),
-        tools=tuple(tools_of(record)),
-        thinking=thinking_of(record, messages, source.thinking),
+        tools=tuple(parse_tools(record)),
+        thinking=is_thinking(record, messages, source.thinking),
         segments=segments,
         prompt_id=str(record.get("id") or "") if is_sampled else "",
-        unread=unread_of(record, _TRAJECTORY_KEYS if is_sampled else KNOWN),
+        unread=unused_keys(record, _TRAJECTORY_KEYS if is_sampled else KNOWN),
     )
 
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from keel.data.items import digest, question_of
-from keel.data.rows.read import BadLine, kind_of
+from keel.data.items import digest, question_digest
+from keel.data.rows.read import BadLine, json_type
 from keel.rl.turns import Message
 from keel.rl.types import Segment
 
@@ -45,7 +45,7 @@ _FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
-def conversation_of(
+def parse_conversation(
     record: Mapping[str, Any], system: str, *, rendered: bool = True
 ) -> tuple[list[Message], list[int]]:
     """Parse the conversation on a line and choose the messages to train on. Returns the messages
@@ -68,11 +68,11 @@ def conversation_of(
         context = ({**m, "weight": 0} if m.get("role") == "assistant" else m for m in prompt)
         entries = [*context, *completion]
     else:
-        placed = entries_of(record[form], form)
+        placed = parse_messages(record[form], form)
         entries = [_of_sharegpt(m, at) if form == "conversations" else m for m, at in placed]
     line_system = record.get("system")
     if line_system is not None and not isinstance(line_system, str):
-        raise BadLine(f"`system` must be text, is {kind_of(line_system)}")
+        raise BadLine(f"`system` must be text, is {json_type(line_system)}")
     if (content := line_system or system) and entries[0].get("role") != "system":
         entries = [{"role": "system", "content": content}, *entries]
     messages = [_message(m, f"messages[{place}]") for place, m in enumerate(entries)]
@@ -93,13 +93,13 @@ def conversation_of(
     return [*messages], learned
 
 
-def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def parse_tools(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of a line in the format that chat templates expect."""
     value = record.get("tools") or []
     if isinstance(value, str):
         value = _json(value, "tools")
     if not isinstance(value, list):
-        raise BadLine(f"`tools` must be a list, is {kind_of(value)}")
+        raise BadLine(f"`tools` must be a list, is {json_type(value)}")
     tools: list[dict[str, Any]] = []
     for place, tool in enumerate(cast(list[Any], value)):
         function = tool.get("function", tool) if isinstance(tool, dict) else tool
@@ -111,17 +111,17 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
+def is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
     """Return whether to render a line in thinking mode. `mode` is the source's setting."""
     value = record.get("thinking")
     if value is not None and not isinstance(value, bool):
-        raise BadLine(f"`thinking` must be true or false, is {kind_of(value)}")
+        raise BadLine(f"`thinking` must be true or false, is {json_type(value)}")
     if mode != "as-written":
         return mode == "with"
     return any("reasoning_content" in one for one in messages) if value is None else value
 
 
-def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
+def unused_keys(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
     """Return the keys of a line and of its messages that Keel does not use."""
     unread = {key for key in record if key not in known}
     for form in (*_FORMS, "completion"):
@@ -133,24 +133,24 @@ def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> froze
     return frozenset(unread)
 
 
-def entries_of(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
+def parse_messages(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
     """Return the messages in a list with their locations for error messages."""
     if not isinstance(value, list) or not value:
-        raise BadLine(f"`{key}` must be a list of at least one message, is {kind_of(value)}")
+        raise BadLine(f"`{key}` must be a list of at least one message, is {json_type(value)}")
     entries = [(m, f"{key}[{place}]") for place, m in enumerate(cast(list[Any], value))]
     return [(_object(message, at), at) for message, at in entries]
 
 
 def _object(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadLine(f"`{at}` must be an object, is {kind_of(value)}")
+        raise BadLine(f"`{at}` must be an object, is {json_type(value)}")
     return cast(dict[str, Any], value)
 
 
 def _either(value: Any, key: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user" if key == "prompt" else "assistant", "content": value}]
-    return [message for message, _ in entries_of(value, key)]
+    return [message for message, _ in parse_messages(value, key)]
 
 
 def _of_sharegpt(message: dict[str, Any], at: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
         raise BadLine(f"`{at}.{wrong}` is unknown; use `weight`, 1 to learn a message or 0")
     if entry.get("weight") not in (None, 0, 1):
         raise BadLine(f"`{at}.weight` is {entry['weight']!r}, must be 0 or 1")
-    content = text_of(entry.get("content"), f"{at}.content")
+    content = content_text(entry.get("content"), f"{at}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     if role == "tool":
         message |= {k: str(entry[k]) for k in ("tool_call_id", "name") if entry.get(k)}
@@ -185,15 +185,15 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
     if reasoning is None and (match := _THINK.match(content)):
         reasoning, message["content"] = match[1], content[match.end() :].strip()
     if reasoning is not None and not isinstance(reasoning, str):
-        raise BadLine(f"the reasoning of `{at}` must be text, is {kind_of(reasoning)}")
+        raise BadLine(f"the reasoning of `{at}` must be text, is {json_type(reasoning)}")
     if reasoning and reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
     if calls := entry.get("tool_calls"):
-        message["tool_calls"] = calls_of(calls, f"{at}.tool_calls")
+        message["tool_calls"] = parse_tool_calls(calls, f"{at}.tool_calls")
     return message
 
 
-def text_of(value: Any, at: str) -> str:
+def content_text(value: Any, at: str) -> str:
     """Return the content of a message as text. It can be text, a list of text parts, or null."""
     if value is None:
         return ""
@@ -207,18 +207,18 @@ def text_of(value: Any, at: str) -> str:
         if all(isinstance(part, str) for part in parts):
             return "".join(cast(list[str], parts))
     if not isinstance(value, str):
-        raise BadLine(f"`{at}` must be text, is {kind_of(value)}")
+        raise BadLine(f"`{at}` must be text, is {json_type(value)}")
     return value
 
 
-def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
+def parse_tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
     """Return the tool calls of a message with parsed arguments."""
     parsed: list[dict[str, Any]] = []
-    for call, place in entries_of(calls, at):
+    for call, place in parse_messages(calls, at):
         function = _object(call.get("function", call), f"{place}.function")
         name, arguments = function.get("name"), function.get("arguments") or {}
         if not isinstance(name, str) or not name:
-            raise BadLine(f"`{place}.function.name` must be text, is {kind_of(name)}")
+            raise BadLine(f"`{place}.function.name` must be text, is {json_type(name)}")
         if isinstance(arguments, str):
             arguments = _json(arguments, f"{place}.function.arguments")
         function = {"name": name, "arguments": _object(arguments, f"{place}.function.arguments")}
@@ -284,7 +284,7 @@ class Example:
             return self.document
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         first = (*self.trained, *answers, len(self.messages))[0]
-        return question_of(self.messages[:first])
+        return question_digest(self.messages[:first])
 
     @property
     def content(self) -> str:

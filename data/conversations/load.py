@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.conversations.forms import Example, ReadSource, Render
-from keel.data.conversations.text import Encoded, made_texts, read_text
-from keel.data.items import digest, first_of
+from keel.data.conversations.text import Encoded, generate_texts, read_text
+from keel.data.items import digest, first_lines
 from keel.data.procedural import build_task
 from keel.data.stream import Stream
 from keel.rl.sft import SftExample
@@ -59,7 +59,7 @@ class _Report:
         yield line
         if self.left_out:
             yield "  left out: " + ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
-        yield from (f"  skipped: {line}" for line in first_of(self.skipped))
+        yield from (f"  skipped: {line}" for line in first_lines(self.skipped))
         if self.unread:
             yield f"  unknown keys: {', '.join(sorted(self.unread))}"
 
@@ -123,7 +123,7 @@ def load_lessons(
         assert encoded is not None
         if source.source == "text":
             return read_text(source, encoded, window=config.max_context_tokens)
-        return made_texts(source, encoded, seed=seed)
+        return generate_texts(source, encoded, seed=seed)
 
     sources = {source.name: read(source) for source in config.sources}
     parts = {s.name: _part(s, config, sources[s.name], render, seed) for s in config.sources}
@@ -230,10 +230,10 @@ def _part(
         f"beyond {most} of a prompt": beyond,
         "too long": long,
     }
-    return _Part(usable, left_out, skipped, _held(source, usable, skipped, seed))
+    return _Part(usable, left_out, skipped, _choose_holdout(source, usable, skipped, seed))
 
 
-def _held(
+def _choose_holdout(
     source: ConversationsConfig, usable: list[_Usable], skipped: list[str], seed: int
 ) -> set[str]:
     """Choose the `_Usable.key` values to hold out.

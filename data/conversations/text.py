@@ -23,16 +23,16 @@ from pathlib import Path
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.forms import Example, ReadSource
-from keel.data.items import digest, malformed
+from keel.data.items import digest, malformed_error
 from keel.data.rows.read import (
     KINDS,
     READ_ERRORS,
     BadLine,
     check_file,
-    kind_of,
-    kind_of_file,
+    data_extension,
+    json_type,
     open_file,
-    rows_of_files,
+    read_file_rows,
 )
 from keel.rl.sft import supervised_segment
 
@@ -71,7 +71,7 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
     ConfigError if there is no text, or for a malformed document, unless `on_bad_line: skip` is set.
     """
     knob = f"sft.sources[{source.name}]"
-    files, others = _files(data_path(source.path), f"{knob}.path")
+    files, others = _find_files(data_path(source.path), f"{knob}.path")
     examples: list[Example] = []
     remaining = Counter({f"files of other kinds ({', '.join(others[:3])})": len(others)})
     skipped: list[str] = []
@@ -82,7 +82,7 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
         if isinstance(document, BadLine):
             skipped.append(f"{at}: {document}")
             if source.on_bad_line == "error":
-                raise malformed(skipped, knob)
+                raise malformed_error(skipped, knob)
             continue
         documents += 1
         tokens = [*by.before, *by.encode(document), *by.after]
@@ -95,7 +95,7 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
     return ReadSource(examples=tuple(examples), skipped=tuple(skipped), unselected=remaining)
 
 
-def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:
+def generate_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:
     """Generate `source.size` texts of one window each. Only the predictable digits are trained on;
     each is tokenized separately, so it is one token with any tokenizer."""
     try:
@@ -108,7 +108,7 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSo
     for number, text in enumerate(texts):
         ids, trained = list(by.before), [False] * len(by.before)
         begin = 0
-        for place in (*_answers(text), len(text)):
+        for place in (*_answer_positions(text), len(text)):
             for piece, predictable in ((text[begin:place], False), (text[place : place + 1], True)):
                 piece_ids = by.encode(piece) if piece else ()
                 ids += piece_ids
@@ -146,12 +146,12 @@ def _retrieval_texts(
         yield ("".join(pieces) + "".join(request)).ljust(length, _ASK)
 
 
-def _answers(text: str) -> list[int]:
+def _answer_positions(text: str) -> list[int]:
     """Return the positions of the predictable digits in a generated text."""
     return [at + 2 for at, mark in enumerate(text[:-2]) if mark == _ASK and text[at + 2] != _ASK]
 
 
-def _files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
+def _find_files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
     """Return the files to read and the names of unsupported files. Hidden files are ignored."""
     files = [path]
     if path.is_dir():
@@ -159,7 +159,7 @@ def _files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
         files = [f for f in every if not any(p[0] == "." for p in f.relative_to(path).parts)]
     else:
         check_file(path, knob)
-    readable = [file for file in files if _is_whole(file) or kind_of_file(file)]
+    readable = [file for file in files if _is_whole(file) or data_extension(file)]
     if not readable:
         raise ConfigError(
             f"{knob} = {str(path)!r}: has no file with text: {' and '.join(_WHOLE)}, one document "
@@ -184,13 +184,13 @@ def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
         except READ_ERRORS as error:
             raise ConfigError(f"{knob} = {str(file)!r}: cannot be read: {error}") from error
         return
-    for row in rows_of_files([file], knob):
+    for row in read_file_rows([file], knob):
         document = row.record
         if not isinstance(document, BadLine):
             text = document.get("text")
             document = BadLine(
-                f"has no `text`, or it is {kind_of(text)}; its keys: {', '.join(document)} (chats "
-                "are for source: jsonl)"
+                f"has no `text`, or it is {json_type(text)}; its keys: {', '.join(document)} "
+                "(chats are for source: jsonl)"
             )
             if isinstance(text, str) and text.strip():
                 document = text

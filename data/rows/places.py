@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig, SourceConfig
-from keel.data.rows.read import Row, kind_of_file, rows_of_files, rows_of_lines
+from keel.data.rows.read import Row, data_extension, read_file_rows, read_jsonl_rows
 
 _HUB_TIMEOUT_S = 30.0
 _CONVERTED = "refs/convert/parquet"
@@ -49,18 +49,18 @@ class _FilesNotFound(ValueError):
 _Source = SourceConfig | ConversationsConfig
 
 
-def rows_of(source: _Source, hub_answers: Callable[[], bool], knob: str) -> Iterator[Row]:
+def read_source_rows(source: _Source, hub_answers: Callable[[], bool], knob: str) -> Iterator[Row]:
     """Yield the rows of a source. `knob` is the name of its path setting. If no file matches,
     raises ConfigError that lists the available splits and subsets."""
     if source.source == "jsonl":
-        return rows_of_lines(data_path(source.path), knob)
-    return rows_of_files(_files_of(source, hub_answers, knob), knob)
+        return read_jsonl_rows(data_path(source.path), knob)
+    return read_file_rows(_files_of(source, hub_answers, knob), knob)
 
 
 def _files_of(source: _Source, hub_answers: Callable[[], bool], knob: str) -> list[Path]:
     try:
         if source.source == "hub":
-            return _of_hub(source, hub_answers)
+            return _find_hub_files(source, hub_answers)
         path = data_path(source.path)
         if not path.is_dir():
             if source.subset or source.split:
@@ -68,7 +68,7 @@ def _files_of(source: _Source, hub_answers: Callable[[], bool], knob: str) -> li
                 knob = f"{knob.removesuffix('.path')}.{name}"
                 raise ConfigError(f"{knob} is for folders, but {source.path!r} is a file")
             return [path]
-        if saved := _saved(path, source.split):
+        if saved := _find_saved_files(path, source.split):
             return saved
         names = _choose_files(_list_files(path), source.split, source.subset)
         return [path / name for name in names]
@@ -80,7 +80,7 @@ def _choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
     subsets: dict[str, list[str]] = {}
     for name in sorted(names):
         *folders, file = PurePosixPath(name).parts
-        if kind_of_file(Path(file)) and file not in _METADATA:
+        if data_extension(Path(file)) and file not in _METADATA:
             own = [f for f in folders if f not in _PLAIN_FOLDERS and not _split_of(f)]
             subsets.setdefault(own[-1] if own else "", []).append(name)
     if not subsets:
@@ -135,7 +135,7 @@ def _list_files(folder: Path) -> list[str]:
     ]
 
 
-def _saved(folder: Path, split: str) -> list[Path]:
+def _find_saved_files(folder: Path, split: str) -> list[Path]:
     try:
         if (index := folder / "dataset_dict.json").is_file():
             splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]
@@ -151,7 +151,7 @@ def _saved(folder: Path, split: str) -> list[Path]:
     return [folder / entry["filename"] for entry in files]
 
 
-def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
+def _find_hub_files(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
     repo: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
     try:
         if not hub_answers():

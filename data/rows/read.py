@@ -55,13 +55,13 @@ class Row(NamedTuple):
     columns and an empty cell is a missing value."""
 
 
-def kind_of_file(path: Path) -> str:
+def data_extension(path: Path) -> str:
     """Return the extension of a file without `.gz`, or "" if it is unknown."""
     name = path.name.lower().removesuffix(".gz")
     return next((kind for kind in KINDS if name.endswith(kind)), "")
 
 
-def kind_of(value: object) -> str:
+def json_type(value: object) -> str:
     """Name the type of a JSON value for messages."""
     if value is None:
         return "missing or null"
@@ -85,7 +85,7 @@ def check_file(path: Path, knob: str) -> None:
         raise ConfigError(f"{knob} = {str(path)!r}: {problem}")
 
 
-def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
     """Yield the non-blank lines of a file with their numbers. Raises ConfigError about the setting
     `knob` if the file cannot be read."""
     check_file(path, knob)
@@ -100,7 +100,7 @@ def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
         raise ConfigError(f"{knob} = {str(path)!r}: {error}") from error
 
 
-def object_of(
+def parse_object(
     line: bytes, *, replace_surrogates: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parse a line as a JSON object and return it twice: parsed, and with numbers as written,
@@ -134,7 +134,7 @@ def _checked(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         hint = "; a JSON list needs the extension .json and source: file"
         hint *= isinstance(record, list)
-        raise BadLine(f"must be an object, is {kind_of(record)}{hint}")
+        raise BadLine(f"must be an object, is {json_type(record)}{hint}")
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # legal JSON, but no tokenizer accepts it
@@ -142,17 +142,17 @@ def _checked(record: Any) -> dict[str, Any]:
     return cast(dict[str, Any], record)
 
 
-def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
+def read_jsonl_rows(path: Path, knob: str) -> Iterator[Row]:
     """Yield the rows of a JSON-lines file with any extension."""
-    for number, line in lines_of(path, knob):
+    for number, line in read_lines(path, knob):
         at = f"{path}:{number}"
         try:
-            yield Row(at, number, *object_of(line))
+            yield Row(at, number, *parse_object(line))
         except BadLine as error:
             yield Row(at, number, error, {})
 
 
-def rows_of_files(paths: list[Path], knob: str) -> Iterator[Row]:
+def read_file_rows(paths: list[Path], knob: str) -> Iterator[Row]:
     """Yield the rows of all files in order. Raises ConfigError with `knob` and the file name if one
     cannot be read."""
     number = 0
@@ -164,7 +164,7 @@ def rows_of_files(paths: list[Path], knob: str) -> Iterator[Row]:
 
 
 def _rows(path: Path, knob: str) -> Iterator[Row]:
-    kind = kind_of_file(path)
+    kind = data_extension(path)
     if not kind:
         raise ConfigError(
             f"{knob} = {str(path)!r} must end in one of {', '.join(KINDS)}; source: jsonl reads "
@@ -179,7 +179,7 @@ def _rows(path: Path, knob: str) -> Iterator[Row]:
             for number, record in enumerate(_table_rows(path, knob), start=1):
                 yield Row(f"{path}, row {number}", number, record, None)
         else:
-            yield from rows_of_lines(path, knob)
+            yield from read_jsonl_rows(path, knob)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{knob} = {str(path)!r} is not UTF-8 (byte 0x{error.object[error.start]:02x}); "
@@ -193,7 +193,7 @@ def _json_rows(path: Path, knob: str) -> Iterator[Row]:
     with open_file(path) as file:
         text = file.read().decode("utf-8-sig")
     if not text.lstrip().startswith("["):
-        yield from rows_of_lines(path, knob)
+        yield from read_jsonl_rows(path, knob)
         return
     try:
         records = json.loads(text)
@@ -299,7 +299,7 @@ def check_keys(columns: Mapping[str, str], known: Collection[str], knob: str) ->
             raise ConfigError(f"{knob}.columns.{key}: unknown key; use {', '.join(sorted(known))}")
 
 
-def picked(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def select_columns(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of the keys in `columns` that are present and not null."""
     values = {key: look_up(record, name) for key, name in columns.items() if name}
     return {k: v for k, v in values.items() if v is not None and v is not MISSING}
@@ -323,13 +323,13 @@ def parse_json(key: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"`{key}` must be JSON, is {kind_of(text)}: {error}") from error
+        raise BadLine(f"`{key}` must be JSON, is {json_type(text)}: {error}") from error
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """Remove null values from nested objects. Tables have them for keys that occur only in other
     rows."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
-        return {key: without_nulls(each) for key, each in pairs if each is not None}
-    return [without_nulls(v) for v in cast(list[Any], value)] if isinstance(value, list) else value
+        return {key: drop_nulls(each) for key, each in pairs if each is not None}
+    return [drop_nulls(v) for v in cast(list[Any], value)] if isinstance(value, list) else value

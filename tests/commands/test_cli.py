@@ -6,8 +6,8 @@ import pytest
 
 from keel.commands import doctor
 from keel.commands.cli import main
-from keel.commands.doctor import _verdict
-from keel.commands.preflight import SOON, check_continued, check_named
+from keel.commands.doctor import _check_step_metrics
+from keel.commands.preflight import MAX_QUICK_BYTES, check_quickly, check_resume
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import ConfigError
@@ -37,14 +37,14 @@ def test_mistyped_command_lines_get_a_hint(capsys: pytest.CaptureFixture[str]) -
 def test_mismatch_of_engine_and_trainer() -> None:
     zeros = ("routing/fallback_fraction", "rollout/dropped_completions")
     well = {"mismatch/logp_abs": 1e-7, **dict.fromkeys(zeros, 0.0)}
-    assert _verdict(well, 30.0)[0] == "ok"
-    assert all(_verdict({**well, name: 1.0}, 30.0)[0] == "WRONG" for name in well)
+    assert _check_step_metrics(well, 30.0)[0] == "ok"
+    assert all(_check_step_metrics({**well, name: 1.0}, 30.0)[0] == "WRONG" for name in well)
 
 
 @pytest.mark.e2e
 def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    *looks, _ = doctor._LOOKS  # other tests run steps
-    monkeypatch.setattr(doctor, "_LOOKS", looks)
+    *looks, _ = doctor._CHECKS  # other tests run steps
+    monkeypatch.setattr(doctor, "_CHECKS", looks)
     status = main(["doctor"])
     output = capsys.readouterr()
     assert status == 0, output.out + output.err
@@ -54,7 +54,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 def said(folder: Path, *overrides: str, recipe: str = "quickstart", command: str = "check") -> str:
     try:
-        check_named(load_config(recipe, [f"run.dir={folder / 'run'}", *overrides]), command)
+        check_quickly(load_config(recipe, [f"run.dir={folder / 'run'}", *overrides]), command)
     except ConfigError as error:
         return str(error)
     return ""
@@ -82,7 +82,7 @@ def test_files_must_exist_and_small_ones_parse(tmp_path: Path) -> None:
     assert "no file of a known kind" in said(tmp_path, source("gsm"))
     (folder / "train.csv").write_text("question,answer\nWhat is 1 + 1?,\n")
     assert "train.csv:2" in said(tmp_path, source("gsm"))
-    (folder / "test.csv").write_bytes(b" " * (SOON + 1))
+    (folder / "test.csv").write_bytes(b" " * (MAX_QUICK_BYTES + 1))
     assert said(tmp_path, source("gsm")) == ""  # deferred, because it is slow
 
 
@@ -102,12 +102,12 @@ def test_incompatible_resume_is_refused_early(tmp_path: Path) -> None:
     saved = dump_config(load_config("quickstart", [run_dir, "model.dtype=float16"]))
     (run / "config.yaml").write_text(saved)
     quickstart = [run_dir, "model.dtype=auto"]
-    check_continued(*load_recipe("quickstart", quickstart))
-    check_continued(*load_recipe("quickstart", [*quickstart, "trainer.lr=1e-9"]))
+    check_resume(*load_recipe("quickstart", quickstart))
+    check_resume(*load_recipe("quickstart", [*quickstart, "trainer.lr=1e-9"]))
     with pytest.raises(ConfigError, match=r"algorithm\.group_size: 8 → 4"):
-        check_continued(*load_recipe("quickstart", [*quickstart, "algorithm.group_size=4"]))
+        check_resume(*load_recipe("quickstart", [*quickstart, "algorithm.group_size=4"]))
     other = [f"run.dir={tmp_path / 'new'}", "algorithm.group_size=4"]
-    check_continued(*load_recipe("quickstart", other))
+    check_resume(*load_recipe("quickstart", other))
 
 
 def test_missing_reward_module_is_named(tmp_path: Path) -> None:

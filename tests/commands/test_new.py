@@ -10,9 +10,9 @@ import pytest
 
 from keel.commands import new as module
 from keel.commands.cli import main, parser
-from keel.commands.new import _scalar, new
-from keel.commands.reference import PAGES, _normal, all_knobs, describe, pages, sections
-from keel.commands.synthesize import _depends_on
+from keel.commands.new import _yaml_scalar, new
+from keel.commands.reference import PAGES, _normalize_name, all_knobs, describe, pages, sections
+from keel.commands.synthesize import _task_settings
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.load import load_config
 from keel.configs.schema import Config
@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "shop.jsonl": [{"prompt": "Buy.", "environment": {"shelf": 1}}] * 8,
     }.items():
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in kept))
-    monkeypatch.setattr(module, "_gpus_here", lambda: (0, 0.0))
+    monkeypatch.setattr(module, "_detect_gpus", lambda: (0, 0.0))
     yield tmp_path
 
 
@@ -119,9 +119,9 @@ def test_defaults_pass_the_check(here: Path, capsys: pytest.CaptureFixture[str])
 def test_texts_survive_yaml() -> None:
     for text in ("a b", "1e-6", "yes", "null", "~", "C:\\x", "${run.seed}", "####", 'a"b', "é"):
         path = Path("one.yaml")
-        path.write_text(f"defaults: quickstart\nmodel: {{path: {_scalar(text)}}}\n")
+        path.write_text(f"defaults: quickstart\nmodel: {{path: {_yaml_scalar(text)}}}\n")
         assert load_config(path).model.path == text
-    assert _scalar("/models/Qwen3-4B") == "/models/Qwen3-4B"
+    assert _yaml_scalar("/models/Qwen3-4B") == "/models/Qwen3-4B"
 
 
 ROOT = Path(__file__).parents[2]
@@ -153,9 +153,9 @@ def test_names_are_described(name: str, parts: list[str], monkeypatch: pytest.Mo
 def test_every_knob_of_a_recipe_is_described() -> None:
     assert [knob.name for knob in all_knobs() if not knob.text] == []
     assert [section.name for section in sections() if not section.text] == []
-    assert len(KNOBS) == len(all_knobs()) and all(_normal(name) == name for name in KNOBS)
+    assert len(KNOBS) == len(all_knobs()) and all(_normalize_name(name) == name for name in KNOBS)
     recipes = [load_config(name) for name in ("quickstart", "sft-distilled", "mixed-agents")]
-    paths = {_normal(knob) for recipe in recipes for knob in flatten_config(recipe)}
+    paths = {_normalize_name(knob) for recipe in recipes for knob in flatten_config(recipe)}
     lists = {section.path.removesuffix("[]") for section in sections()}
     mappings = tuple(f"{name}." for name, knob in KNOBS.items() if knob.kind.startswith("mapping"))
     missing = paths - lists - KNOBS.keys()
@@ -186,7 +186,7 @@ def test_resume_column_matches_the_checks() -> None:
     config = SynthesisConfig(
         family="general", dir="a", author=AuthorConfig(base_url="http://localhost", model="a")
     )
-    claimed = _depends_on(config)
+    claimed = _task_settings(config)
     for name, other in {
         "seed": replace(config, seed=7),
         "general.steps": replace(config, general=replace(config.general, steps=7)),
@@ -194,7 +194,7 @@ def test_resume_column_matches_the_checks() -> None:
         "author.model": replace(config, author=replace(config.author, model="b")),
         "budget.tokens": replace(config, budget=replace(config.budget, tokens=7)),
     }.items():
-        assert (_depends_on(other) != claimed) == decides_tasks(name), name
+        assert (_task_settings(other) != claimed) == decides_tasks(name), name
         assert KNOBS[f"synthesize.{name}"].resume == ("no" if decides_tasks(name) else "yes")
 
 

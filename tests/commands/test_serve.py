@@ -90,7 +90,7 @@ def completions(monkeypatch: pytest.MonkeyPatch) -> Completions:
     def connected(*_: Any, **__: Any) -> Iterator[serve._ChatSession]:
         yield serve._ChatSession(client, "m")
 
-    monkeypatch.setattr(serve, "_connected", connected)
+    monkeypatch.setattr(serve, "_open_chat", connected)
     return completions
 
 

@@ -172,7 +172,7 @@ def requests(monkeypatch: Patch, tmp_path: Path) -> list[Config]:
     return configs
 
 
-def rows_of(config: Config) -> list[dict[str, Any]]:
+def read_source_rows(config: Config) -> list[dict[str, Any]]:
     (source,) = config.data.sources
     return [json.loads(line) for line in Path(source.path).read_text().splitlines()]
 
@@ -180,17 +180,17 @@ def rows_of(config: Config) -> list[dict[str, Any]]:
 def test_rows_of_all_kinds_become_the_source(requests: list[Config], tmp_path: Path) -> None:
     knobs = {"run.dir": tmp_path / "run", "run.steps": np.int64(7)}
     run = keel.train("quickstart", prompts=(row for row in ROWS), knobs=knobs, holdout=1)
-    assert rows_of(requests[0]) == ROWS and requests[0].data.sources[0].holdout == 1
+    assert read_source_rows(requests[0]) == ROWS and requests[0].data.sources[0].holdout == 1
     assert requests[0].run.steps == 7
     assert run.metrics[1]["reward/mean"] == 0.5 and run.model is None
     assert run.folder == tmp_path / "run"
     table = SimpleNamespace(columns=["prompt"], to_dict=lambda orient: ROWS[:1])  # of pandas
     keel.train("quickstart", prompts=table, knobs=knobs)
-    assert rows_of(requests[1]) == ROWS[:1]
+    assert read_source_rows(requests[1]) == ROWS[:1]
     turns = [{"role": "user", "content": "Hi."}]
     odd: list[Any] = [{"prompt": turns, "answer": "1", "score": np.float32(0.5)}]
     keel.train("quickstart", prompts=odd, knobs=knobs)
-    assert rows_of(requests[2]) == [{"messages": turns, "answer": "1", "score": 0.5}]
+    assert read_source_rows(requests[2]) == [{"messages": turns, "answer": "1", "score": 0.5}]
     keel.train("quickstart", prompts=iter(ROWS), knobs=knobs, holdout=1)
     assert requests[3] == requests[0]
 
@@ -243,7 +243,7 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
 def test_callbacks_can_stop_the_run() -> None:
     steps, reached = list[int](), np.array([1.0, 2.0])
     callbacks = (lambda step, _: steps.append(step), lambda n, _: reached.max() <= n)
-    view: Any = api._Callbacks(callbacks)
+    view: Any = api._CallbackView(callbacks)
     view.view = SimpleNamespace(record=lambda *_: None)
     view.record(0, {"eval/sums/pass@1": 0.5})
     view.record(1, {"time/step": 2.0, "reward/mean": 0.5})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.configs.convert import RENAMED, _knobs
+from keel.configs.convert import RENAMED, _knob_paths
 from keel.configs.diff import check_resumable, flatten_config, stepping
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config, load_distillation, split_overrides
@@ -95,7 +95,7 @@ def test_unknown_key_is_answered_with_a_knob(tmp_path: Path) -> None:
 
 
 def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
-    known = {*_knobs(Config), *_knobs(SynthesisConfig)}
+    known = {*_knob_paths(Config), *_knob_paths(SynthesisConfig)}
     for old, last in RENAMED.items():
         new = f"{old.rpartition('.')[0]}.{last}"
         assert old not in known and any(path.startswith(new) for path in known), old

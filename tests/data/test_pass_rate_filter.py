@@ -19,7 +19,7 @@ from keel.configs.schema import (
     SourceConfig,
 )
 from keel.data.dataset import Dataset, load_dataset
-from keel.data.pass_rates import FilterFolder, _pass_rate_of
+from keel.data.pass_rates import FilterFolder, _compute_pass_rate
 from keel.rl.types import Prompt
 from tests.data.rates import scored
 
@@ -145,7 +145,7 @@ def prompts(dataset: Dataset) -> list[Prompt]:
 
 def write(path: Path, passes: dict[str, int], known: list[Prompt], source: str = "sums") -> Path:
     rates = [
-        _pass_rate_of(prompt, source, [scored(prompt, passes[prompt.prompt_id])])
+        _compute_pass_rate(prompt, source, [scored(prompt, passes[prompt.prompt_id])])
         for prompt in known
         if prompt.prompt_id in passes
     ]

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.configs.load import load_config
-from keel.data.eval_store import Asked, EvaluationFolder
+from keel.data.eval_store import EvaluationFolder, SampledPrompt
 from keel.data.results import (
     _paired_difference,
-    attempts,
-    compared,
+    compare_pass_rates,
     contest_score,
+    count_submissions,
     fewest_steps_at_k,
     majority_at_k,
     pass_interval,
@@ -41,7 +41,7 @@ def test_contest_score() -> None:
 def test_attempts_count_submissions_in_their_order() -> None:
     right, wrong = sample(40, 0.3, 0.7), sample(50, 0.3, 0)
     samples = [right, wrong, sample(90, 0, 0.7), sample(99, 0.3, 0.7, finish_reason="length")]
-    assert [attempts(samples, n) for n in (1, 2, 3, 4)] == [None, None, 3, 3]
+    assert [count_submissions(samples, n) for n in (1, 2, 3, 4)] == [None, None, 3, 3]
     sets = [asked("a", samples), asked("a", [right], number=1), asked("a", [wrong], number=2)]
     assert results(sets, (), 3)["recipe"]["a"]["attempts"] == 2  # by hand: (3 + 1) / 2
     assert results(sets, (), 3)["recipe"]["a"]["contest"] == pytest.approx((1 + 1 + 0.3) / 3)
@@ -57,9 +57,11 @@ def test_unfit_completions_are_not_submitted() -> None:
     assert contest_score([fit, later], 1) == pytest.approx(1)
 
 
-def asked(source: str, samples: list[dict[str, Any]], missing: int = 0, number: int = 0) -> Asked:
+def asked(
+    source: str, samples: list[dict[str, Any]], missing: int = 0, number: int = 0
+) -> SampledPrompt:
     known = {"error": 0.0, "answer": "a", "tokens": 3, "finish_reason": "stop"}
-    return Asked(
+    return SampledPrompt(
         variant="recipe",
         source=source,
         domain="agents" if source in ("a", "b") else source,
@@ -86,11 +88,11 @@ def test_fewest_turns() -> None:
 
 
 def test_compared_by_domain() -> None:
-    def both(rate: float) -> list[Asked]:
+    def both(rate: float) -> list[SampledPrompt]:
         of = [("a", 1.0), ("b", rate), ("b", rate), ("c", 0.0)]
         return [asked(name, [{"correct": right}], 0, n) for n, (name, right) in enumerate(of)]
 
-    (sets,) = compared(both(0), both(1)).values()
+    (sets,) = compare_pass_rates(both(0), both(1)).values()
     assert {name: (n, d.mean) for name, (n, d) in sets.items()} == {
         "a": (1, 0),
         "b": (2, 1),
@@ -190,9 +192,9 @@ def test_progress(tmp_path: Path) -> None:
     config = load_config("quickstart", [f"run.dir={tmp_path}"])
     known = {"variant": "recipe", "source": "s", "domain": "d", "digest": "x"}
 
-    def asked(number: int, *correct: float, missing: int = 0) -> Asked:
+    def asked(number: int, *correct: float, missing: int = 0) -> SampledPrompt:
         samples = [{"correct": one} for one in correct]
-        return Asked(**known, id=f"s/{number}", samples=samples, missing=["late"] * missing)
+        return SampledPrompt(**known, id=f"s/{number}", samples=samples, missing=["late"] * missing)
 
     with EvaluationFolder(config, "the model", "model") as out:
         out.add(asked(0, 1.0, 0.0))

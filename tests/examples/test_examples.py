@@ -24,7 +24,7 @@ from keel.configs.load import load_config
 from keel.configs.paths import PACKAGE
 from keel.configs.schema import ConversationsConfig, EnvironmentConfig, SourceConfig
 from keel.data.conversations.files import read_rows
-from keel.data.eval_store import asked_of
+from keel.data.eval_store import collect_samples
 from keel.data.jsonl import load_jsonl
 from keel.examples.judges import agreement
 from keel.examples.judges import main as write_judgements
@@ -115,7 +115,7 @@ def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> 
     parts = [{"correct": score, "error": error, "proof": score} for _, score in graded]
     group = scored(proofs, [score for _, score in graded], parts=parts)
     group = replace(group, group=replace(group.group, prompt=prompt))
-    evaluated = asked_of("recipe", "proofs", prompt, [group], lambda _: "", lambda _: 0)
+    evaluated = collect_samples("recipe", "proofs", prompt, [group], lambda _: "", lambda _: 0)
     folder.mkdir()
     (folder / "samples.jsonl").write_text(json.dumps(asdict(evaluated)) + "\n")
     return folder
@@ -284,7 +284,7 @@ def reply(**verdicts: str) -> str:
     return json.dumps({key: {"reason": "r", "verdict": v} for key, v in verdicts.items()})
 
 
-def trajectory_of(text: str) -> TextTrajectory:
+def to_trajectory_record(text: str) -> TextTrajectory:
     message = {"role": "assistant", "content": text, "raw": text}
     return TextTrajectory(messages=(message,), finish_reason="stop", sampled_tokens=1)
 
@@ -309,7 +309,7 @@ def test_agreement_with_the_labels_is_the_reward(tmp_path: Path) -> None:
         (reply(c1="met"), 0.0),
         ("met, missed", 0.0),
     ):
-        assert agreement(item.prompt, trajectory_of(text)) == reward, text
+        assert agreement(item.prompt, to_trajectory_record(text)) == reward, text
 
 
 EVALUATED = {"prompt": "Show it.", "answer": "Clear.", "evaluation": "It is not.", "score": 0.5}
@@ -323,7 +323,7 @@ def test_meta_verifier_learns_the_scores_of_evaluations(tmp_path: Path) -> None:
     prompt = Prompt(prompt_id="p", domain="d", **about)
     for score, reward in (("0.5", 1.0), ("1", 0.5), ("0", 0.5), ("2", 0.0)):
         text = json.dumps({"analysis": "", "score": score})
-        assert agreement(prompt, trajectory_of(text)) == reward, score
+        assert agreement(prompt, to_trajectory_record(text)) == reward, score
     (tmp_path / "out.jsonl").unlink()
     chat = json.loads(written(tmp_path, "--sft", rows=(EVALUATED,)).read_text())
     assert asked.read(chat["messages"][-1]["content"]).score == 0.5

@@ -13,7 +13,7 @@ import pytest
 
 from keel.agents.types import ToolResult
 from keel.commands.cli import main
-from keel.commands.synthesize import Make, _make_all
+from keel.commands.synthesize import MakeTask, _make_all
 from keel.configs.load import load_synthesis
 from keel.configs.schema import SourceConfig
 from keel.configs.synthesis import AuthorConfig, CostConfig
@@ -42,7 +42,7 @@ KEYS = [f"t{n}" for n in range(8)]
 
 
 def synthesized(
-    folder: Path, make: Make, *, stop_at: str = "", at_once: int = 2, **more: Any
+    folder: Path, make: MakeTask, *, stop_at: str = "", at_once: int = 2, **more: Any
 ) -> tuple[str, dict[str, Any], list[str]]:
     async def all_of_them() -> tuple[str, dict[str, Any], list[str]]:
         lines: list[str] = []

@@ -11,7 +11,7 @@ import numpy as np
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config
 from keel.configs.schema import RunConfig
-from keel.data.eval_store import Asked
+from keel.data.eval_store import SampledPrompt
 from keel.rl import types
 from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, watched_segments
@@ -147,7 +147,9 @@ def write_evaluation(folder: Path, prompts: int = 2) -> Path:
     }
     about |= {"samples": samples, "missing": ["cut off"], "expected": "2"}
     prompt = [{"role": "user", "content": ATTACKS[0]}]
-    lines = [Asked(**about, id=f"sums/{number}", prompt=prompt) for number in range(prompts)]
+    lines = [
+        SampledPrompt(**about, id=f"sums/{number}", prompt=prompt) for number in range(prompts)
+    ]
     with (folder / "samples.jsonl").open("w") as file:
         file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
     (folder / "settings.json").write_text(json.dumps({"policy": "p", "run.seed": "0"}))

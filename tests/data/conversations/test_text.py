@@ -9,7 +9,7 @@ import pytest
 
 from keel.configs.schema import ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
-from keel.data.conversations.text import Encoded, _answers, _retrieval_texts
+from keel.data.conversations.text import Encoded, _answer_positions, _retrieval_texts
 
 BEGIN, END = 1, 2
 
@@ -85,14 +85,14 @@ def test_retrieval_texts() -> None:
         (segment,) = lesson.segments
         text = bytes(segment.token_ids_T[1:].tolist()).decode()
         assert text in texts
-        assert (np.flatnonzero(segment.trainable_T) - 1).tolist() == _answers(text)
+        assert (np.flatnonzero(segment.trainable_T) - 1).tolist() == _answer_positions(text)
 
 
 def test_each_asked_digit_is_given_once_before() -> None:
     texts = list(_retrieval_texts(3, length=200, seed=4))
     assert len(set(texts) | set(_retrieval_texts(3, length=200, seed=5))) == 6
     for text in texts:
-        positions, given = _answers(text), text[: text.index("?")]
+        positions, given = _answer_positions(text), text[: text.index("?")]
         assert len(text) == 200 and len(positions) == 16
         for at in positions:
             assert text[at - 2] == "?" and given.count(text[at - 1]) == 1

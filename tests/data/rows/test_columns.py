@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.commands.new import _rows, _Source
+from keel.commands.new import _Source, _suggest_source
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.sections.evaluation import BOXED
 from keel.data.items import Loaded
@@ -99,7 +99,7 @@ def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jso
 
 def of(folder: Path, *rows: Mapping[str, Any]) -> _Source:
     flags = Namespace(subset="", prompt="", answer="", reward="mine.brief", environment="")
-    return _rows(lines(folder, rows), flags, None, 10)
+    return _suggest_source(lines(folder, rows), flags, None, 10)
 
 
 MATHS = "answers are compared as mathematics"

@@ -74,7 +74,7 @@ def examples_of(*sources: SourceConfig, count: int = 20, **more: Any) -> list[_E
     return make_examples(curriculum(*sources, **more), TOKENIZER, count=count)
 
 
-def prompt_of(example: _ExamplePair) -> str:
+def make_prompt(example: _ExamplePair) -> str:
     worked = example.worked
     return TOKENIZER.decode(worked.ids[: worked.learned.index(True)])
 
@@ -83,31 +83,31 @@ def answer_of(masked: _MaskedIds) -> str:
     return TOKENIZER.decode(masked.ids[masked.learned.index(True) :])
 
 
-def question_of(example: _ExamplePair) -> str:
-    return prompt_of(example).removeprefix("<|im_start|>user\n").split("<|im_end|>")[0]
+def question_digest(example: _ExamplePair) -> str:
+    return make_prompt(example).removeprefix("<|im_start|>user\n").split("<|im_end|>")[0]
 
 
 def test_heldout_questions_are_excluded() -> None:
-    questions = [question_of(example) for example in examples_of(SPIRALS, count=200)]
+    questions = [question_digest(example) for example in examples_of(SPIRALS, count=200)]
     assert len(questions) == 200
     heldout = set(questions[::3])
     remaining = examples_of(SPIRALS, count=200, heldout_questions=heldout)
     expected = [question for question in questions if question not in heldout]
-    assert [question_of(example) for example in remaining] == expected
+    assert [question_digest(example) for example in remaining] == expected
     with pytest.raises(ConfigError, match="spirals"):
-        examples_of(SPIRALS, heldout_questions={question_of(e) for e in examples_of(SPIRALS)})
+        examples_of(SPIRALS, heldout_questions={question_digest(e) for e in examples_of(SPIRALS)})
 
 
 def test_solutions_follow_the_chat_template() -> None:
     (thinking,) = examples_of(SPELLING, count=1)
-    assert prompt_of(thinking).endswith("<|im_start|>assistant\n")
+    assert make_prompt(thinking).endswith("<|im_start|>assistant\n")
     assert answer_of(thinking.worked).startswith("<think>\n1")
     assert answer_of(thinking.hasty).startswith("<think>\n\n</think>\n\n")
     assert thinking.worked.ids[-1] == thinking.hasty.ids[-1] == TOKENIZER.eos_token_id
 
     (direct,) = examples_of(replace(SPELLING, thinking=False, system="Spell."), count=1)
-    assert prompt_of(direct).startswith("<|im_start|>system\nSpell.<|im_end|>\n")
-    assert prompt_of(direct).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert make_prompt(direct).startswith("<|im_start|>system\nSpell.<|im_end|>\n")
+    assert make_prompt(direct).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert direct.worked == direct.hasty
     assert answer_of(direct.worked) == answer_of(thinking.worked).split("\n\n")[1]
 
