@@ -193,8 +193,8 @@ class Download:
 
 
 def check_config(path: str, content: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the model_type in config.json is invalid, or if a size is so large that
-    loading would exhaust time or memory."""
+    """Check config.json before loading. Raises ConfigError if the model_type is invalid, or if a
+    size is so large that loading would exhaust time or memory."""
     kind = content.get("model_type")
     if not isinstance(kind, str) or not _MODEL_TYPE.fullmatch(kind):
         raise ConfigError(

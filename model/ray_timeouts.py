@@ -50,7 +50,8 @@ T = TypeVar("T")
 
 
 class RayLost(RuntimeError):
-    """Raised if one of Ray's own processes has died or hangs. Ray can no longer be used."""
+    """Raised if one of Ray's own processes has died or hangs, after which Ray cannot be used any
+    more."""
 
 
 class Unanswered(TimeoutError):
@@ -92,8 +93,8 @@ class _State:
 
 
 class PollClock:
-    """Measures the time between polls. It counts at most twice the planned interval, which mostly
-    excludes time during which the process was stopped or its machine slept."""
+    """Measures the time between polls, up to twice the planned interval. Time during which the
+    process was stopped or its machine slept is therefore mostly ignored."""
 
     def __init__(self, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock, self._last = 2 * poll_s, clock, clock()
@@ -119,7 +120,8 @@ class Deadline(PollClock):
 
 
 def mark_lost(reason: str) -> None:
-    """Make all current and future calls raise `RayLost`. The first reason is kept."""
+    """Make all current and future Ray calls raise `RayLost` with this reason. The first reason
+    wins."""
     _State.lost = _State.lost or reason
 
 
@@ -129,7 +131,7 @@ def lost_reason() -> str:
 
 
 def joined() -> None:
-    """Reset the state after joining a cluster or restarting on the same one."""
+    """Forget that Ray was lost, after joining a cluster or restarting on the same one."""
     _State.lost, _State.start, _State.left = "", secrets.token_hex(4), False
 
 
@@ -151,7 +153,8 @@ def _check_usable(leaving: bool = False) -> None:
 
 
 def start() -> str:
-    """Return the id of this start, which its actors have in an environment variable."""
+    """Return an id that changes whenever this process joins a cluster. The environment of its
+    actors contains it."""
     return _State.start
 
 
@@ -199,7 +202,8 @@ def get(ref: Any, *, seconds: float) -> Any:
 
 
 def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], list[Any]]:
-    """Call `ray.wait` with a deadline. Returns as soon as one of `refs` is ready."""
+    """Call `ray.wait` with a deadline. Returns the finished and the pending references as soon as
+    one of `refs` is ready."""
 
     def wait_for(seconds: float) -> tuple[list[Any], list[Any]]:
         return ray.wait(list(refs), timeout=seconds)

@@ -307,14 +307,14 @@ class Replay:
         return self._stop > self._start
 
     def without_routes(self) -> Replay:
-        """Drop the routes, and return a copy that only detects recomputation."""
+        """Drop the routes, and return a copy that can only detect late recomputation."""
         self._routes_LNK = self._on_device = None
         stub = copy(self)
         stub._counts, stub._by_token_2N = [], None
         return stub
 
     def idle_layers(self) -> list[int]:
-        """Return the MoE layers whose routers have not run."""
+        """Return the MoE layers whose routers have not run in this context."""
         return [layer for layer, calls in enumerate(self._calls) if calls == 0]
 
     def _layer(self, layer: int, device: torch.device) -> Tensor:

@@ -114,7 +114,8 @@ def nccl_options(timeout: timedelta) -> Any:
 
 
 def with_local_index(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
-    """Replace the GPU index in a handle from `reduce_tensor` with this process's index."""
+    """Replace the GPU index in a handle from `reduce_tensor` with `index`, the GPU's index in this
+    process."""
     at = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
     return (*handle[:at], index, *handle[at + 1 :])
 

@@ -47,8 +47,9 @@ renamed."""
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
-    """Return the facts about a model. Raises ConfigError if the trainer does not support it, if
-    transformers cannot build it, or if the weights at `path` are quantised or do not match."""
+    """Compute facts about a model, and check that it can be trained. Raises ConfigError if the
+    trainer does not support it, if transformers cannot build it, if its weights are quantised in an
+    unsupported format, or if the weights at `path` do not match its config."""
     try:
         _check_trainable(path, config)
         fp8_block(path, config.to_dict())
@@ -80,7 +81,7 @@ def _check_trainable(path: str, config: PreTrainedConfig) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers. Raises ValueError if their list has an unknown name."""
+    """Return the list of decoder layers. Raises ValueError if its name is unknown."""
     decoder = model.get_decoder()
     for name in _LAYER_LISTS:
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
@@ -154,8 +155,8 @@ def _any(patterns: Sequence[str], name: str) -> bool:
 
 
 def _try_packed(model: PreTrainedModel) -> None:
-    """Run the packed decoder on the meta device, because only a forward pass shows which features
-    attention needs. Experts are skipped, because routing depends on data."""
+    """Run the decoder on packed segments on the meta device, to find out which attention features
+    it needs. Experts are skipped, because routing depends on data."""
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
             module.forward = lambda hidden, *_, **__: hidden
@@ -212,7 +213,7 @@ def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
 
 
 def check_ids(token_ids: Sequence[int] | NDArray[np.int32], vocabulary: int, what: str) -> None:
-    """Raise ConfigError if the embedding has no row for one of the token ids."""
+    """Raise ConfigError if one of the token ids has no row in the embedding."""
     ids = np.asarray(token_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if len(wrong):

@@ -23,7 +23,7 @@ _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def float32_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of modules and parameters that must stay in float32."""
+    """Return the names of modules and parameters that the model keeps in float32."""
     return sorted(model._keep_in_fp32_modules_strict or ())
 
 

@@ -62,7 +62,8 @@ class Slice:
         return -tokens % self.size
 
     def gather(self, part: Tensor, where: slice, total: int) -> Tensor:
-        """Concatenate all ranks' shards [..., r] without gradient. This rank fills `where`."""
+        """Concatenate the shards of all ranks [..., r] without gradient. `where` is the place of
+        this rank's shard, and `total` the length of the result."""
         if self.group is None:
             return part.detach()
         whole = part.new_zeros(*part.shape[:-1], total)

@@ -25,8 +25,8 @@ def off_policy_sequence_mask(
 
         M_i = 0  iff  Â_i < 0  and  mean_t(log π_old − log π_θ) > δ
 
-    A bad completion is dropped if the policy has moved away from it, or if the trainer and the
-    engine disagree about its probability. A good completion is never dropped. The mask carries no
+    A bad completion is dropped if the policy has moved away from it, or if trainer and engine
+    disagree about its probability. A good completion is never dropped. The mask carries no
     gradient.
 
     Shapes: `logp`, `logp_old` and `advantage` are [N] over sampled tokens, and `sequence` is [N]

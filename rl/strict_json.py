@@ -18,7 +18,7 @@ such an integer takes about 50 ms, and the time grows quadratically."""
 
 
 def allow_long_integers() -> None:
-    """Raise the limit on integer digits from 4,300 to `_LONG_DIGITS` in this process."""
+    """Raise the limit on the digits of an integer from 4,300 to `_LONG_DIGITS` in this process."""
     sys.set_int_max_str_digits(_LONG_DIGITS)
 
 

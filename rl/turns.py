@@ -118,7 +118,7 @@ def message_of(parsed: Parsed) -> dict[str, Any]:
 
 
 class Chat(Protocol):
-    """A chat format. Converts between messages and token ids."""
+    """A chat format, which converts between messages and token ids."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class SharedData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A bucket as sent to an engine."""
+    """Tensors packed into one flat buffer, as sent to an engine."""
 
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8] | ChannelData | SharedData
@@ -103,7 +103,7 @@ def host_bytes(bucket: Bucket) -> Tensor:
 
 
 def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each entry in a bucket. The tensors are views of `flat`."""
+    """Yield the name and tensor of each entry of a bucket. The tensors are views of `flat`."""
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
         part = flat[entry.offset : entry.offset + entry.numel * dtype.itemsize]

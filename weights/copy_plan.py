@@ -184,7 +184,8 @@ def _piece_interval(one: _CopyPiece, other: _CopyPiece) -> tuple[int, int] | Non
 
 
 def _with_widest_integers(piece: _CopyPiece) -> tuple[_CopyPiece, torch.dtype]:
-    """Describe the same bytes with the widest integer type that fits."""
+    """Convert a piece to the widest integer type that fits its bytes, and return it
+    with the type."""
     item = piece.dtype.itemsize
     *outer, (n, *inner) = piece.dims
     strides = [stride for _, *both in outer for stride in both]
@@ -217,7 +218,7 @@ class _Write:
 
 @dataclass(slots=True)
 class _Target:
-    """A storage of the kernels, or an intermediate one, that weights were written to."""
+    """A storage of the kernels, or an intermediate one, with the weights written to it."""
 
     alive: StorageWeakRef
     """Prevents the storage's key from being reused."""

@@ -71,8 +71,7 @@ class BucketPacker:
 
     def buckets(self) -> Iterator[FlatBucket]:
         """Pack the current weights and yield the buckets. The first call needs as much memory as
-        `pack_flat`. Later calls keep only one bucket and one module's tensors in memory at a time.
-        """
+        `pack_flat`. Later calls hold only one bucket and one module in memory at a time."""
         return self._replay() if self._tables else self._record()
 
     def _record(self) -> Iterator[FlatBucket]:

@@ -53,7 +53,7 @@ two."""
 
 
 def prepare() -> None:
-    """Load all kernels. Raises RuntimeError if one is missing."""
+    """Load all batch-invariant kernels. Raises RuntimeError if one is missing."""
     if os.environ.get(VARIABLE) != "1":
         raise RuntimeError(f"set {VARIABLE}=1 in the environment before this process starts")
     try:
@@ -78,8 +78,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute the norm of a residual sum x [N, 1, d]. The engine adds and normalises in one kernel,
-    which rounds the sum. Adding 0 to the rounded sum gives the same result."""
+    """Normalise a residual sum x [N, 1, d]. The engine adds and normalises in one kernel, which
+    also rounds the sum. Adding 0 to the rounded sum gives the same result."""
     normed = torch.zeros_like(x, memory_format=torch.contiguous_format)
     # The kernel writes the sum to x in place; `.data` hides that from autograd.
     _kernels().fused_add_rms_norm(normed, x.contiguous().data, weight, eps)
@@ -87,7 +87,8 @@ def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
-    """Rotate contiguous x [N, H, D] in place, at positions [N], by a table [P, R]."""
+    """Apply rotary embeddings to contiguous x [N, H, D] in place, at positions [N], with a table of
+    cosines and sines [P, R]."""
     _kernels().rotary_embedding(positions, x.flatten(1), None, x.shape[-1], table, True)
 
 
@@ -279,7 +280,6 @@ def _trial_stream(device: int) -> torch.cuda.Stream:
 
 
 def _log2_ceil(rows: int) -> int:
-    """Return ⌈log2(rows)⌉. Kernels change their tile height just above powers of two."""
     return max(0, rows - 1).bit_length()
 
 

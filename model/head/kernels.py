@@ -74,7 +74,8 @@ class EntriesById(NamedTuple):
 
     @staticmethod
     def build(ids: Tensor, token: Tensor, vocabulary: int) -> EntriesById:
-        """Sort entries by id, without synchronising. `ids` and `token` are [E] int32."""
+        """Sort the sampling-mask entries by vocabulary id, without synchronising. `ids` and `token`
+        are [E] int32."""
         sorted_ids, entry = torch.sort(ids, stable=True)
         rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
         row_start = torch.searchsorted(sorted_ids, rows, out_int32=True)
@@ -287,7 +288,7 @@ def gather_logits(
     span: tuple[int, int],
     shape: HeadShape,
 ) -> None:
-    """Write the logits of entries span[0] … span[1]−1 to `out` [E] float32."""
+    """Write the logits of entries span[0] … span[1] − 1 to `out` [E] float32."""
     (first, last), tiling = span, _LOGITS
     if last > first:
         _logits_kernel[(triton.cdiv(last - first, tiling.entries),)](

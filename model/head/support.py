@@ -174,7 +174,7 @@ class _Pairs:
         return _Pairs(ids, rows, offsets)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum the values of each token's pairs, [nnz] → [T]."""
+        """Sum the values of each token's pairs: [nnz] → [T]."""
         return values.new_zeros(len(self.host_offsets) - 1).index_add_(0, self.rows, values)
 
     def flat(self, row: slice, pair: slice, vocab: int) -> Tensor:

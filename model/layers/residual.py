@@ -23,7 +23,7 @@ OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def use_float32_residual(model: PreTrainedModel) -> None:
-    """Make the decoder of `model` keep its residual stream in float32."""
+    """Keep the residual stream of the decoder in `model` in float32."""
     if model.dtype == torch.float32:  # nothing to do
         return
     decoder: Any = model.get_decoder()

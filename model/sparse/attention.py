@@ -71,7 +71,8 @@ class SparsePass:
     the top k keys over all queries with more than k keys, and the number of these queries."""
 
     def loss_sum(self) -> Tensor:
-        """Return the sum of the KL divergences over layers and queries, in nats."""
+        """Return the loss of the indexers: the sum of the KL divergences over layers and queries,
+        in nats."""
         return torch.stack(self.losses).sum()
 
 
@@ -110,7 +111,7 @@ class _Packed:
         sparse: SparsePass | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """Run the layer on packed segments: hidden_states [1, N, D] → ([1, N, D], None)."""
+        """Run the layer on packed segments, hidden_states [1, N, D] → ([1, N, D], None)."""
         if segments is None:
             raise UnsupportedAttention("sparse attention needs the keyword `segments`")
         alone = segments.group is None and segments.contexts is None
@@ -354,7 +355,7 @@ class _Plan:
     first: int
 
     def parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[slice]]]:
-        """Yield the index of each chunk's first query, and the chunk's slice of each tensor."""
+        """Yield the index of the first query and the slices of all tensors, chunk by chunk."""
         for start in range(0, tensors[0].shape[1], self.size):
             stop = start + self.size
             own, seen = slice(start, stop), slice(0, self.first + stop)

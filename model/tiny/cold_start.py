@@ -97,8 +97,8 @@ def taught_sources(
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message of a source's questions as in rollouts, or "". Templates for
-    environments are skipped, because they need the tools."""
+    """Return the system message that rollouts use for a source's questions, or "". Environment
+    templates are skipped, because they need the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one
@@ -141,9 +141,9 @@ def train(
     progress: Progress | None = None,
 ) -> float:
     """Train `model` in place with AdamW for `config.steps` batches and return the last loss. Only
-    the tokens of solutions contribute to the loss. On the same kind of CPU, the same arguments give
-    bit-identical weights. Raises TimeoutError if training takes longer than `config.max_seconds`,
-    because a partly trained model would not match its config."""
+    the tokens of solutions are trained on. On the same kind of CPU, the same arguments give
+    bit-identical weights. Raises TimeoutError after `config.max_seconds`, because a partly trained
+    model would not match its config."""
     # One call for all experts, instead of the default loop.
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(
@@ -183,8 +183,9 @@ def train(
 
 @contextmanager
 def _reproducible_training(model: PreTrainedModel) -> Iterator[None]:
-    """Make training reproducible. Uses a single thread, because rounding depends on the number of
-    threads, and attends to all earlier tokens, because the indexer is not trained yet."""
+    """Train reproducibly in this context: on a single thread, because rounding depends on the
+    number of threads, and with attention to all earlier tokens, because the indexer is not trained
+    yet."""
     threads = torch.get_num_threads()
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     saved = [indexer.index_topk for indexer in indexers]
@@ -325,7 +326,8 @@ class _Taught:
 
 
 def _chain_steps(metadata: _Metadata) -> str:
-    """Return one line per operation: `4 - 1 - 7` gives `3 - 7`, then `-4`."""
+    """Work out an arithmetic chain, one operation per line: `4 - 1 - 7` gives `3 - 7`,
+    then `-4`."""
     terms = str(metadata["expression"]).split(" ")
     lines: list[str] = []
     while len(terms) > 1:
@@ -346,7 +348,8 @@ def _spell_steps(metadata: _Metadata) -> str:
 
 
 def _gcd_steps(metadata: _Metadata) -> str:
-    """Return the remainders of Euclid's algorithm, one line per further number: `24 18 6 0`."""
+    """Work out a greatest common divisor by Euclid's algorithm. Returns its remainders, with one
+    line per further number: `24 18 6 0`."""
     result, *others = (int(number) for number in metadata["numbers"])
     lines: list[str] = []
     for number in others:

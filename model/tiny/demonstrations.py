@@ -1,4 +1,4 @@
-"""Scripted conversations for the cold start (`data.sources[].environment.demonstrations`)."""
+"""Load scripted conversations for the cold start (`data.sources[].environment.demonstrations`)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ activations of one token. Measured values are 6 to 20 without gradients (docs/sc
 
 @dataclass(frozen=True, slots=True)
 class PackItem:
-    """A trajectory or a part of one, with the values that its loss needs."""
+    """A trajectory, or a part of one, with the values that its loss needs."""
 
     segments: tuple[Segment, ...]
     sampled_tokens: int
@@ -128,7 +128,7 @@ def _fill_bins(
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Items that are packed into the same micro-batch."""
+    """Items packed into the same micro-batch, with a common prefix that is packed once."""
 
     items: tuple[PackItem, ...]
     shared: int = 0
