@@ -32,8 +32,8 @@ class SkipCounter:
         self.gave_up = ""  # the reason the run must end, or an empty string while it can continue
 
     def count(self, norm: float, version: int) -> bool:
-        """Count the step that leads to `version`. Returns True if it was skipped because `norm` is
-        not finite."""
+        """Count the optimizer step that produces `version` of the weights. Returns True if it was
+        skipped because `norm` is not finite."""
         skipped = not math.isfinite(norm)
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row >= self._limit:

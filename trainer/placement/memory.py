@@ -47,8 +47,8 @@ _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untrunca
 _LINEAR_WIDTHS = 6  # kept by a layer of linear attention, in units of `linear_width` (assumed)
 _SPARSE_KEPT, _SPARSE_WHOLE = 2.75, 5.25
 """Elements per token, head and latent entry that sparse attention keeps for its backward pass, and
-that it holds during it: measured on a CPU at 64 to 144 latent entries. Its MQA form has queries and
-outputs as wide as the latents."""
+that it holds during that pass. Measured on a CPU with 64 to 144 latent entries. In its MQA form,
+queries and outputs are as wide as the latents."""
 _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
 _RESIDUE_GIB = 0.5  # held by the allocator after offloading: 0.3 to 0.8 GiB in four workloads
 
@@ -58,7 +58,7 @@ class DoesNotFit(ConfigError):
 
 
 class EngineDoesNotFit(DoesNotFit):
-    """Raised if an engine does not fit."""
+    """Raised if an engine does not fit on its GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,7 +396,7 @@ def key_width(facts: ModelFacts) -> float:
 
 
 def _expert_width(facts: ModelFacts) -> float:
-    """Total intermediate size of the routed experts of one token in a MoE layer."""
+    """Return the total intermediate size of a token's routed experts in a MoE layer."""
     if not facts.moe_layers:
         return 0.0
     each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
@@ -404,7 +404,8 @@ def _expert_width(facts: ModelFacts) -> float:
 
 
 def _mlp_width(facts: ModelFacts) -> float:
-    """Intermediate size of an average layer's MLP, with shared but without routed experts."""
+    """Return the intermediate size of an average layer's MLP, with shared but without routed
+    experts."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * _expert_width(facts)

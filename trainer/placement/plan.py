@@ -49,7 +49,6 @@ _CONTEXT_STEP = 1024
 
 
 def _hint(config: Config, facts: ModelFacts, hardware: Hardware, *, engine: bool) -> str:
-    """Return advice for a recipe that does not fit."""
     if engine:
         most = max(node.gpus for node in hardware.nodes)
         return (

@@ -1,4 +1,4 @@
-"""Handles signals that stop a command, and lets output survive a lost terminal or reader.
+"""Handle signals that stop a command, and keep output working without a terminal or reader.
 
 Ctrl-C            first: stop after the current step, with a checkpoint; second: stop at once
 SIGTERM, SIGHUP,  preemption (scheduler, `ray job stop`, Slurm warning) or a closed terminal: drop

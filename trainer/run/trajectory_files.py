@@ -1,4 +1,4 @@
-"""Chooses the trajectories to save in each step, and writes the token files for `keel report`.
+"""Choose the trajectories to save in each step, and write the token files for `keel report`.
 
 Each line of `step_000001.tokens.jsonl.gz` is one group. (By contrast, `step_000001.jsonl`, which is
 for `keel sft`, has one trajectory per line.) Each trajectory of the group has these fields:
