@@ -191,8 +191,7 @@ def _plain_data(value: Any, argument: str) -> Any:
 
 
 def _reward_weights(rewards: Any) -> list[tuple[Any, Any]]:
-    """Convert the `rewards` argument to (function or part name, weight) pairs, because functions
-    can be unhashable."""
+    """Convert the `rewards` argument to a list of (function or part name, weight) pairs."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(rewards, Mapping):
         pairs = list(cast(Mapping[Any, Any], rewards).items())
@@ -228,7 +227,8 @@ def _write_recipe(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
 
 @contextmanager
 def _report_by_row(file: Path) -> Iterator[None]:
-    """Rewrite config errors about lines of `file` to name the caller's rows and arguments."""
+    """Rewrite config errors about lines of `file` so that they name the caller's rows and
+    arguments."""
     try:
         yield
     except ConfigError as error:
@@ -293,8 +293,8 @@ def _write_hashed(folder: Path, text: str, name: str) -> Path:
 
 
 class _CallbackView:
-    """A progress view that also runs the callbacks after each training step, but not after
-    standalone evaluations."""
+    """A progress view that also calls the callbacks after each training step. Standalone
+    evaluations do not trigger them."""
 
     view: View
 

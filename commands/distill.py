@@ -101,8 +101,8 @@ def _stages(config: DistillConfig) -> list[_Stage]:
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Run the unfinished stages and return an exit status. `run` executes a `keel` command and
-    returns its exit status.
+    """Run the unfinished stages and return an exit status. `run` replaces the function that
+    executes a `keel` command.
 
     Stops at the first stage that fails or is interrupted by a signal. Raises ConfigError before
     running anything if the recipe of an unfinished stage is invalid.

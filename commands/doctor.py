@@ -223,7 +223,8 @@ def _step() -> Iterator[_Finding]:
 
 
 def _check_step_metrics(metrics: Mapping[str, float], seconds: float) -> _Finding:
-    """Check the metrics of a training step (docs/stability.md)."""
+    """Check whether engine and trainer agree, given the metrics of a training step
+    (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
     if gap > _MISMATCH or unrouted or dropped:

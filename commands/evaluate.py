@@ -189,8 +189,8 @@ def _check_prompts_fit(
     sets: Mapping[str, Sequence[Prompt]],
     count_tokens: Callable[[Prompt], int],
 ) -> None:
-    """Raise ConfigError if a prompt with this variant's extra line and token limit does not fit in
-    the context. The unchanged prompts have already been checked."""
+    """Raise ConfigError for the first prompt that no longer fits in the context with the variant's
+    extra line and token limit."""
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"

@@ -369,8 +369,8 @@ def _suggest_source(
 def _detect_judging(
     records: Sequence[Mapping[str, Any]], names: Sequence[str], answer: str
 ) -> tuple[str, str, str]:
-    """Detect how to judge completions: "mathematics", "text", a key in `_JUDGED`, or "" if unknown.
-    Also returns the answer column and the marker before the answer."""
+    """Return how to judge completions ("mathematics", "text", a key in `_JUDGED`, or "" if
+    unknown), the answer column, and the marker before the answer."""
     if not answer and "answer" not in names:
         for key in _JUDGED:
             if key in names:

@@ -90,8 +90,7 @@ def check_resume(config: Config, auto: Collection[str]) -> None:
 
 
 def _can_check_part(part: str) -> bool:
-    """Return whether a reward part can be checked without importing user code: it is built in, or
-    its module does not exist."""
+    """Return whether a reward part can be checked without importing the user's code."""
     module, dot, _ = part.partition(".")
     if not dot or not module.isidentifier():
         return True

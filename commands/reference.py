@@ -159,7 +159,7 @@ def _metrics() -> list[_Metric]:
 
 
 def find_metric(name: str) -> _Metric | None:
-    """Find the description of the metric `name`. If several match, return the most specific one."""
+    """Look up the metric `name`. If several families match, return the most specific one."""
     matches = [
         metric
         for metric in _metrics()
@@ -170,7 +170,7 @@ def find_metric(name: str) -> _Metric | None:
 
 @cache
 def sections() -> tuple[_Section, ...]:
-    """Return all sections in schema order, each followed by its nested sections."""
+    """List all sections in schema order, each followed by its nested sections."""
     return tuple(s for recipe, (root, _) in _RECIPES.items() for s in _sections(recipe, root, ""))
 
 
@@ -294,7 +294,7 @@ def _normalize_name(name: str) -> str:
 
 
 def describe(name: str = "") -> str:
-    """Describe the section, knob or metric with this name, or all whose names contain it. Raises
+    """Describe a section, knob or metric, or everything whose name contains `name`. Raises
     ConfigError with a suggestion if nothing matches."""
     query = _normalize_name(name)
     if not query:

@@ -94,8 +94,8 @@ class SampledPolicy:
 def choose_policy(
     recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
 ) -> SampledPolicy:
-    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`, the value of
-    the knob named `knob`. Raises ConfigError if the policy cannot be used."""
+    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`. Errors about
+    the checkpoint name the setting `knob`. Raises ConfigError if the policy cannot be used."""
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
         return _endpoint_policy(config)
@@ -233,7 +233,7 @@ def sample_prompts(
 ) -> None:
     """Sample and score `samples` completions per prompt, until all are done or `stop` returns true.
 
-    `record` is called on this thread once per finished prompt. Prompts that lost completions to an
+    `record` is called on this thread for each finished prompt. Prompts that lost completions to an
     overloaded endpoint are not recorded, so they are sampled again when the command is repeated.
     `note` returns text for the progress line. Raises TimeoutError if no group finishes within the
     sum of all timeouts.
@@ -292,8 +292,8 @@ def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
 
 
 def extract_answer(trajectory: Trajectory) -> str:
-    """Return the marked answer in a completion. If no answer is marked, return the final text if it
-    is short, otherwise ""."""
+    """Extract the marked answer from a completion. Without one, return the final text if it is
+    short, otherwise ""."""
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:

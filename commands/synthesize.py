@@ -109,7 +109,7 @@ async def _make_all(
 
 
 class _Pipeline(Protocol):
-    """Create the tasks of one family. Used as an async context manager."""
+    """Creates the tasks of one family. Used as an async context manager."""
 
     keys: Sequence[str]
     """Keys of all tasks, in order. The same settings always give the same keys."""
@@ -119,7 +119,7 @@ class _Pipeline(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        """Create one task, as described in `MakeTask`."""
+        """Create the task for a key, as described in `MakeTask`."""
         ...
 
 

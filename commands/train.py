@@ -108,8 +108,8 @@ def run_loop(
         return interrupt() or bool(journal.ends) or should_end() or bool(failures)
 
     def handle_failure(error: Exception) -> bool:
-        """Record the error, so that `should_stop` returns True, and return True. Return False if
-        the learner was lost, because then no checkpoint can be saved."""
+        """Record the error and end the run with a checkpoint. Return False without recording it if
+        the learner was lost and can no longer save one."""
         if isinstance(error, LOST) or lost_reason():
             return False
         failures.append(error)

@@ -36,7 +36,7 @@ OPEN = KNOBS | {DTYPE}
 
 
 def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Set every knob in `OPEN` that the recipe does not set to `auto`."""
+    """Set every knob in `OPEN` to `auto` unless the recipe sets it."""
     complete = dict(tree)
     for knob in OPEN:
         section, _, name = knob.partition(".")

@@ -72,12 +72,13 @@ _INVALID: Any = object()
 
 @cache
 def knob_types(section: type) -> Mapping[str, Any]:
-    """Map field names to types. Cached because evaluating annotations is slow."""
+    """Map the knobs of a section to their types. Cached because evaluating annotations is slow."""
     return get_type_hints(section)
 
 
 def section_type(hint: Any) -> type | None:
-    """Return the dataclass in `X`, `X | None` or `tuple[X, ...]`, or None for any other type."""
+    """Return the dataclass in the type `X`, `X | None` or `tuple[X, ...]`, or None if there is no
+    dataclass."""
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
     if get_origin(hint) in (Union, UnionType):
@@ -141,11 +142,11 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
 def build_config(
     root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], recipe: str
 ) -> T:
-    """Build a `root` object from `tree`.
+    """Build a config of type `root` from plain data.
 
-    `where` maps each dotted key to the "file:line" or the override that set it; all other keys are
-    reported as coming from `recipe`. Raises ConfigError with one line per wrong key or type, or
-    with the first broken rule if all keys and types are right.
+    `where` maps each dotted key to the "file:line" or the override that set it; errors in all other
+    keys refer to `recipe`. Raises ConfigError with one line per wrong key or type, or with the
+    first broken rule if there are none.
     """
     builder = _Builder(root, where, recipe)
     built = builder.section(root, tree, "", "")
@@ -155,10 +156,10 @@ def build_config(
 
 
 class _Builder:
-    """Build the dataclasses and collect errors.
+    """Builds the dataclasses of a recipe and collects errors.
 
-    Methods take a position in the recipe twice: `at` is its name in messages, and `key` looks up
-    its origin. They differ for list entries: `sources[sums]` and `sources.0`.
+    Methods take each position twice: `at` is its name in messages, and `key` looks up its origin.
+    They differ for list entries: `sources[sums]` and `sources.0`.
     """
 
     def __init__(self, root: type, where: Mapping[str, str], recipe: str) -> None:
@@ -317,15 +318,15 @@ class _ForeignName:
 
 @cache
 def other_frameworks() -> dict[str, dict[str, Any]]:
-    """Load the names that other frameworks use for knobs (`words`), `metrics` and their `config`
-    file, by framework."""
+    """Load `other_frameworks.toml`: each framework's names for knobs (`words`), metrics and the
+    `config` file."""
     path = Path(__file__).with_name("other_frameworks.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 @cache
 def foreign_names(kind: Literal["words", "metrics"]) -> tuple[_ForeignName, ...]:
-    """Return all names of other frameworks for knobs (`words`) or for metrics (`metrics`)."""
+    """Return the names of all knobs (`words`) or `metrics` of other frameworks."""
     names: list[_ForeignName] = []
     for framework, table in other_frameworks().items():
         for name, value in table.get(kind, {}).items():

@@ -146,10 +146,10 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge `above` into `below`: sections recursively, while any other value replaces the old one.
+    """Merge `above` into `below`. Sections are merged recursively, and all other values replaced.
 
-    OmegaConf's own merge fails if a section replaces a list, an error that the schema reports
-    better.
+    OmegaConf's own merge fails if a section replaces a list, while the schema reports that error
+    clearly.
     """
     both = dict(below)
     for key, value in above.items():

@@ -47,7 +47,7 @@ def read_template(value: str, knob: str) -> str:
 
 
 def unwritable(folder: Path) -> str:
-    """Return why a run cannot write to its folder, or "" if it can. Creates nothing."""
+    """Return the reason why a run cannot write to its folder, or "" if it can. Creates nothing."""
     path = folder.absolute()
     try:
         parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())
@@ -75,7 +75,8 @@ _NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", 
 
 
 def shipped(folder: str = "") -> dict[str, Path]:
-    """Map bare names to the recipe files that come with Keel for a command."""
+    """Return the recipes that come with Keel for a command, as a mapping from bare names to
+    files."""
     folders = (folder,) if folder else (folder, _HARDWARE)
     files = sorted(file for each in folders for file in _HERE.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
@@ -92,8 +93,8 @@ def find_recipe(path: Path, folder: str = "", otherwise: Path | None = None) -> 
 
 
 def resolved(path: Path) -> tuple[Path, Path]:
-    """Expand `~` and return the path, also with symbolic links resolved. Raises ConfigError if the
-    path is invalid."""
+    """Expand `~` in a path. Returns the path before and after resolving symbolic links. Raises
+    ConfigError if the path is invalid."""
     try:
         path = path.expanduser()
         return path, path.resolve()

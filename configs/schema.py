@@ -303,8 +303,8 @@ class Config(Section):
             raise ConfigError(f"{variant.full_path()}: {error}") from error
 
     def sampling(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
-        """Return the sampling parameters for `purpose`, with the completion limit of `domain` if
-        given. The limits of turns are in `budget`."""
+        """Return the sampling parameters for training or evaluation, with the completion limit of
+        `domain` if given. Limits of single turns are in `budget`."""
         most = self.budget(domain).max_tokens if domain else self.rollout.sampling.max_tokens
         sampling = replace(self.rollout.sampling, max_tokens=most)
         if purpose == "train":

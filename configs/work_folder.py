@@ -19,8 +19,8 @@ class WorkFolder:
     """A context manager that creates and locks the output folder of a command."""
 
     def __init__(self, path: Path, knob: str, work: str) -> None:
-        """Create the object, but not the folder. Error messages contain `knob`, the name of the
-        folder's setting, and `work`, a noun for the command's work."""
+        """Set up the object without creating the folder. `knob` and `work` appear in error
+        messages: the name of the folder's setting, and a noun for the work done in it."""
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:
@@ -73,8 +73,8 @@ class WorkFolder:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
 
     def lines(self, name: str) -> _JsonLines:
-        """Open a JSON-lines file for appending, without an incomplete last line. Raises ConfigError
-        if the file cannot be opened."""
+        """Open a JSON-lines file for appending, after removing an incomplete last line. Raises
+        ConfigError if the file cannot be opened."""
         try:
             file = self._stack.enter_context((self.path / name).open("a+b"))
             file.seek(0)

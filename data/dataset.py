@@ -217,7 +217,7 @@ def source_warnings(config: Config, dataset: Dataset) -> list[str]:
 
 
 def source_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Describe each source and its prompt counts, for `keel check`."""
+    """Describe each source, its prompts and its limits, as lines of text."""
     lines: list[str] = []
     for source in config.data.sources:
         report = dataset.report[source.name]

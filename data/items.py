@@ -61,14 +61,14 @@ class Loaded:
 
 
 def first_lines(lines: Sequence[str], limit: int = 10) -> list[str]:
-    """Return the first `limit` lines and, if there are more, a line with the number of the
-    others."""
+    """Return the first `limit` lines, plus a line with the number of remaining ones if there are
+    more."""
     more = len(lines) - limit
     return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
 
 def malformed_error(lines: Sequence[str], knob: str) -> ConfigError:
-    """Return an error that lists malformed lines with their locations."""
+    """Create an error that lists malformed lines with their locations."""
     cure = "repair it, or set on_bad_line: skip"
     if len(lines) == 1:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")

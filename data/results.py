@@ -120,7 +120,7 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
 def results(
     asked: Sequence[SampledPrompt], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Summarize the completions for each variant and prompt set (`_sets_of`)."""
+    """Summarize the completions by variant and prompt set (`_sets_of`)."""
     result: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
         chosen = [one for one in asked if one.variant == variant]

@@ -34,8 +34,8 @@ class Stream(Generic[T]):
         seed: int,
         content: Callable[[T], str],
     ) -> None:
-        """Start at the beginning, without sources of weight 0. `content` returns the text of a
-        prompt, which must not change before a resume."""
+        """Start at the beginning. Sources of weight 0 are skipped. `content` returns the text of a
+        prompt, which must be the same when a run resumes."""
         self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
         total = sum(weights[name] for name in self._sources)
@@ -57,7 +57,7 @@ class Stream(Generic[T]):
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
-        """Return the position as JSON data. The `unfinished` prompts, which were already taken,
+        """Return the position as JSON data. The `unfinished` prompts have already been taken, and
         come first after a restore."""
         return {
             "drawn": dict(self._drawn),

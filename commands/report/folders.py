@@ -85,7 +85,7 @@ Chunks = dict[str, _Chunk]
 
 @dataclass(slots=True, kw_only=True)
 class RunData:
-    """The data of a run or an evaluation that the page shows."""
+    """Data of a run or an evaluation for the report page."""
 
     name: str
     kind: Literal["run", "evaluation"]
@@ -116,7 +116,8 @@ class RunData:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain data. Each metric becomes its values and their positions in `steps`."""
+        """Convert to plain data for JSON. Each metric becomes its values and their positions in
+        `steps`."""
         metrics: dict[str, dict[str, list[Any]]] = {}
         for name, values in self.metrics.items():
             at = [place for place, value in enumerate(values) if value is not None]
@@ -140,8 +141,8 @@ FileCache = MutableMapping[Path, _StepFile]
 
 
 def read_folder(folder: Path, known: FileCache | None = None) -> tuple[RunData, Chunks]:
-    """Read what `keel train` or `keel eval` has written so far. Raises ConfigError for any other
-    folder."""
+    """Read a run or an evaluation, which may still be in progress, and its chunks of trajectories.
+    Raises ConfigError for any other folder."""
     try:
         if (folder / _METRICS).exists() or (folder / _CONFIG).exists():
             return _read_run(folder, {} if known is None else known)

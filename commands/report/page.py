@@ -42,8 +42,7 @@ _STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
-    """Return the HTML of the page. A `live` page fetches trajectories and updates from its
-    server."""
+    """Render the report as HTML. A `live` page fetches trajectories and updates from its server."""
     try:
         from plotly.offline import get_plotlyjs  # pyright: ignore  # noqa: PLC0415  optional
     except ImportError as error:
@@ -81,7 +80,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
 
 
 def _state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
-    """Return the page's data except trajectories, as JSON."""
+    """Return all data of the page except trajectories, as JSON."""
     plain = [_thin_points(run).plain() for run, _ in runs]
     return as_json({"live": live, "written": time.time(), "runs": plain})
 
@@ -111,7 +110,8 @@ def _thin_points(run: RunData) -> RunData:
 
 
 def _extremes(values: Sequence[float | None]) -> set[int]:
-    """Return the positions of the first, the last, and each interval's lowest and highest value."""
+    """Return the positions of the minimum and maximum in each interval, and of the first and last
+    value."""
     known = {at: value for at, value in enumerate(values) if value is not None}
     places = [*known]
     if len(places) <= 2 * PARTS:
@@ -162,7 +162,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:
-    """Rename runs to their paths if several runs have the same name."""
+    """Rename runs with the same name to their paths."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -177,7 +177,7 @@ _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
 class _Server(ThreadingHTTPServer):
-    """Serve run folders, and read a folder again when its contents change."""
+    """Serves run folders, and reads a folder again when its contents change."""
 
     daemon_threads = True
 
@@ -222,7 +222,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answer GET requests: `/` for the page, `/data` for its data without trajectories, and
+    """Handles GET requests: `/` for the page, `/data` for its data without trajectories, and
     `/chunk` for one chunk of trajectories."""
 
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -82,7 +82,7 @@ class EnvironmentConfig(Section):
 
     @property
     def program_only(self) -> bool:
-        """True if there is no environment. There may still be an agent program."""
+        """True if no environment is set. There may still be an agent program."""
         return not (self.target or self.command or self.url)
 
     @property

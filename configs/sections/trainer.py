@@ -109,14 +109,14 @@ class TrainerConfig(Section):
 
     @property
     def keeps_attention(self) -> bool:
-        """True if attention outputs are kept for the backward pass. Not possible with ZeRO 3: when
-        it recomputes, it gathers weights a different number of times, which PyTorch's checkpointing
-        rejects."""
+        """True if attention outputs are kept for the backward pass. ZeRO 3 cannot keep them: it
+        would gather weights a different number of times when recomputing, which PyTorch's
+        checkpointing rejects."""
         return self.activation_checkpointing and self.keep_attention and self.zero_stage != 3
 
     def flash4(self, longest: int) -> bool:
-        """Return whether to use FlashAttention-4 for contexts of up to `longest` tokens, if the GPU
-        and the installed packages support it."""
+        """Return whether contexts of up to `longest` tokens use FlashAttention-4, provided that the
+        GPU and the installed packages support it."""
         if self.attention_kernels == "auto":
             return longest >= LONG
         return self.attention_kernels == "flash4"

@@ -167,7 +167,7 @@ def load_lessons(
         )
 
     def content(lesson: SftExample) -> str:
-        """Return a text that changes whenever the conversation's tokens do."""
+        """Return a text that changes whenever the tokens of the conversation change."""
         tokens = hashlib.blake2b(digest_size=16)
         for segment in lesson.segments:
             tokens.update(segment.token_ids_T.tobytes())

@@ -50,8 +50,8 @@ _Source = SourceConfig | ConversationsConfig
 
 
 def read_source_rows(source: _Source, hub_answers: Callable[[], bool], knob: str) -> Iterator[Row]:
-    """Yield the rows of a source. `knob` is the name of its path setting. If no file matches,
-    raises ConfigError that lists the available splits and subsets."""
+    """Yield the rows of a source. `knob` is the name of the setting with its path. Raises
+    ConfigError with the available splits or subsets if no file matches."""
     if source.source == "jsonl":
         return read_jsonl_rows(data_path(source.path), knob)
     return read_file_rows(_files_of(source, hub_answers, knob), knob)
@@ -111,7 +111,7 @@ def _choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
 
 
 def cached_places() -> list[Path]:
-    """Return the folders in the local cache that hold hub datasets."""
+    """Return the local folders in which hub datasets are cached."""
     return sorted(Path(constants.HF_HUB_CACHE).glob("datasets--*"))
 
 
