@@ -43,7 +43,7 @@ from keel.rewards.custom import named, passing
 from keel.trainer.launch import Runtime
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
-from keel.trainer.run.signals import Preempted, preempted, stop_requested, watching
+from keel.trainer.run.signals import Preempted, preemption_signal, stop_requested, watching
 from keel.trainer.run.view import View
 
 Reward = Callable[[Any, Any], Any]
@@ -145,10 +145,10 @@ def train(
         try:
             main.train(str(path), overrides, drive=called.drive, again=_AGAIN)
         except KeyboardInterrupt as error:
-            if signal := preempted():  # Ray turns it into a KeyboardInterrupt
+            if signal := preemption_signal():  # Ray turns it into a KeyboardInterrupt
                 raise Preempted(f"stopped by {signal}; {_RESUME}") from error
             raise
-        if signal := preempted():
+        if signal := preemption_signal():
             raise Preempted(f"stopped by {signal}; {_RESUME}") from called.error
         if stop_requested():
             raise KeyboardInterrupt(f"stopped; {_RESUME}") from called.error

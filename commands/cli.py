@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.signals import PREEMPTED, fix_exit_status, outliving, preempted, watching
+from keel.trainer.run.signals import (
+    PREEMPTED,
+    fix_exit_status,
+    keep_writable,
+    preemption_signal,
+    watching,
+)
 
 _EPILOG = """examples:
   keel train quickstart                     the tiny model, on any machine
@@ -190,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _command(argv, lambda _: None)
-    sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
+    sys.stdout, sys.stderr = keep_writable(sys.stdout), keep_writable(sys.stderr)
     status = _command(argv, fix_exit_status)
     fix_exit_status(status)
     return status
@@ -215,10 +221,10 @@ def _command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> i
                     wait.quiet = bool(status)  # the error stays the last line
                 return status or _run_heavy(arguments)
             except KeyboardInterrupt:  # while libraries load
-                if not preempted():
+                if not preemption_signal():
                     raise
                 fix_status(PREEMPTED)
-                sys.stderr.write(f"keel {arguments.command}: stopped by {preempted()}\n")
+                sys.stderr.write(f"keel {arguments.command}: stopped by {preemption_signal()}\n")
                 return PREEMPTED
     except KeyboardInterrupt:
         fix_status(INTERRUPTED)

@@ -20,7 +20,7 @@ from keel.model.ray_timeouts import RayLost, lost_reason
 from keel.trainer.placement.ray_internals import exit_now
 from keel.trainer.run import checkpoint
 from keel.trainer.run.restarts import WorkerLost
-from keel.trainer.run.signals import PREEMPTED, preempted, print_line
+from keel.trainer.run.signals import PREEMPTED, preemption_signal, print_line
 from keel.trainer.run.trackers import has_abandoned_threads
 
 FAILED, INTERRUPTED = 1, 130
@@ -54,7 +54,7 @@ def run(command: str, *arguments: Any) -> int:
     except ConfigError as error:
         return end(error.exit_status, str(error))
     except KeyboardInterrupt:
-        if not preempted():
+        if not preemption_signal():
             return end(INTERRUPTED, f"stopped at once; {_saved(command, *arguments)}")
         status = 0
     except (ValueError, RuntimeError, OSError, RayError) as error:
@@ -63,10 +63,14 @@ def run(command: str, *arguments: Any) -> int:
         notes = getattr(error, "__notes__", [])
         text = "\n".join([str(error), *notes, "(KEEL_TRACEBACK=1 shows where)"])
         # A preempted machine loses other processes of the run before this one.
-        if preempted() and isinstance(error, WorkerLost | RayLost | RayError | TimeoutError):
-            return end(PREEMPTED, f"stopped by {preempted()}; {_RESUMES}. Also lost: {text}")
+        if preemption_signal() and isinstance(
+            error, WorkerLost | RayLost | RayError | TimeoutError
+        ):
+            return end(
+                PREEMPTED, f"stopped by {preemption_signal()}; {_RESUMES}. Also lost: {text}"
+            )
         return end(FAILED, text)
-    if signal := preempted():
+    if signal := preemption_signal():
         return end(PREEMPTED, f"stopped by {signal}; {_RESUMES}")
     return end(status)
 

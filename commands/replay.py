@@ -58,7 +58,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
             base, config, gpu=gpu, actor_options=partial(seats.options, RANK) if seats else None
         )
         stack.callback(learner.shutdown)
-        learner.prepared()
+        learner.wait_until_prepared()
         for line in learner.start():
             print(f"warning: {line}")
         if start:

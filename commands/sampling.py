@@ -33,7 +33,7 @@ from keel.trainer.launch import RemoteRuntime, Runtime, build_scorer, launch, ru
 from keel.trainer.prepare import check_rewards, needs_judge, prepare, prompt_tokens, require_prompts
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import fingerprint
-from keel.trainer.run.progress import amount, waiting
+from keel.trainer.run.progress import format_amount, waiting
 from keel.trainer.run.signals import Interrupt
 
 _POLICY_KNOBS = ("model.", "trainer.")
@@ -274,9 +274,11 @@ def sample_prompts(
                     if not _to_be_retried(groups):
                         record(prompt, groups)
                     finished, progress.note = finished + 1, note()
-                progress.done, progress.total, progress.unit = reached.at(finished)
+                progress.done, progress.total, progress.unit = reached.estimate(finished)
         if finished:
-            print(f"sampled {amount(finished, len(prompts), 'prompts')}; {note()}", flush=True)
+            print(
+                f"sampled {format_amount(finished, len(prompts), 'prompts')}; {note()}", flush=True
+            )
     finally:
         for group in open_groups:
             group.cancel()

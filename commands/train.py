@@ -83,7 +83,7 @@ def _run_task(
         restore=task.restore,
         position=task.position,
         launch=lambda folder: start(folder, layouts),
-        on_out_of_memory=layouts.lowering.after,
+        on_out_of_memory=layouts.lowering.reduce_memory,
         drive=drive,
         resume_command=again,
         tokenizer=task.tokenizer_digest,

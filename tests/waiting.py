@@ -58,8 +58,8 @@ def start_local_ray(**options: Any) -> None:
     import ray  # noqa: PLC0415  (slow to load)
 
     from keel.trainer.placement.nodes import QUOTED_PYTHON  # noqa: PLC0415
-    from keel.trainer.placement.ray_internals import without_unused_processes  # noqa: PLC0415
+    from keel.trainer.placement.ray_internals import skip_unused_processes  # noqa: PLC0415
 
     common = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-    with without_unused_processes():
+    with skip_unused_processes():
         patiently(lambda: ray.init(runtime_env=QUOTED_PYTHON, **common, **options), ray.shutdown)

@@ -41,7 +41,7 @@ class EmptyBatch(RuntimeError):
         self.prompts = [group.group.prompt for group in groups]
 
 
-def never() -> bool:
+def never_abort() -> bool:
     return False
 
 
@@ -69,7 +69,7 @@ class SamplingProgress:
         self._prompts, self._count = prompts, None if config.with_agents else count_steps
         self._before = self._count() if self._count else 0
 
-    def at(self, finished: int) -> tuple[int, int, str]:
+    def estimate(self, finished: int) -> tuple[int, int, str]:
         steps = min(self._count() - self._before, self._most) if self._count else 0
         if steps * self._prompts > finished * self._most:
             return steps, self._most, "decoding steps"
@@ -128,7 +128,7 @@ class BatchStream:
             flight.cancel()
 
     def take(
-        self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never
+        self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never_abort
     ) -> Batch:
         """Wait for the next batch and return it. Enters `waiting("rollout")` while the batch is
         being sampled, and `waiting("reward")` while only scores are missing. Raises any error from
@@ -159,8 +159,8 @@ class BatchStream:
                     "the timeouts of environments and rewards)"
                 )
 
-    def adopting(self, step: int, update: Future[None]) -> None:
-        def adopted(done: Future[None]) -> None:
+    def track_adoption(self, step: int, update: Future[None]) -> None:
+        def on_adopted(done: Future[None]) -> None:
             with self._changed:
                 if (error := done.exception()) is not None:
                     self._failure = self._failure or error
@@ -170,9 +170,9 @@ class BatchStream:
             self._fill()
 
         self._update = update
-        update.add_done_callback(adopted)
+        update.add_done_callback(on_adopted)
 
-    def wait_for_adoption(self, should_abort: Callable[[], bool] = never) -> None:
+    def wait_for_adoption(self, should_abort: Callable[[], bool] = never_abort) -> None:
         if self._update is not None:
             wait_for(self._update, should_abort)
 
@@ -200,21 +200,21 @@ class BatchStream:
                 sampled = self._sample(prompt)
             except Exception as error:
                 sampled = failed(error)
-            sampled.add_done_callback(partial(self._sampled, number))
+            sampled.add_done_callback(partial(self._on_sampled, number))
             flight = then(sampled, self._score)
             with self._changed:
                 self._in_flight[number] = flight
                 closed = not self._open
-            flight.add_done_callback(partial(self._arrived, number))
+            flight.add_done_callback(partial(self._on_scored, number))
             if closed:  # since the prompts were drawn, so `close` did not see this group
                 flight.cancel()
 
-    def _sampled(self, number: int, _: object) -> None:
+    def _on_sampled(self, number: int, _: object) -> None:
         with self._changed:
             self._sampling.discard(number)
             self._changed.notify_all()
 
-    def _arrived(self, number: int, flight: Future[ScoredGroup]) -> None:
+    def _on_scored(self, number: int, flight: Future[ScoredGroup]) -> None:
         with self._changed:
             del self._in_flight[number]
             if flight.cancelled():

@@ -228,7 +228,7 @@ def launch(
         with waiting(actors):
             engines, warnings = threads.submit(pool.start), list[str]()
             if ranks is not None:
-                ranks.prepared()
+                ranks.wait_until_prepared()
                 if shared and not together:  # ranks take memory when the engines have theirs
                     _await_engines(engines, watchdog)
                 started = threads.submit(ranks.start)
@@ -272,7 +272,7 @@ def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[
         )
         stack.callback(learner.shutdown)
         with waiting(f"starting {config.trainer.ranks} trainer rank(s)"):
-            learner.prepared()
+            learner.wait_until_prepared()
             warnings = learner.start()
         for line in warnings:
             say(f"warning: {line}")

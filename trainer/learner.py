@@ -21,7 +21,7 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
-from keel.trainer.batch_stream import never
+from keel.trainer.batch_stream import never_abort
 from keel.trainer.nonfinite import describe_findings
 from keel.trainer.placement import hardware
 from keel.trainer.run.checkpoint import SaveError
@@ -71,12 +71,12 @@ class _StepDeadlines:
         self._knobs += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
         self._longest_s: dict[str, float] = {}
 
-    def of(self, what: str, times: int = 1) -> _StepDeadline:
+    def for_call(self, what: str, times: int = 1) -> _StepDeadline:
         return _StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
-    def likely(self, what: str, times: int = 1) -> _StepDeadline:
+    def estimate(self, what: str, times: int = 1) -> _StepDeadline:
         """Estimate a deadline from the durations of earlier calls, capped at the configured one."""
-        longest = self.of(what, times)
+        longest = self.for_call(what, times)
         if what not in self._longest_s:
             return longest
         expected_s = self._longest_s[what]
@@ -86,7 +86,7 @@ class _StepDeadlines:
         knob = f"earlier calls took up to {expected_s:.0f} s; at most {self._knobs}"
         return _StepDeadline(what, seconds, knob)
 
-    def took(self, what: str, seconds: float) -> None:
+    def record_duration(self, what: str, seconds: float) -> None:
         self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
 
 
@@ -141,7 +141,7 @@ class Learner:
     def version(self) -> int:
         return self._version
 
-    def prepared(self) -> None:
+    def wait_until_prepared(self) -> None:
         """Wait until every rank has imported and checked its libraries. Needs no GPU."""
         seconds = self._config.run.startup_timeout_s
         what = "loading the trainer's libraries"
@@ -193,16 +193,18 @@ class Learner:
             gave_up=reports[0].gave_up,
         )
 
-    def lowered(self, config: Config) -> None:
+    def apply_config(self, config: Config) -> None:
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
-            deadline = self._deadlines.of("switching activation checkpointing")
+            deadline = self._deadlines.for_call("switching activation checkpointing")
             self._call_all("recompute", now[1], deadline=deadline)
         self._config = config
 
     def score(
-        self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool] = never
+        self,
+        shares: Sequence[Mapping[str, TrainBatch]],
+        should_abort: Callable[[], bool] = never_abort,
     ) -> dict[str, Metric]:
         """Score named batches of conversations and return `<name>/nll` for each batch. Returns an
         empty dict if `should_abort()` returns True. Each call to the ranks scores a single
@@ -225,7 +227,7 @@ class Learner:
         ray_timeouts.awaited(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        return self._call_all("put_weights", deadline=self._deadlines.of("the weights"))[0]
+        return self._call_all("put_weights", deadline=self._deadlines.for_call("the weights"))[0]
 
     def send(self, engines: Sequence[UpdatableEngine]) -> list[Future[int]]:
         """Send the current weights to the engines as soon as the ranks are idle. Rank i sends to
@@ -249,7 +251,7 @@ class Learner:
 
         def wait() -> None:
             try:
-                self._wait(refs, self._deadlines.of("sending weights to the engines"), settle)
+                self._wait(refs, self._deadlines.for_call("sending weights to the engines"), settle)
             except Exception as error:  # the futures' waiters handle it
                 settle(dict.fromkeys(sent, error))
 
@@ -271,7 +273,9 @@ class Learner:
 
     def _with_folder(self, method: str, folder: Path, what: str) -> list[Any]:
         self.make_room()
-        return self._call_all(method, str(folder.absolute()), deadline=self._deadlines.of(what))
+        return self._call_all(
+            method, str(folder.absolute()), deadline=self._deadlines.for_call(what)
+        )
 
     def shutdown(self) -> None:
         for rank in self._ranks:
@@ -297,9 +301,9 @@ class Learner:
                 )
                 for index, rank in enumerate(self._ranks)
             ]
-        answers = self._wait(refs, self._deadlines.likely(what, times))
+        answers = self._wait(refs, self._deadlines.estimate(what, times))
         if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
-            self._deadlines.took(what, time.monotonic() - began)
+            self._deadlines.record_duration(what, time.monotonic() - began)
         return answers
 
     def _wait(
@@ -337,21 +341,23 @@ class Learner:
             if len(waiting) == before and not remaining.remaining():
                 break
         if failures:
-            raise self._failure(failures, deadline.what, stuck=bool(waiting))
+            raise self._combine_failures(failures, deadline.what, stuck=bool(waiting))
         if waiting:
-            late = ", ".join(str(rank) + self._place(rank) for rank in waiting.values())
+            late = ", ".join(str(rank) + self._describe_rank(rank) for rank in waiting.values())
             raise WorkerLost(
                 f"waited {deadline.seconds:.0f} s for {deadline.what}: no answer from trainer rank "
                 f"{late} ({deadline.knob})"
             )
         return [results[rank] for rank in range(len(refs))]
 
-    def _place(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         if rank >= len(self._locations):  # not known before the start
             return ""
         return f" (process {self._locations[rank].pid} on {self._locations[rank].host})"
 
-    def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
+    def _combine_failures(
+        self, failures: Mapping[int, RayError], what: str, *, stuck: bool
+    ) -> RuntimeError:
         """Combine the failures of several ranks into one error. If a rank died, its death caused
         the others. Set `stuck` if some ranks have not answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
@@ -363,7 +369,8 @@ class Learner:
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._locations):
             why = ray_timeouts.death_reason(error)
-            text = f"trainer rank {rank} died during {what}{why and ': '}{why}{self._place(rank)}\n"
+            place = self._describe_rank(rank)
+            text = f"trainer rank {rank} died during {what}{why and ': '}{why}{place}\n"
             text += last_lines(self._locations[rank].log)
         # By name, since the driver does not import torch.
         if what == STEP and type(cause).__name__ == "OutOfMemoryError":

@@ -19,7 +19,7 @@ from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.summary import sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.batch_stream import BatchStream, SamplingProgress, never, wait_for
+from keel.trainer.batch_stream import BatchStream, SamplingProgress, never_abort, wait_for
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 _IDLE = ("rollout", "reward")
@@ -70,9 +70,9 @@ class Parts:
     """Return True to end the run after the current step."""
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
     """Save the batch and the findings of a step with a non-finite gradient."""
-    should_abort: Callable[[], bool] = never
+    should_abort: Callable[[], bool] = never_abort
     """Return True to end the run immediately. Raises an error if a process was lost."""
-    should_skip_evaluation: Callable[[], bool] = never
+    should_skip_evaluation: Callable[[], bool] = never_abort
     """Return True to cut an evaluation short, except the last one. A resumed run repeats it."""
     decoding_steps: Callable[[], int] | None = None
     """Return the total number of decoding steps of all engines. None if unknown."""
@@ -127,7 +127,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             if publishing and guard.continues(result):
                 with clock.time("sync"), guard.deferred_errors("publishing weights"):
                     stream.wait_for_adoption(should_abort)
-                    stream.adopting(step, parts.push(result.version))
+                    stream.track_adoption(step, parts.push(result.version))
                     if evaluating or algorithm.max_lag == 0:
                         stream.wait_for_adoption(should_abort)
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
@@ -152,7 +152,7 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     """Evaluate every held-out set and return `eval/<set>/pass@1`, `score` and `unscored` for each
     (see `keel.rl.evaluation`). Raises `Cancelled` if `parts.should_abort()` returns True, or,
     before the last step, if `parts.should_skip_evaluation()` does."""
-    should_skip = parts.should_skip_evaluation if step < config.run.steps else never
+    should_skip = parts.should_skip_evaluation if step < config.run.steps else never_abort
     score = partial(parts.rewards.submit, purpose="eval")
     scored = {
         name: [then(parts.rollouts.submit(prompt, "eval"), score) for prompt in prompts]
@@ -162,7 +162,7 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     progress = SamplingProgress(config, len(every), config.eval.samples, parts.decoding_steps)
 
     def tick() -> bool:
-        parts.journal.reach(*progress.at(sum(future.done() for future in every)))
+        parts.journal.reach(*progress.estimate(sum(future.done() for future in every)))
         return parts.should_abort() or should_skip()
 
     try:

@@ -277,7 +277,7 @@ def prepare_sft(
         config.sft,
         seed=config.run.seed,
         render=_chat_renderer(chat),
-        solve=_solve,
+        solve=_solve_with_reasoning,
         tokenizer=model.tokenizer_digest,
         encoded=encoded,
         hub_answers=hub_answers,
@@ -539,7 +539,7 @@ def _chat_renderer(chat: TemplateChat | None) -> Render:
     return render
 
 
-def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
+def _solve_with_reasoning(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
     if (solution := TAUGHT.get(task)) is None or not solution.covers(entry["metadata"]):
         return None
     working = solution.working(entry["metadata"])

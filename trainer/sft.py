@@ -11,7 +11,7 @@ from keel.configs.schema import Config, SftConfig
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.sft import SftExample, pack_sft
 from keel.rl.types import StepResult
-from keel.trainer.batch_stream import never
+from keel.trainer.batch_stream import never_abort
 from keel.trainer.guard import RunJournal, Save, Saver
 from keel.trainer.learner import Learner
 from keel.trainer.loop import Clock, evaluation_due
@@ -92,7 +92,7 @@ class SftParts:
     save: Save
     should_stop: Callable[[], bool]  # return True to end the run after the current step
     say: Callable[[str], None]
-    should_abort: Callable[[], bool] = never
+    should_abort: Callable[[], bool] = never_abort
     """Return True to end the run immediately, saving only a final checkpoint."""
     attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
     """Run a step. If it runs out of memory, repeat it with a config that needs less."""

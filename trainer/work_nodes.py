@@ -234,7 +234,7 @@ class WorkNodes(WorkerPool):
             return local()
         node = self._acquire("episodes")
         inner = _RemoteEnvironment(self, node, next(self._numbers), source)
-        return _Counted(local() if node is self._here else inner, node.load, self._lock)
+        return _CountedEnvironment(local() if node is self._here else inner, node.load, self._lock)
 
     def close(self) -> None:
         self._stopping.set()
@@ -307,7 +307,7 @@ class WorkNodes(WorkerPool):
         clock, complained = ray_timeouts.PollClock(_LOOK_S), False
         while True:
             try:
-                self._look(clock.elapsed())
+                self._poll_nodes(clock.elapsed())
             except ray_timeouts.RayLost:  # found and reported by another thread
                 return
             except Exception as error:  # the next look may succeed
@@ -317,7 +317,7 @@ class WorkNodes(WorkerPool):
             if self._stopping.wait(_LOOK_S):
                 return
 
-    def _look(self, elapsed_s: float) -> None:
+    def _poll_nodes(self, elapsed_s: float) -> None:
         """Start actors on new nodes, and check that the others respond."""
         alive = {node.id: node for node in cluster_nodes(gpus=False) if node.id != self._here.id}
         for node in list(self._nodes.values()):
@@ -424,7 +424,7 @@ class _RemoteEnvironment:
         return result
 
 
-class _Counted:
+class _CountedEnvironment:
     """Wraps an environment to count it as an open episode of its node until it is closed."""
 
     def __init__(

@@ -320,7 +320,7 @@ class FakeLearner:
         self.events: list[Any] = [model, config.trainer.lr]
         FakeLearner.made.append(self)
 
-    def prepared(self) -> None: ...
+    def wait_until_prepared(self) -> None: ...
 
     def start(self) -> list[str]:
         return []

@@ -39,7 +39,7 @@ from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import build_agents as agents
-from keel.trainer.batch_stream import never
+from keel.trainer.batch_stream import never_abort
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.launch import (
     Runtime,
@@ -93,7 +93,7 @@ class LocalLearner:
         )
 
     def score(
-        self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool] = never
+        self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool] = never_abort
     ) -> dict[str, Metric]:
         if hurry():
             return {}

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 from keel.commands.cli import main
 from keel.trainer.learner import Learner
-from keel.trainer.placement.ray_internals import without_unused_processes
+from keel.trainer.placement.ray_internals import skip_unused_processes
 from keel.trainer.run.journal import EVENTS
 from tests.e2e.test_command import DEADLINE_S, metrics, small
 from tests.waiting import patiently
@@ -28,7 +28,7 @@ RANKS, ROOM, LEFT = 3, 2, 1
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     head = {"num_cpus": 1, "include_dashboard": False}
-    with without_unused_processes():
+    with skip_unused_processes():
         cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         patiently(lambda: cluster.add_node(num_cpus=1))
     cluster.wait_for_nodes(DEADLINE_S)

@@ -443,7 +443,7 @@ def test_next_batch_waits_for_the_weights() -> None:
     assert world.take() == ["p0", "p1"]
     assert len(world.asked) == 2
     update: Future[None] = Future()
-    world.feed.adopting(1, update)
+    world.feed.track_adoption(1, update)
     assert len(world.asked) == 2
     update.set_result(None)
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
@@ -483,7 +483,7 @@ def test_trained_lengths_equal_sampled_lengths(lag: int) -> None:
     for step in range(1, 151):
         trained += world.take()
         if step < 150:
-            world.feed.adopting(step, done())
+            world.feed.track_adoption(step, done())
     assert trained == list(alarm.durations) and len(trained) == 300
 
 
@@ -512,7 +512,7 @@ def test_errors_while_submitting_end_the_wait(part: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(world.feed, part, broken)
     monkeypatch.setattr(world.feed, "_timeout_s", 0.02)
-    world.feed.adopting(1, done())
+    world.feed.track_adoption(1, done())
     with pytest.raises(ValueError, match="a bug"):
         world.take()
     assert not world.feed._sampling and not world.feed._in_flight
@@ -525,7 +525,7 @@ def test_position_is_consistent() -> None:
     world.feed.open()
     world.finish("p0", "p1")
     world.take()
-    world.feed.adopting(1, update)
+    world.feed.track_adoption(1, update)
     adopted, position = threading.Thread(target=update.set_result, args=(None,)), world.position
 
     def slowly(unfinished: Sequence[Prompt]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from keel.rl.turns import ToolCall
 from keel.rl.types import Group, Prompt
 from keel.trainer.build_agents import episode_runner
 from keel.trainer.placement.nodes import QUOTED_PYTHON
-from keel.trainer.placement.ray_internals import without_unused_processes
+from keel.trainer.placement.ray_internals import skip_unused_processes
 from keel.trainer.work_nodes import NodeWorker, WorkNodes
 from tests.agents.scripted import CHAT, Policy
 from tests.rewards.groups import PROMPT, with_message
@@ -81,13 +81,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_node(cluster: Cluster, cpus: int) -> Any:
-    with without_unused_processes():
+    with skip_unused_processes():
         return patiently(lambda: cluster.add_node(num_cpus=cpus))
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with without_unused_processes():
+    with skip_unused_processes():
         head = {"num_cpus": 1, "include_dashboard": False}
         cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
     with_node(cluster, 4)

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from keel.trainer.engine.deepspeed_internals import (
     DeepSpeedEngine,
     Master,
+    edit_master_weights,
     loss_scale,
     master_weights,
-    replacing_masters,
     set_loss_scale,
 )
 from keel.trainer.run.checkpoint import PROGRESS, SaveError
@@ -201,7 +201,7 @@ class Checkpoints:
         steps = [{int(n): step for n, step in rank["steps"].items()} for rank in index["ranks"]]
         files: dict[int, Any] = {}
         masters = self._masters()
-        with torch.no_grad(), replacing_masters(self._engine, masters, stage=self._stage):
+        with torch.no_grad(), edit_master_weights(self._engine, masters, stage=self._stage):
             for master, pieces in zip(masters, self._pieces(masters), strict=True):
                 sources = [
                     source

@@ -99,7 +99,7 @@ def buckets(optimizer: Any) -> list[Tensor]:
     return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
 
 
-def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
+def _list_master_tensors(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
     """Return all tensors that can hold master weights, and the optimizer's state. Under ZeRO-3, the
     parameter groups contain the master weights only during an update."""
     groups = [p for group in optimizer.param_groups for p in group["params"]]
@@ -110,7 +110,7 @@ def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str,
 
 def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
     """Return the master weights and moments, which are only needed during an update."""
-    masters, state = _masters(optimizer)
+    masters, state = _list_master_tensors(optimizer)
     moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
     weights = set(map(_storage, weights_of(module)))
     return [t.data for t in (*masters, *moments) if _storage(t) not in weights]
@@ -118,7 +118,7 @@ def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
 
 def missing_moment_bytes(optimizer: Any, device: torch.device) -> int:
     """Return the size in bytes of the moments that the next update will allocate on `device`."""
-    masters, state = _masters(optimizer)
+    masters, state = _list_master_tensors(optimizer)
     sizes = {id(m): 8 * m.numel() for m in masters if m.device == device}
     return sum(sizes.values()) - sum(sizes.get(id(m), 0) for m in state)
 
@@ -210,13 +210,15 @@ def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) ->
     )
     masters = [Master(tensor, []) for tensor in tensors]
     for name, parameter in trainable(module):
-        group, part = (_sharded if stage == 3 else _mapped)(name, parameter, optimizer)
+        group, part = (_find_zero_3_slice if stage == 3 else _find_zero_1_slice)(
+            name, parameter, optimizer
+        )
         if part is not None:
             masters[group].parts.append(part)
     return masters
 
 
-def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
+def _find_zero_1_slice(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
     """Return a parameter's optimizer group and its slice of the master weights under ZeRO-1 and
     2."""
     mapping = parameter._hp_mapping
@@ -227,7 +229,7 @@ def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
     return mapping.param_group_index, Part(name, low.start, low.numel, high.start, weights)
 
 
-def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | None]:
+def _find_zero_3_slice(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | None]:
     """Return a parameter's optimizer group and its slice of the master weights under ZeRO-3."""
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = parameter.ds_zero_partition_rank * size
@@ -238,7 +240,7 @@ def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | Non
 
 
 @contextmanager
-def replacing_masters(
+def edit_master_weights(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
     """Return a context for changing master weights. On exit, the model's weights are updated from
@@ -283,7 +285,7 @@ def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
         scaler.cur_scale *= scaler.scale_factor
 
 
-def forget_sums(engine: DeepSpeedEngine) -> None:
+def discard_gradient_sums(engine: DeepSpeedEngine) -> None:
     """Discard the non-finite gradient sums of a skipped step. DeepSpeed keeps them under ZeRO-1 and
     2 if the optimizer is offloaded."""
     if engine.zero_cpu_offload() and engine.zero_optimization_stage() < 3:

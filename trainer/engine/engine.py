@@ -59,12 +59,18 @@ from keel.trainer.engine.policy import (
     use_flash4,
     whole_sequences,
 )
-from keel.trainer.engine.weights import Weights, copy_weights, export_model, read_once, twin
+from keel.trainer.engine.weights import (
+    Weights,
+    build_from_outline,
+    copy_weights,
+    export_model,
+    read_once,
+)
 from keel.trainer.engine.zero import (
     SCALE_POWER,
-    adam_for,
     apply_gradients,
     compute_dtype,
+    create_adam,
     deepspeed_config,
     frozen_config,
     initialize,
@@ -253,7 +259,7 @@ class TrainerEngine:
         self._adam: torch.optim.AdamW
 
         def make_adam(_: object) -> torch.optim.AdamW:
-            self._adam = adam_for(network, trainer, self.device)
+            self._adam = create_adam(network, trainer, self.device)
             return self._adam
 
         self._engine = initialize(network.train(), options, self.device, make_adam)
@@ -281,7 +287,7 @@ class TrainerEngine:
                 initial = ReferencePolicy.base(network, replays=replays)
             else:
                 device = "cpu" if sharded else self.device
-                initial = freeze(twin(outline, load, device), replays=replays)
+                initial = freeze(build_from_outline(outline, load, device), replays=replays)
                 if outline:
                     copy_weights(network, frozen[0], stage=self._stage)
         teachers = [

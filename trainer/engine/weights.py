@@ -33,11 +33,13 @@ Load = Callable[[], PreTrainedModel]  # a function that reads the model into hos
 class _OutlinePickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Parameter):  # the pickle's memo keeps tied weights tied
-            return _unset, (tuple(obj.shape), obj.dtype, obj.requires_grad)
+            return _empty_parameter, (tuple(obj.shape), obj.dtype, obj.requires_grad)
         return NotImplemented
 
 
-def _unset(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+def _empty_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=requires_grad)
 
 
@@ -68,8 +70,9 @@ def read_once(
     weights. If the model has no outline, they load it as well. If loading fails on one rank, all
     ranks raise an error.
 
-    Returns the model in host memory, and the outline from which `twin` can build another copy. The
-    outline is empty if any weights are not in `dtype`, because DeepSpeed would round them.
+    Returns the model in host memory, and the outline from which `build_from_outline` can build
+    another copy. The outline is empty if any weights are not in `dtype`, because DeepSpeed would
+    round them.
     """
     model = read if read is not None and read.dtype == dtype else None
     failed: Exception | None = None
@@ -96,7 +99,7 @@ def read_once(
     return model, data if exact else b""
 
 
-def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
+def build_from_outline(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
     """Build another copy of the model with uninitialized weights on `device`. If the outline `data`
     is empty, load the model again instead."""
     return _from_outline(data, device) if data else load()

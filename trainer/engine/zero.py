@@ -20,7 +20,7 @@ from keel.configs.schema import Config, TrainerConfig
 from keel.trainer.engine.deepspeed_internals import (
     DeepSpeedEngine,
     deepspeed,
-    forget_sums,
+    discard_gradient_sums,
     grow_loss_scale,
     whole_shape,
 )
@@ -160,7 +160,9 @@ def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> floa
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
-def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> torch.optim.AdamW:
+def create_adam(
+    module: nn.Module, trainer: TrainerConfig, device: torch.device
+) -> torch.optim.AdamW:
     """Create an AdamW optimizer without weight decay on vectors (norms and biases)."""
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -193,7 +195,7 @@ def apply_gradients(
         if math.isfinite(norm):
             grow_loss_scale(engine, _SCALE_WINDOW)
         else:
-            forget_sums(engine)
+            discard_gradient_sums(engine)
         return float(norm)
     norm = clip_gradients(module.parameters(), clip or math.inf)
     if math.isfinite(norm):

@@ -68,7 +68,7 @@ def choose(
     if layout is None:
         kept, layout = {}, search.best()
     if layout is None:
-        raise search.refusal()
+        raise search.explain_misfit()
     knobs = flatten_config(layout.config)
     return Choice(
         config=layout.config,
@@ -95,13 +95,13 @@ def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
     table = {
         "trainer.ranks": f"of {search.gpus} GPU(s)",
         "rollout.engines": "one per rank" if best.shared else "on the GPUs without a rank",
-        "rollout.colocated": f"{yaml_value(not best.shared)} {_against(best, apart)}",
+        "rollout.colocated": f"{yaml_value(not best.shared)} {_compare_costs(best, apart)}",
         "rollout.gpu_memory_utilization": f"{gib(share * GIB)}: weights "
         f"{gib(engine['weights'])}, and the KV cache of "
         f"{min(at_once, best.plan.cached or 0)} of {at_once} sequences at full length",
         "rollout.max_num_seqs": f"a step has {step} sequences for {config.rollout.engines} "
         f"engine(s), which sample {at_once} at once",
-        "trainer.share_prompts": search.no_sharing
+        "trainer.share_prompts": search.no_sharing_reason
         or "a prompt is computed once for its completions",
     }
     if not search.compiles:
@@ -120,14 +120,14 @@ def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
             other = min((size for size in tried if size > value), default=None)
         table[knob] = "a larger one is not useful"
         if other is not None:
-            compared = _against(best, search.layout({**values, knob: other}))
+            compared = _compare_costs(best, search.layout({**values, knob: other}))
             table[knob] = f"{yaml_value(other)} {compared}"
     if search.strictness.spare == 1.0 and "trainer.micro_batch_tokens" in table:
         table["trainer.micro_batch_tokens"] += "; it fits by less than the model's error"
     return {knob: table[knob] for knob in search.open_knobs}
 
 
-def _against(best: Layout, other: Layout | None) -> str:
+def _compare_costs(best: Layout, other: Layout | None) -> str:
     if other is None:
         return "does not fit, or not with the other knobs"
     slower = 100 * (other.cost / best.cost - 1)

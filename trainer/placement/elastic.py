@@ -26,7 +26,7 @@ from keel.rl.metrics import Sum
 from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.placement import hardware as hardware_rules
 from keel.trainer.placement.choose import choose, update_choice, yaml_value
-from keel.trainer.placement.hardware import Hardware, Node, allowed, place
+from keel.trainer.placement.hardware import Hardware, Node, limit_nodes, place
 from keel.trainer.placement.layouts import Values, with_values
 from keel.trainer.placement.nodes import cluster_nodes
 from keel.trainer.placement.watchdog import can_connect
@@ -100,10 +100,12 @@ class ElasticLayouts:
             idle = [node.empty() for node in nodes]
             shortage = self._shortage(whole, nodes if elastic and not alone else idle)
         if shortage and alone:
-            smaller, reason = self._fewer(whole, idle) if self._min_ranks else (None, _REMEDY)
+            smaller, reason = (
+                self._find_smaller_config(whole, idle) if self._min_ranks else (None, _REMEDY)
+            )
             if smaller is None:
                 raise ConfigError(f"{shortage}. {reason}")
-            config = self._reduced(smaller, shortage)
+            config = self._announce_smaller_config(smaller, shortage)
         elif shortage:
             config = self._wait(whole, shortage)
         self.lowering.config = config
@@ -130,7 +132,7 @@ class ElasticLayouts:
         while (silent := self._silent()) and self._clock() - began < _SILENT_NODES_S:
             if not warned:
                 warned = True
-                self._tell(
+                self._record_warning(
                     "restart",
                     f"node {', '.join(silent)} does not answer. The run starts once it does, or "
                     "once Ray has given it up, after about 65 s",
@@ -140,7 +142,7 @@ class ElasticLayouts:
     def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
         if self._hardware.gpu:
             try:
-                place(config, allowed(nodes, config.run))
+                place(config, limit_nodes(nodes, config.run))
             except ConfigError as error:
                 return str(error)
             return ""
@@ -162,7 +164,7 @@ class ElasticLayouts:
                 f"After {run.elastic_wait_s:g} s (run.elastic_wait_s) the run continues with the "
                 f"ranks that fit, at least {min_ranks} of {whole.trainer.ranks}"
             )
-        self._tell("restart", f"the run waits for room: {shortage}. {future}")
+        self._record_warning("restart", f"the run waits for room: {shortage}. {future}")
         began, tried = self._clock(), None
         with waiting("waiting for room on the cluster"):
             while (waited_s := self._clock() - began) < timeout_s:
@@ -173,32 +175,34 @@ class ElasticLayouts:
                 late = self._clock() - began >= run.elastic_wait_s
                 if min_ranks and late and nodes != tried:
                     tried = nodes
-                    config, reason = self._fewer(whole, nodes)
+                    config, reason = self._find_smaller_config(whole, nodes)
                     if config is not None:
-                        return self._reduced(config, shortage)
+                        return self._announce_smaller_config(config, shortage)
         raise TimeoutError(
             f"no room after {timeout_s:g} s: {shortage}{reason and '. ' + reason}. "
             f"{RESUME_HINT.capitalize()}"
         )
 
-    def _reduced(self, config: Config, shortage: str) -> Config:
+    def _announce_smaller_config(self, config: Config, shortage: str) -> Config:
         before = self._with_reductions()
         old, new = flatten_config(before), flatten_config(config)
         parts = [
             f"{knob} is now {yaml_value(new[knob])}, not {yaml_value(old[knob])}"
             for knob in diff_configs(before, config)
         ]
-        self._tell(
+        self._record_warning(
             "fewer",
             "the run continues with less until its next start, which uses everything again if it "
             f"fits: {', '.join(parts)} ({shortage})",
         )
         return config
 
-    def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
+    def _find_smaller_config(
+        self, whole: Config, nodes: Sequence[Node]
+    ) -> tuple[Config | None, str]:
         free = [
             replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
-            for node in allowed(nodes, whole.run)
+            for node in limit_nodes(nodes, whole.run)
         ]
         gpus = None
         if self._hardware.gpu:
@@ -224,7 +228,7 @@ class ElasticLayouts:
                 return chosen, ""
         return None, reason
 
-    def _tell(self, kind: str, line: str) -> None:
+    def _record_warning(self, kind: str, line: str) -> None:
         folder = self.lowering.folder
         latest = checkpoint.latest(folder / "checkpoints")
         note(folder, checkpoint.step_of(latest) if latest else 0, kind, line)
@@ -268,7 +272,7 @@ class _RetryableLearner(Protocol):
     @property
     def version(self) -> int: ...
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
-    def lowered(self, config: Config) -> None: ...
+    def apply_config(self, config: Config) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -281,7 +285,7 @@ class OomRecovery:
     fewer: bool = False
     """True if the run has fewer ranks or engines than its recipe asks for (`elastic`)."""
 
-    def after(self, error: OutOfMemory) -> str:
+    def reduce_memory(self, error: OutOfMemory) -> str:
         """Reduce the config's memory use, save the change in the run folder, and return a message
         for the user. Raises `error` if nothing is left to reduce."""
         reduced = _with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
@@ -324,8 +328,8 @@ class RetryOnOom:
             except OutOfMemory as error:
                 if not error.dropped:
                     raise
-                self.say(f"warning: {self.lowering.after(error)}")
-                self.learner.lowered(self.lowering.config)
+                self.say(f"warning: {self.lowering.reduce_memory(error)}")
+                self.learner.apply_config(self.lowering.config)
                 times += 1
         metrics = dict(result.metrics)
         if times:

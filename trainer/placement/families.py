@@ -103,7 +103,7 @@ def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
         )
 
 
-def no_sharing(config: Config, *, architecture: str, head_size: int) -> str:
+def no_sharing_reason(config: Config, *, architecture: str, head_size: int) -> str:
     """Return why training cannot share the prompt of a group, or an empty string if it can.
     `head_size` is 0 for a latent cache."""
     if config.model.batch_invariant:

@@ -270,7 +270,7 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
             if kind.name != ENGINE
         ]
     if available < _gpus(placed):
-        raise _too_small(config, f"needs {_gpus(placed)} GPU(s)", nodes, placed)
+        raise _too_small_error(config, f"needs {_gpus(placed)} GPU(s)", nodes, placed)
     if not only and config.rollout.time_share and not any(kind.guest for kind in placed):
         raise ConfigError(
             "rollout.time_share: engines and trainer have separate GPUs here, so it gains "
@@ -290,7 +290,7 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
             count = min(rooms[index], missing)
             if not count:
                 what = f"needs room on one node for each {kind.name} of {kind.gpus} GPU(s)"
-                raise _too_small(config, what, nodes, placed)
+                raise _too_small_error(config, what, nodes, placed)
             assigned[index] += [(kind, done + i) for i in range(count)]
             node = remaining[index]
             remaining[index] = replace(
@@ -318,7 +318,7 @@ def _gpus(kinds: Sequence[_Kind]) -> int:
 _NAMED_NODES = 8
 
 
-def _too_small(
+def _too_small_error(
     config: Config, what: str, nodes: Sequence[Node], placed: Sequence[_Kind]
 ) -> ConfigError:
     run = config.run
@@ -340,7 +340,7 @@ def idle_nodes(count: int, gpus: int) -> list[Node]:
     ]
 
 
-def allowed(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
+def limit_nodes(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
     """Limit nodes and GPUs to those that `run.nodes` and `run.gpus_per_node` let the run use."""
     limit = run.gpus_per_node
     if not limit:

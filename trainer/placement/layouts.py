@@ -19,7 +19,7 @@ from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfi
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.rl.packing.prefix_sharing import prefix_group_size
-from keel.trainer.placement.families import no_sharing
+from keel.trainer.placement.families import no_sharing_reason
 from keel.trainer.placement.hardware import Hardware, Placement, place
 from keel.trainer.placement.memory import (
     ENGINE_BEYOND_GIB,
@@ -77,17 +77,19 @@ def with_values(config: Config, values: Values) -> Config:
     rollout = tuple(item for item in values.items() if item[0].startswith("rollout."))
     trainer = tuple(item for item in values.items() if item[0].startswith("trainer."))
     return replace(
-        config, rollout=_changed(config.rollout, rollout), trainer=_changed(config.trainer, trainer)
+        config,
+        rollout=_replace_knobs(config.rollout, rollout),
+        trainer=_replace_knobs(config.trainer, trainer),
     )
 
 
 @lru_cache(maxsize=4096)  # a search combines a few hundred sections in tens of thousands of ways
-def _changed(section: _Section, values: tuple[tuple[str, Any], ...]) -> _Section:
+def _replace_knobs(section: _Section, values: tuple[tuple[str, Any], ...]) -> _Section:
     local = {knob.partition(".")[2]: value for knob, value in values}
     return replace(section, **local) if local else section
 
 
-def _unique(values: Iterable[Mapping[str, Any]]) -> list[Values]:
+def _drop_duplicates(values: Iterable[Mapping[str, Any]]) -> list[Values]:
     return [dict(items) for items in dict.fromkeys(tuple(each.items()) for each in values)]
 
 
@@ -171,7 +173,7 @@ class LayoutSearch:
                 seats.append((ranks, ranks, gpus > 1 or config.rewards.judge.gpus > 0))
             if (is_open or not config.rollout.colocated) and gpus > 1:
                 seats.append((ranks, max(1, (gpus - ranks) // width), False))
-        return _unique(self._open(dict(zip(_SEATS, each, strict=False))) for each in seats)
+        return _drop_duplicates(self._open(dict(zip(_SEATS, each, strict=False))) for each in seats)
 
     def _rank_counts(self) -> list[int]:
         """Return the numbers of ranks to try, largest first: all GPUs, multiples of a sixteenth of
@@ -245,14 +247,16 @@ class LayoutSearch:
                     yield [{**way, **size} for size in sizes]
 
     @property
-    def no_sharing(self) -> str:
+    def no_sharing_reason(self) -> str:
         facts = self._facts
-        return no_sharing(self.config, architecture=facts.architecture, head_size=facts.head_size)
+        return no_sharing_reason(
+            self.config, architecture=facts.architecture, head_size=facts.head_size
+        )
 
     @property
     def _sharing(self) -> Values:
         """Prompt sharing, turned on if possible. Packing uses it only where it saves time."""
-        return self._open({"trainer.share_prompts": not self.no_sharing})
+        return self._open({"trainer.share_prompts": not self.no_sharing_reason})
 
     @property
     def compiles(self) -> bool:
@@ -284,7 +288,7 @@ class LayoutSearch:
                 stages = {"float32": (0,), "bfloat16": (1,), "float16": (1, 2)}[model.dtype]
             pairs += [(away, max(stage, int(away))) for stage in stages]
         sharded = not (model.batch_invariant or model.lora.enabled) or zero not in self.open_knobs
-        return _unique(
+        return _drop_duplicates(
             self._open({zero: s, offload: away}) for away, s in pairs if s < 3 or sharded
         )
 
@@ -323,14 +327,14 @@ class LayoutSearch:
 
     def best(self) -> Layout | None:
         for self.strictness in _STRICTNESSES:
-            self.candidates = [*self.fitting()]
+            self.candidates = [*self.iterate_fitting()]
             if self.candidates:
                 fastest = min(layout.cost for layout in self.candidates)
                 tied = [layout for layout in self.candidates if layout.cost <= TIE * fastest]
                 return min(tied, key=lambda layout: layout.rank)
         return None
 
-    def fitting(self) -> Iterator[Layout]:
+    def iterate_fitting(self) -> Iterator[Layout]:
         """Yield the layouts that fit, skipping those that cannot be the best."""
         fastest = math.inf
         for seats in self.placements:
@@ -352,7 +356,7 @@ class LayoutSearch:
         """Yield the layouts that fit, until an engine's cache holds all sequences without
         time-sharing."""
         for turns in self.turns:
-            if self._placed({**values, **turns}) is None:
+            if self._try_placement({**values, **turns}) is None:
                 continue
             for sampling in self.sampling(values, fewer=self.strictness.fewer):
                 if layout := self.layout({**values, **turns, **sampling}):
@@ -388,7 +392,7 @@ class LayoutSearch:
         ways = [with_values(self.config, turns) for turns in self.turns]
         return self._samples and any(offloads(way, shared=True) for way in ways)
 
-    def _placed(self, values: Values) -> Placement | None:
+    def _try_placement(self, values: Values) -> Placement | None:
         seats = tuple(values.get(knob) for knob in _SEATS)
         if seats not in self._placements:
             try:
@@ -403,7 +407,7 @@ class LayoutSearch:
 
     def layout(self, values: Values) -> Layout | None:
         """Return the layout with these values, or None if it does not fit."""
-        placement = self._placed(values)
+        placement = self._try_placement(values)
         if placement is None:
             return None
         shared = placement.shared
@@ -414,7 +418,7 @@ class LayoutSearch:
             if self.strictness.spare * needed > self._free_gib * GIB:
                 return None
             if self._samples:
-                share = self._share(config, rank, shared=shared)
+                share = self._choose_engine_fraction(config, rank, shared=shared)
                 if share is None:
                     return None
                 config = with_values(config, share)
@@ -437,7 +441,9 @@ class LayoutSearch:
             return rest + max(time.rollout, training)
         return rest + time.rollout + training
 
-    def _share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
+    def _choose_engine_fraction(
+        self, config: Config, rank: Memory, *, shared: bool
+    ) -> Values | None:
         """Choose the fraction of a GPU that an engine gets, or return None if it does not fit."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         most = min(self._free_gib, self.strictness.max_share * size)
@@ -456,7 +462,7 @@ class LayoutSearch:
         hundredths = min(required, math.floor(100 * most / size + 1e-9))
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
-    def refusal(self) -> ConfigError:
+    def explain_misfit(self) -> ConfigError:
         """Explain why even the layout with the lowest memory use does not fit."""
         ways = [
             {**seats, **sizes[-1], **turns, **self.sampling(seats, fewer=True)[-1]}
@@ -464,7 +470,9 @@ class LayoutSearch:
             for sizes in self.learning(seats.get("trainer.ranks", self.config.trainer.ranks))
             for turns in self.turns
         ]
-        placed = [with_values(self.config, way) for way in ways if self._placed(way) is not None]
+        placed = [
+            with_values(self.config, way) for way in ways if self._try_placement(way) is not None
+        ]
         knob, config = "rollout.gpu_memory_utilization", self.config
         if placed:
             memory = [trainer_memory(each, self._facts, gpu=True) for each in placed]

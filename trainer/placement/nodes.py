@@ -50,19 +50,19 @@ from keel.trainer.placement.hardware import (
     Node,
     Placement,
     Seat,
-    allowed,
     idle_nodes,
+    limit_nodes,
     place,
 )
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.processes import RAY_PROCESSES, available_cores, has_exited, kill
 from keel.trainer.placement.ray_internals import (
     free_by_node,
-    killing_own_processes,
-    on_loopback,
+    kill_own_processes_on_shutdown,
+    listen_on_loopback,
     own_processes,
     silence_ray,
-    without_unused_processes,
+    skip_unused_processes,
 )
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import signals_blocked, signals_deferred
@@ -114,7 +114,7 @@ def start_ray() -> None:
         try:
             # Ray's processes survive a signal to the whole job, and exit with the thread that
             # started them.
-            with signals_blocked(), on_loopback(), without_unused_processes():
+            with signals_blocked(), listen_on_loopback(), skip_unused_processes():
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -164,7 +164,7 @@ def stop_ray() -> None:
         for kind, pids in own_processes().items():
             if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
                 mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
-        with killing_own_processes():
+        with kill_own_processes_on_shutdown():
             shut_down(ray.shutdown, _STOP_S, "end")
         if lost_reason():
             atexit.unregister(ray.shutdown)
@@ -239,7 +239,7 @@ def detect_hardware(config: Config) -> Hardware:
     if not (detected or run.device == "gpu"):
         return Hardware(gpu=False)
     whole, address = gpu_gib(), os.environ.get("RAY_ADDRESS")
-    nodes = allowed(_detect_nodes(), run)
+    nodes = limit_nodes(_detect_nodes(), run)
     size = min(run.gpu_gib or whole, whole or run.gpu_gib)
     if address and len(nodes) > 1:  # other nodes may have other GPUs
         size = run.gpu_gib or whole
@@ -338,7 +338,7 @@ class Reservation:
             "num_cpus": 1,
             "num_gpus": SHARED_GPU if owner.shared else owner.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=_owners(self.placement).index(owner)
+                self.group, placement_group_bundle_index=_gpu_owners(self.placement).index(owner)
             ),
         }
 
@@ -348,20 +348,22 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
     """Reserve the GPUs for a run until this process exits, or only those for the actors of kind
     `only`. Raises ConfigError if the cluster is too small even when idle, and TimeoutError if other
     users do not free enough GPUs in time."""
-    place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
+    place(config, [node.empty() for node in limit_nodes(cluster_nodes(), config.run)], only=only)
     end = time.monotonic() + timeout_s
     while True:
         reason = "Ray did not grant GPUs that looked free"
         try:
-            placement = place(config, allowed(cluster_nodes(), config.run), only=only)
+            placement = place(config, limit_nodes(cluster_nodes(), config.run), only=only)
         except ConfigError as error:
             reason = str(error)
         else:
-            group = bounded(partial(_group, placement), CALL_S, "take a reservation")
+            group = bounded(
+                partial(_create_placement_group, placement), CALL_S, "take a reservation"
+            )
             grant_s = max(0.0, min(_GRANT_S, end - time.monotonic()))
             if bounded(partial(group.wait, grant_s), CALL_S, "report reservations"):
                 break
-            _release(group)
+            _remove_placement_group(group)
         if time.monotonic() + _POLL_S >= end:
             raise TimeoutError(
                 f"no free GPUs after {timeout_s:g} s (run.startup_timeout_s): {reason}"
@@ -370,12 +372,12 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
     try:
         yield Reservation(placement=placement, group=group)
     finally:
-        _release(group)
+        _remove_placement_group(group)
 
 
-def _group(placement: Placement) -> PlacementGroup:
+def _create_placement_group(placement: Placement) -> PlacementGroup:
     """Create a placement group with one bundle per actor that owns GPUs, on the actor's node."""
-    owners = _owners(placement)
+    owners = _gpu_owners(placement)
     return placement_group(
         [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],
         strategy="PACK",
@@ -383,11 +385,11 @@ def _group(placement: Placement) -> PlacementGroup:
     )
 
 
-def _release(group: PlacementGroup) -> None:
+def _remove_placement_group(group: PlacementGroup) -> None:
     attempt(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
 
 
-def _owners(placement: Placement) -> list[Seat]:
+def _gpu_owners(placement: Placement) -> list[Seat]:
     return [seat for seat in placement.seats if placement.owner(seat.kind, seat.index) is seat]
 
 

@@ -227,9 +227,11 @@ class HangDetector:
         kill(processes)
 
     def _refresh_actors(self) -> list[_ProcessHealth]:
-        self._children = _alive(self._children, _children(self._raylet))
+        self._children = _update_processes(self._children, _children(self._raylet))
         for health in self._children.values():
-            health.actor = health.actor or process_name(_mark(health.process), self._start)
+            health.actor = health.actor or process_name(
+                _read_process_name(health.process), self._start
+            )
         return [health for health in self._children.values() if health.actor]
 
     def _poll_ray(
@@ -244,14 +246,16 @@ class HangDetector:
         return f"{subject} is gone"
 
     def _poll_actor(self, actor: _ProcessHealth, elapsed_s: float, messages: list[str]) -> None:
-        actor.descendants = _alive(actor.descendants, descendants(actor.process.pid))
+        actor.descendants = _update_processes(actor.descendants, descendants(actor.process.pid))
         subject = f"{actor.actor} (process {actor.process.pid} on {self._host})"
         tree, hang = [actor, *actor.descendants.values()], ""
         for health in tree:
             part = "" if health is actor else f" waits for its process {health.process.pid}, which"
             with suppress(*_EXITED):
                 health.poll(elapsed_s, wakes=health is actor)
-                if health.stopped_s and not process_name(_mark(health.process), self._start):
+                if health.stopped_s and not process_name(
+                    _read_process_name(health.process), self._start
+                ):
                     health.stopped_s = 0.0  # of an environment, or of a run inside this run
                 found = health.check(subject + part, self._timeout_s, "it is killed", messages)
                 hang = hang or found
@@ -261,7 +265,9 @@ class HangDetector:
                 health.stopped_s = health.idle_s = 0.0
 
 
-def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int, _ProcessHealth]:
+def _update_processes(
+    known: Mapping[int, _ProcessHealth], pids: Iterable[int]
+) -> dict[int, _ProcessHealth]:
     """Merge `known` and `pids`, from which the kernel may have omitted some, and drop exited
     processes."""
     processes = dict(known)
@@ -272,7 +278,7 @@ def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int
     return {pid: health for pid, health in processes.items() if not has_exited(health.process)}
 
 
-def _mark(process: psutil.Process) -> str:
+def _read_process_name(process: psutil.Process) -> str:
     """Read the environment variable that names a process's actor and owner. Ray sets it shortly
     after the process starts."""
     with suppress(psutil.Error, OSError):

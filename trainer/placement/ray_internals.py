@@ -62,7 +62,7 @@ def own_processes() -> dict[str, list[int]]:
 
 
 @contextmanager
-def killing_own_processes() -> Iterator[None]:
+def kill_own_processes_on_shutdown() -> Iterator[None]:
     """Make `ray.shutdown` kill the processes of a cluster started here, with their descendants. Ray
     would first ask each process to exit, which takes a second because they ignore SIGTERM. They are
     also killed at exit if `ray.shutdown` was never called."""
@@ -85,7 +85,7 @@ def killing_own_processes() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+def _replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -97,13 +97,15 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def on_loopback() -> Iterator[None]:
+def listen_on_loopback() -> Iterator[None]:
     """Make new clusters listen only on the loopback interface."""
     variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.pop(variable, None)
     os.environ[variable] = "0"  # for subprocesses
     try:
-        with _replaced(import_module("ray._private.ray_constants"), ENABLE_RAY_CLUSTER=False):
+        with _replace_attributes(
+            import_module("ray._private.ray_constants"), ENABLE_RAY_CLUSTER=False
+        ):
             yield
     finally:
         del os.environ[variable]
@@ -112,7 +114,7 @@ def on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def without_unused_processes() -> Iterator[None]:
+def skip_unused_processes() -> Iterator[None]:
     """Start clusters without four Python processes that a run does not need and that take a tenth
     of the CPU time of a small run."""
     services: Any = import_module("ray._private.services")
@@ -120,14 +122,17 @@ def without_unused_processes() -> Iterator[None]:
     start: Callable[..., Any] = services.start_ray_process
 
     def start_light(command: Sequence[str], *rest: Any, **named: Any) -> Any:
-        return start(_without_agents(command), *rest, **named)
+        return start(_replace_agents(command), *rest, **named)
 
     nothing = dict.fromkeys(_UNUSED, lambda *_, **__: None)
-    with _replaced(node, **nothing), _replaced(services, start_ray_process=start_light):
+    with (
+        _replace_attributes(node, **nothing),
+        _replace_attributes(services, start_ray_process=start_light),
+    ):
         yield
 
 
-def _without_agents(command: Sequence[str]) -> list[str]:
+def _replace_agents(command: Sequence[str]) -> list[str]:
     """Rewrite the raylet's command line. The dashboard agent becomes a stub, and the agent for
     runtime environments exits together with its raylet instead of a minute later."""
     options = {name: value for name, _, value in (word.partition("=") for word in command)}

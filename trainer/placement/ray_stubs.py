@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 _PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 
 
-def _agent(session: str, node: str) -> None:
+def _run_agent(session: str, node: str) -> None:
     raylet = os.getppid()
     for port in _PORTS:
         path = os.path.join(session, f"{port}_{node}")
@@ -26,7 +26,7 @@ def _agent(session: str, node: str) -> None:
         time.sleep(1.0)
 
 
-def _bound(*command: str) -> None:
+def _run_bound(*command: str) -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == parent:  # it has not exited meanwhile
@@ -34,4 +34,4 @@ def _bound(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    {"agent": _agent, "bound": _bound}[sys.argv[1]](*sys.argv[2:])
+    {"agent": _run_agent, "bound": _run_bound}[sys.argv[1]](*sys.argv[2:])

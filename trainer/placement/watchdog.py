@@ -247,7 +247,7 @@ class _ClusterMonitor:
             self._since_query_s = self._gcs_silent_s = elapsed_s = 0.0
             self._gcs_warned, self._query = False, Future()
             # May hang if the GCS does.
-            threading.Thread(target=_resolve, args=(self._query,), daemon=True).start()
+            threading.Thread(target=_query_alive_nodes, args=(self._query,), daemon=True).start()
         wait([self._query], _GCS_ANSWER_S)
         if not self._query.done():
             self._gcs_silent_s += elapsed_s
@@ -278,7 +278,7 @@ def _alive_nodes() -> Mapping[str, str]:
     return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
 
 
-def _resolve(query: Future[Mapping[str, str]]) -> None:
+def _query_alive_nodes(query: Future[Mapping[str, str]]) -> None:
     try:
         query.set_result(_alive_nodes())
     except Exception as error:  # raised by `result`

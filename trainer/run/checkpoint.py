@@ -43,7 +43,7 @@ class State:
     cursor: Mapping[str, Any] = field(default_factory=dict)
     """Position in the data stream, as JSON values."""
     config: str  # digest of the run's config (`config_digest`)
-    model: str = ""  # fingerprint of the run's initial model (`keel.trainer.run.manifest.base_of`)
+    model: str = ""  # fingerprint of the run's initial model (`manifest.fingerprint_base`)
     tokenizer: str = ""  # digest of the tokenizer (`keel.model.load.digest_of_tokenizer`)
 
 

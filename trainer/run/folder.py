@@ -33,7 +33,7 @@ from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import EVENTS, metric_lines
 from keel.trainer.run.manifest import (
     Entry,
-    base_of,
+    fingerprint_base,
     join_problems,
     sync,
     sync_folder,
@@ -59,7 +59,7 @@ class RunFolder:
         self.rewards = self.path / "rewards"  # folder for the output of reward functions
         self.set_aside: Path | None = None
         """Folder to which the files of an earlier run without a checkpoint were moved."""
-        self.base, self.tokenizer = base_of(config), tokenizer
+        self.base, self.tokenizer = fingerprint_base(config), tokenizer
         self._config = config
         self._checkpoints, self._metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
         self._warnings: list[str] = []
@@ -129,7 +129,7 @@ class RunFolder:
                 f"holds {newest.name}, and run.resume is never. Choose another folder, or set "
                 "run.resume=auto"
             )
-        latest, damaged = self._verified()
+        latest, damaged = self._find_newest_intact()
         if latest is None:
             lines = [f"\n  {path.name}: {join_problems(p)}" for path, p in damaged.items()]
             raise self._error(
@@ -164,15 +164,15 @@ class RunFolder:
         """Rename damaged checkpoints, or all files of a run without a checkpoint."""
         newest = checkpoint.latest(self._checkpoints)
         self._last_step = checkpoint.step_of(newest) if newest else 0
-        latest, damaged = self._verified()
+        latest, damaged = self._find_newest_intact()
         if latest is None and self._metrics.exists():
-            self.set_aside = _unused(self.path / "before", 1)
+            self.set_aside = _unused_path(self.path / "before", 1)
             self.set_aside.mkdir()
             for name in _WRITTEN:
                 if (self.path / name).exists():
                     (self.path / name).rename(self.set_aside / name)
         for path, problems in damaged.items():
-            aside = _unused(path.with_name(f"damaged_{path.name}"))
+            aside = _unused_path(path.with_name(f"damaged_{path.name}"))
             path.rename(aside)
             self._warnings.append(
                 f"{path} is damaged ({join_problems(problems)}). It is kept as {aside.name}, and "
@@ -181,9 +181,9 @@ class RunFolder:
 
     @property
     def latest(self) -> Path | None:
-        return self._verified()[0]
+        return self._find_newest_intact()[0]
 
-    def _verified(self) -> tuple[Path | None, dict[Path, list[str]]]:
+    def _find_newest_intact(self) -> tuple[Path | None, dict[Path, list[str]]]:
         """Return the newest intact checkpoint, and the problems of newer ones, newest first."""
         damaged: dict[Path, list[str]] = {}
         for path in reversed(checkpoint.finished(self._checkpoints)):
@@ -220,7 +220,7 @@ class RunFolder:
 
     def warnings(self) -> list[str]:
         """Return warnings about checkpoints and metrics. Call `check` or enter the folder first."""
-        latest, damaged = self._verified()
+        latest, damaged = self._find_newest_intact()
         lines = [f"{path} is damaged ({join_problems(p)})" for path, p in damaged.items()]
         if damaged and latest:
             lines.append(f"the run resumes from {latest.name}, the newest intact checkpoint")
@@ -235,7 +235,7 @@ class RunFolder:
 
     def begin(self, step: int) -> None:
         if self.model.exists():
-            self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
+            self.model.rename(_unused_path(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
         """Export the model atomically. `write` returns the manifest entries of the files it has
@@ -298,7 +298,7 @@ class RunFolder:
         return saved
 
 
-def _unused(path: Path, number: int = 0) -> Path:
+def _unused_path(path: Path, number: int = 0) -> Path:
     """Return `path`, or the first of `path_2`, `path_3` … that does not exist."""
     candidate = path.with_name(f"{path.name}_{number}") if number else path
-    return _unused(path, max(2, number + 1)) if candidate.exists() else candidate
+    return _unused_path(path, max(2, number + 1)) if candidate.exists() else candidate

@@ -64,7 +64,7 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:12] if files else ""
 
 
-def base_of(config: Config) -> str:
+def fingerprint_base(config: Config) -> str:
     """Return the fingerprint of the initial model, or "" if it is not a local folder."""
     folder = Path(config.model.path).expanduser()
     return fingerprint(folder) if config.model.path != TINY_MODEL and folder.is_dir() else ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from keel.trainer.run.signals import outliving
+from keel.trainer.run.signals import keep_writable
 
 _FIRST_LINE_S, _LINE_EVERY_S, _POLL_S = 1.0, 30.0, 0.2
 _MIN_COUNTED_S = 2.0  # the remaining time is estimated only after this many seconds
@@ -39,22 +39,22 @@ class Wait:
         """Format the progress, such as `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""
         if self.measure is not None:
             self.measure(self)
-        spent = duration(self.seconds)
+        spent = format_duration(self.seconds)
         if self.before < self.done < self.total and self.seconds >= _MIN_COUNTED_S:
             remaining = self.seconds / (self.done - self.before) * (self.total - self.done)
-            spent += f", about {duration(remaining)} left"
-        counted = amount(self.done, self.total, self.unit) if self.total else ""
+            spent += f", about {format_duration(remaining)} left"
+        counted = format_amount(self.done, self.total, self.unit) if self.total else ""
         return " · ".join(filter(None, [self.what, counted, self.note, spent]))
 
 
-def amount(done: float, total: float, unit: str) -> str:
+def format_amount(done: float, total: float, unit: str) -> str:
     """Format progress, such as `3 of 8 prompts`. Bytes are shown in GB (1e9 bytes)."""
     if unit == "bytes":
         return f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
     return f"{done:,.0f} of {total:,.0f} {unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration as `45 s`, `12 min` or `3 h 05 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -134,7 +134,7 @@ class _Display:
             spinner.update(text=Text(line, no_wrap=True, overflow="ellipsis"))
             return spinner
 
-        console = Console(file=outliving(sys.stdout))
+        console = Console(file=keep_writable(sys.stdout))
         live = Live(console=console, get_renderable=draw, refresh_per_second=5, transient=True)
         live.start()
         return live

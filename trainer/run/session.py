@@ -21,7 +21,7 @@ from keel.trainer.run.journal import CostRates, Journal, note
 from keel.trainer.run.manifest import check_exported
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import OutOfMemory, Restarts, WorkerLost
-from keel.trainer.run.signals import preempted, print_line, stop_requested
+from keel.trainer.run.signals import preemption_signal, print_line, stop_requested
 from keel.trainer.run.trackers import check_trackers, open_trackers
 from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import View, open_view
@@ -125,7 +125,7 @@ def _attempt(
             with open_view(str(folder.path), steps) as view:
                 reached = drive(system, folder, view, start)
         except SaveError as error:
-            if error.final and not preempted():
+            if error.final and not preemption_signal():
                 # The exported model is much smaller than a checkpoint, so it may still fit.
                 try:
                     folder.export(system.learner.export)
@@ -133,7 +133,7 @@ def _attempt(
                 except (OSError, RuntimeError) as failure:
                     error.add_note(f"The trained model cannot be exported either: {failure}")
             raise
-    if reached >= steps and not preempted():
+    if reached >= steps and not preemption_signal():
         with waiting("exporting the model"):
             folder.export(system.learner.export)
     return reached
@@ -150,7 +150,7 @@ def _count_restart(raised: WorkerLost | RayError, restarts: Restarts) -> WorkerL
         error.__cause__ = raised
     else:
         raise raised
-    if preempted() or stop_requested():
+    if preemption_signal() or stop_requested():
         raise error
     restarts.count(error)
     return error
@@ -235,7 +235,7 @@ def _closing_summary(
         change = f", {after:.3f} at step {last} ({after - before:+.3f})" if last > first else ""
         lines.append(f"held-out {name}: {before:.3f} at step {first}{change}")
     program = "keel" if Path(sys.argv[0]).name != "keel" or which("keel") else sys.argv[0]
-    if reached < steps or preempted():  # a preempted run is exported when it resumes
+    if reached < steps or preemption_signal():  # a preempted run is exported when it resumes
         resume = resume_command or shlex.join([program, *command])
         where = f"after step {reached} of {steps}" if reached else "before step 1"
         lines.append(f"stopped {where}; to resume: {resume}")

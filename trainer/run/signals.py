@@ -122,7 +122,7 @@ def fix_exit_status(status: int) -> None:
             signal.signal(number, leave)
 
 
-def preempted() -> str:
+def preemption_signal() -> str:
     """Return the name of the preemption signal that is ending this command, or "". Call this
     instead of catching `Preempted`, which Ray can turn into a plain KeyboardInterrupt."""
     return f"{_STATE.preempted.name}{_STATE.overdue}" if _STATE.preempted else ""
@@ -245,7 +245,7 @@ class _OutlivingStream:
         return getattr(self._stream, name)
 
 
-def outliving(stream: TextIO | None) -> TextIO:
+def keep_writable(stream: TextIO | None) -> TextIO:
     """Wrap a stream so that writing to it still works after its reader is gone. `stream` is None if
     the stream is closed (`>&-`)."""
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
@@ -253,4 +253,4 @@ def outliving(stream: TextIO | None) -> TextIO:
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
     with suppress(OSError):
-        print(text, file=outliving(stream or sys.stdout), flush=True)
+        print(text, file=keep_writable(stream or sys.stdout), flush=True)

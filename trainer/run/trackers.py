@@ -26,7 +26,7 @@ import psutil
 
 from keel.configs.diff import flatten_config
 from keel.configs.schema import Config, ConfigError
-from keel.trainer.run.signals import preempted, signals_blocked
+from keel.trainer.run.signals import preemption_signal, signals_blocked
 
 if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
     from keel.trainer.run.journal import Journal
@@ -322,7 +322,7 @@ class TrackerThread:
                     self._say(f"{self.name} has caught up with the run")
             except (Exception, SystemExit) as error:  # packages may raise anything
                 self._not_before = time.monotonic() + self._retry_s
-                text = " ".join(_without_secrets(f"{type(error).__name__}: {error}").split())
+                text = " ".join(_redact_secrets(f"{type(error).__name__}: {error}").split())
                 self._warn(f"failed ({text})")
             self._busy_since = 0.0
             if end is not None:
@@ -334,7 +334,7 @@ class TrackerThread:
             run, location = tracker.open(self._folder.resolve(), self._sent["id"], self._knobs)
             self._opened = True
             self._progressed(id=run)
-            self._say(f"{self.name}: {_without_secrets(location)}")
+            self._say(f"{self.name}: {_redact_secrets(location)}")
         for line in self._unread(self._metrics):
             step, at = line.pop("step"), line.pop("time")
             # An evaluation that was made after a resume is a second line for its step.
@@ -425,7 +425,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
         completed = journal.step >= config.run.steps
         end: RunEnd = "failed" if failed else "finished" if completed else "stopped"
         journal.begin(f"sending the rest to {', '.join(names)}")
-        hurry = preempted() or (kind is not None and not failed)  # such as a second Ctrl-C
+        hurry = preemption_signal() or (kind is not None and not failed)  # such as a second Ctrl-C
         trackers.close(end, journal.step, _HURRY_S if hurry else _CLOSE_S)
 
     stack.push(close)
@@ -446,7 +446,7 @@ def _plain_knobs(config: Config) -> dict[str, Any]:
     }
 
 
-def _without_secrets(text: str) -> str:
+def _redact_secrets(text: str) -> str:
     """Remove the values of secret environment variables and passwords in URLs from a text."""
     for name, value in os.environ.items():
         if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8:

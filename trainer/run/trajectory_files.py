@@ -69,7 +69,7 @@ def _select_tokens(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Place]
     chosen = {(id(group), index) for group, index in text}
     siblings = [
         (group, index)
-        for group in _unique(text)
+        for group in _distinct_groups(text)
         for index in range(len(group.group.trajectories))
         if (id(group), index) not in chosen
     ]
@@ -92,7 +92,7 @@ def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place
     return chosen[:count]
 
 
-def _unique(places: Sequence[Place]) -> list[ScoredGroup]:
+def _distinct_groups(places: Sequence[Place]) -> list[ScoredGroup]:
     return list({id(group): group for group, _ in places}.values())
 
 
@@ -160,7 +160,7 @@ class TokenFile:
         text = {(id(group), index) for group, index in chosen}
         lines = [
             json.dumps(_group_record(group, text, contexts, self._answer), default=str)
-            for group in _unique(chosen)
+            for group in _distinct_groups(chosen)
         ]
         partial = path.with_suffix(".tmp")
         data = "".join(line + "\n" for line in lines).encode()
@@ -179,11 +179,14 @@ class TokenFile:
                 runs.append(self._texts.text(ids[here]))
                 continue
             logp = segment.logp_old_T[here]
-            run: dict[str, Any] = {"text": self._texts.texts(ids[here]), "logp": _rounded(logp, 4)}
+            run: dict[str, Any] = {
+                "text": self._texts.texts(ids[here]),
+                "logp": _round_values(logp, 4),
+            }
             if seen is not None:
                 log_ratio = np.clip(seen.logp_T[here] - logp, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-                run["ratio"] = _rounded(np.exp(log_ratio), 5)
-                run["overlap"] = _rounded(seen.overlap_T[here], 3)
+                run["ratio"] = _round_values(np.exp(log_ratio), 5)
+                run["overlap"] = _round_values(seen.overlap_T[here], 3)
             if segment.sampling_mask is not None:
                 run["kept"] = segment.sampling_mask.sizes()[here].tolist()
             run["version"] = segment.version_T[here].tolist()
@@ -191,7 +194,7 @@ class TokenFile:
         return runs
 
 
-def _rounded(values: NDArray[Any], digits: int) -> list[float | None]:
+def _round_values(values: NDArray[Any], digits: int) -> list[float | None]:
     rounded = [round(v, digits) if math.isfinite(v) else None for v in values.tolist()]
     return rounded if any(value is not None for value in rounded) else []
 

@@ -13,8 +13,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from keel.trainer.run.progress import DISPLAY, Wait, duration
-from keel.trainer.run.signals import outliving, print_line
+from keel.trainer.run.progress import DISPLAY, Wait, format_duration
+from keel.trainer.run.signals import keep_writable, print_line
 
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -67,7 +67,7 @@ class View:
         self._wait.unit, self._wait.done, self._wait.total = unit, done, total
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
-        line = [f"step {step}/{self._steps}", *_troubles(numbers)]
+        line = [f"step {step}/{self._steps}", *_list_problems(numbers)]
         line += [f"{name} {value:.3f}" for name, value in _held_out(numbers).items()]
         line += [f"{label} {f.format(numbers[key])}" for label, key, f in _LINE if key in numbers]
         line += [f"{numbers['time/step']:.1f} s"] if "time/step" in numbers else []
@@ -81,7 +81,7 @@ class View:
         now = time.monotonic()
         first, began = self._first = self._first or (step, now)
         left = (now - began) / max(step - first, 1) * (self._steps - step)
-        return f"{duration(left)} left" if left else ""
+        return f"{format_duration(left)} left" if left else ""
 
     def __enter__(self) -> Self:
         return self
@@ -99,7 +99,7 @@ class _LiveView(View):
         self._numbers: dict[str, float] = {}
         self._rewards: list[float] = []
         self._evals: dict[str, list[tuple[int, float]]] = {}
-        self._console = console or Console(file=outliving(sys.stdout))
+        self._console = console or Console(file=keep_writable(sys.stdout))
         self._live = Live(console=self._console, get_renderable=self._draw, refresh_per_second=4)
 
     def begin(self, activity: str) -> None:
@@ -149,7 +149,7 @@ class _LiveView(View):
         for label, key, form in _SHOWN:
             if key in self._numbers:
                 table.add_row(label, form.format(self._numbers[key]))
-        for trouble in _troubles(self._numbers):
+        for trouble in _list_problems(self._numbers):
             table.add_row(Text(trouble, style="bold yellow"))
         return table
 
@@ -183,7 +183,7 @@ def _held_out(numbers: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _troubles(numbers: Mapping[str, float]) -> list[str]:
+def _list_problems(numbers: Mapping[str, float]) -> list[str]:
     notes: list[str] = []
     if (share := numbers.get("reward/error", 0.0)) > 0:
         notes.append(f"reward errors {share:.1%}")

@@ -35,7 +35,7 @@ from keel.trainer.placement.families import (
     check_engine_heads,
     check_model_type,
     check_trainer,
-    no_sharing,
+    no_sharing_reason,
     stale_mask_warning,
 )
 from keel.trainer.placement.hardware import GpuSpec
@@ -191,6 +191,6 @@ def test_hybrid_models_share_no_prompts() -> None:
     facts = facts_of(config)
     assert facts.linear_layers == 6 and not facts.full_attention
     recipe = load_config("quickstart", ["trainer.share_prompts=true"])
-    assert "state" in no_sharing(recipe, architecture=facts.architecture, head_size=256)
+    assert "state" in no_sharing_reason(recipe, architecture=facts.architecture, head_size=256)
     with pytest.raises(ConfigError, match="share_prompts = true: the linear attention"):
         check_trainer(recipe, facts, GpuSpec(), gpu=False)

@@ -37,7 +37,7 @@ from keel.trainer.placement.hardware import (
     RANK,
     Node,
     Placement,
-    allowed,
+    limit_nodes,
     place,
 )
 from keel.trainer.placement.nodes import (
@@ -129,18 +129,18 @@ def test_recipe_limits_nodes_and_gpus() -> None:
     run = RunConfig(gpus_per_node=2, nodes=2)
     few, many, busy = empty_nodes(1, 8, 8)
     busy = replace(busy, free_gpus=1)
-    kept = allowed([few, many, busy], run)
+    kept = limit_nodes([few, many, busy], run)
     assert [(n.name, n.gpus, n.free_gpus, n.in_use) for n in kept] == [
         ("n1", 2, 2, False),
         ("n0", 1, 1, False),
     ]
-    assert allowed([few, many, busy], RunConfig()) == [few, many, busy]
+    assert limit_nodes([few, many, busy], RunConfig()) == [few, many, busy]
     # A run limited to one GPU shares it, even if the machine has more.
     one = RunConfig(gpus_per_node=1)
     recipe = replace(sized(), run=one)
-    assert place(recipe, allowed([many], one)).shared
+    assert place(recipe, limit_nodes([many], one)).shared
     with pytest.raises(ConfigError, match=r"run\.gpus_per_node = 1"):
-        place(replace(recipe, trainer=TrainerConfig(ranks=2)), allowed([many], one))
+        place(replace(recipe, trainer=TrainerConfig(ranks=2)), limit_nodes([many], one))
 
 
 @pytest.fixture(autouse=True)

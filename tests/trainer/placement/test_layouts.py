@@ -90,7 +90,7 @@ def test_search_is_as_good_as_exhaustive(shape: str, gpus: int, gib: float, conf
     best = search.best()
     assert best is not None
     layouts = exhaustive(search)
-    assert len(layouts) >= len([*search.fitting()])
+    assert len(layouts) >= len([*search.iterate_fitting()])
     assert best.cost <= TIE * min(layout.cost for layout in layouts)
 
 
@@ -323,7 +323,7 @@ def test_returning_node_is_used_again(tmp_path: Path) -> None:
     back_s = 200.0
     assert layouts.next().trainer.ranks == 2
     tokens = layouts.whole.trainer.micro_batch_tokens
-    layouts.lowering.after(OutOfMemory("too small"))
+    layouts.lowering.reduce_memory(OutOfMemory("too small"))
     cluster.now = 200.0
     config = layouts.next()
     assert (config.trainer.ranks, layouts.lowering.fewer) == (4, False)

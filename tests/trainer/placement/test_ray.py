@@ -28,7 +28,7 @@ from keel.trainer.placement import nodes
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, RANK, Hardware
 from keel.trainer.placement.nodes import QUOTED_PYTHON, Reservation, cluster_nodes, reserve_gpus
-from keel.trainer.placement.ray_internals import without_unused_processes
+from keel.trainer.placement.ray_internals import skip_unused_processes
 from tests.trainer.placement.shapes import SOURCE, facts
 from tests.waiting import PATIENCE_S, patiently, wait_for
 
@@ -71,7 +71,7 @@ def wait_until_free(gpus: int) -> None:
 def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
-        with without_unused_processes():
+        with skip_unused_processes():
             head = {"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False}
             cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
             patiently(lambda: cluster.add_node(num_cpus=CPUS, num_gpus=4))

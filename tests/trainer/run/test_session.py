@@ -32,7 +32,7 @@ from keel.trainer.run.signals import (
     PREEMPTION,
     Interrupt,
     Preempted,
-    preempted,
+    preemption_signal,
     signals_blocked,
     signals_deferred,
     stop_requested,
@@ -45,7 +45,7 @@ DIED = "trainer rank 0 died"
 @pytest.fixture(autouse=True)
 def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Isolate each test from signals and lost Ray clusters of other tests."""
-    monkeypatch.setattr(session, "preempted", lambda: "")
+    monkeypatch.setattr(session, "preemption_signal", lambda: "")
     monkeypatch.setattr(session, "stop_requested", lambda: False)
     ray_timeouts.joined()
     yield
@@ -242,8 +242,11 @@ def test_exceeded_grace_raises_anywhere() -> None:
         with pytest.raises(Preempted), Interrupt(lambda _: None, grace_s=0.01):
             signal.raise_signal(signal.SIGTERM)
             threading.Event().wait(DEADLINE_S)
-        assert preempted().startswith("SIGTERM, ") and "run.grace_s = 0.01" in preempted()
-    assert not preempted()
+        assert (
+            preemption_signal().startswith("SIGTERM, ")
+            and "run.grace_s = 0.01" in preemption_signal()
+        )
+    assert not preemption_signal()
 
 
 def raises(error: BaseException | None = None) -> Callable[..., None]:
@@ -304,6 +307,6 @@ def test_deferred_signals_are_handled_afterwards() -> None:
                 done.append("inner")
             done.append("outer")
         assert done == ["inner", "outer"]
-        assert stop_requested() and preempted() == "SIGTERM"
+        assert stop_requested() and preemption_signal() == "SIGTERM"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
