@@ -229,7 +229,7 @@ class Conversation:
         self.add_messages([message_of(parsed)])
         return parsed
 
-    def answer(self, messages: Sequence[Message]) -> None:
+    def append_messages(self, messages: Sequence[Message]) -> None:
         """Append the messages that follow a turn, and tokenize all messages added since that
         turn."""
         record, extended = self._records[-1], None
@@ -249,12 +249,12 @@ class Conversation:
         because a new user message would end the thinking."""
         last = self.view[-1]
         if last["role"] != "tool":
-            self.answer([{"role": "user", "content": question}])
+            self.append_messages([{"role": "user", "content": question}])
             return
         asked = {**last, "content": f"{last['content']}\n\n{question}"}
         self.view[-1] = asked
         self.transcript = [asked if message is last else message for message in self.transcript]
-        self.answer(())
+        self.append_messages(())
 
     def add_messages(self, messages: Sequence[Message]) -> None:
         self.view += messages

@@ -162,7 +162,7 @@ class Episode:
         if reason is not None:
             conversation.add_messages(answers)
         else:
-            conversation.answer(answers)
+            conversation.append_messages(answers)
         return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:

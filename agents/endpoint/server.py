@@ -31,7 +31,7 @@ from keel.agents.endpoint.requests import (
     read_request,
     stream_events,
 )
-from keel.agents.env_runtime.processes import socket_folder
+from keel.agents.env_runtime.processes import make_socket_folder
 from keel.agents.types import Environment, EnvironmentLost, ToolResult
 from keel.rl.turns import ToolCall, ToolSpec
 
@@ -112,7 +112,7 @@ class Endpoint:
             logger=logger,
             shutdown_timeout=_SHUTDOWN_S,
         )
-        self._folder = socket_folder("keel-endpoint-", _SOCKET)
+        self._folder = make_socket_folder("keel-endpoint-", _SOCKET)
         try:
             await self._runner.setup()
             loop = asyncio.get_running_loop()

@@ -61,7 +61,7 @@ def descendants(pid: int) -> list[int]:
     return pids
 
 
-def socket_folder(prefix: str, socket: str) -> str:
+def make_socket_folder(prefix: str, socket: str) -> str:
     """Create a temporary folder for `socket`, in /tmp if a path in TMPDIR would be too long for a
     socket."""
     folder = tempfile.mkdtemp(prefix=prefix)

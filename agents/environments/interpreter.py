@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from keel.agents.env_runtime.processes import socket_folder
+from keel.agents.env_runtime.processes import make_socket_folder
 from keel.agents.environments import add_instructions
 
 CELL_S = 120.0
@@ -52,7 +52,7 @@ class Interpreter:
         self._cell_s, self._ending_s = cell_s, ending_s
         self._kind: Any = KernelManager
         self._started, self._seed, self._files = 0, 0, files
-        self._folder = socket_folder("kernel-", "k1000-5")
+        self._folder = make_socket_folder("kernel-", "k1000-5")
         self._where = os.path.join(self._folder, "work")
         os.mkdir(self._where)
         os.environ["IPYTHONDIR"] = os.path.join(self._folder, "ipython")

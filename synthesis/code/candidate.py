@@ -17,7 +17,7 @@ from typing import Any
 from keel.agents.environments.code.languages import (
     LANGUAGES,
     ProjectLanguage,
-    is_grading,
+    affects_grading,
     matches_pattern,
 )
 from keel.agents.environments.code.tree import Entry, Tree, is_safe
@@ -57,11 +57,11 @@ class Candidate:
     def gold(self) -> dict[str, Entry | None]:
         """Return the gold patch, that is, the change without tests and without files that decide
         how tests run."""
-        return self.changed(lambda path: not is_grading(self.language, path))
+        return self.changed(lambda path: not affects_grading(self.language, path))
 
     @property
     def harness(self) -> dict[str, Entry | None]:
-        return self.changed(lambda path: is_grading(self.language, path))
+        return self.changed(lambda path: affects_grading(self.language, path))
 
     def test_files(self) -> list[str]:
         return [path for path in self.harness if matches_pattern(path, self.language.tests)]
@@ -82,7 +82,11 @@ class Candidate:
             for path in self.base:
                 inside = path.removeprefix("src/")
                 module = inside.removesuffix("/__init__.py").removesuffix(".py")
-                if "/" not in module and module != inside and not is_grading(self.language, path):
+                if (
+                    "/" not in module
+                    and module != inside
+                    and not affects_grading(self.language, path)
+                ):
                     names.add(module)
         return sorted(names - set(_NO_PACKAGES))
 

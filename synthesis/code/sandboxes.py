@@ -28,7 +28,7 @@ from keel.agents.environments.code.tree import (
     Tree,
     encrypt,
     erase_folder,
-    overlay,
+    merge_trees,
     tree_as_json,
     tree_from_json,
 )
@@ -59,7 +59,7 @@ class Prefix:
 
 
 def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str, Any]:
-    base = overlay(built.generated, candidate.base)
+    base = merge_trees(built.generated, candidate.base)
     changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
     # Patterns for the name of a file, not of its folder.
     patterns = [one for one in candidate.language.tests if not one.endswith("/") and "*" in one]

@@ -292,7 +292,7 @@ _ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
 def _rare_entities(index: SearchIndex, *, count: int, most_documents: int, seed: int) -> list[str]:
     names = sorted(_candidates(index))
     random.Random(seed).shuffle(names)
-    rare = (name for name in names if 1 <= index.frequency(name) <= most_documents)
+    rare = (name for name in names if 1 <= index.document_count(name) <= most_documents)
     return list(islice(rare, count))
 
 

@@ -308,7 +308,7 @@ def _check_chain(evidence: Sequence[Evidence], search: Search, index: SearchInde
     rare: dict[str, set[str]] = {name: set() for name in documents}
     for one in evidence:
         rare[one.document] |= {
-            term for term in set(search_terms(one.quote)) if index.frequency(term) <= most
+            term for term in set(search_terms(one.quote)) if index.document_count(term) <= most
         }
     words = {name: set(search_terms(f"{d.title}\n{d.text}")) for name, d in documents.items()}
     linked, others = [evidence[0].document], set(documents) - {evidence[0].document}

@@ -46,7 +46,7 @@ def test_tokens_are_trained_once_with_their_rows(
         if then == "rewrite":
             conversation.rewrite([USER], added=[USER])
         else:
-            conversation.answer([USER] * messages)
+            conversation.append_messages([USER] * messages)
             assert thinking or list(conversation.ids)[: len(before)] == before
     policy.silent = silent  # the last turn may have no time to sample a token
     take_turn(conversation, policy)
@@ -78,10 +78,10 @@ def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     result: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0_0", "name": "add"}
     conversation, policy = conversation_of(tools=(ADD,)), Policy(["@add 1, 2"])
     take_turn(conversation, policy)
-    conversation.answer([result])
+    conversation.append_messages([result])
     if restarted:
         conversation.rewrite(conversation.view)
-    conversation.answer([question])
+    conversation.append_messages([question])
     expected = CHAT.opening(conversation.view, (ADD,), thinking=False)
     assert list(conversation.ids) == expected, CHAT.decode(conversation.ids)
     assert conversation.view[-2:] == conversation.transcript[-2:] == [result, question]
@@ -93,7 +93,7 @@ def test_asking_keeps_the_thoughts_in_the_context() -> None:
     conversation = conversation_of(thinking=True, tools=(ADD,))
     take_turn(conversation, Policy(["<think>\nLet me add.\n</think>@add 1, 2"]))
     before = list(conversation.ids)
-    conversation.answer([result])
+    conversation.append_messages([result])
     conversation.ask("So far?")
     assert conversation.forks == 0 and list(conversation.ids[: len(before)]) == before
     assert "Let me add." in (text := CHAT.decode(conversation.ids))

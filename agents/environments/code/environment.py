@@ -215,7 +215,7 @@ class Repository:
             written = read_tree(
                 REPO, max_mib=_MAX_MIB, skip=lambda path: os.path.basename(path) in _SKIPPED
             )
-            tree = grading.graded_tree(self._instance, self._base, self._harness, written)
+            tree = grading.build_graded_tree(self._instance, self._base, self._harness, written)
             results = grading.run_tests(self._instance, tree, self._prefix)
         except (UnreadableTree, OSError, subprocess.SubprocessError) as error:
             return {"correct": 0.0}, {"why": str(error)[:500]}  # the policy made the tree
@@ -274,7 +274,7 @@ class RepositoryWorkshop(Repository):
             for path in self._instance["gold_gone"]:
                 del tree[path]
             tree |= self._gold
-        tree = grading.graded_tree(self._instance, self._base, self._harness, tree)
+        tree = grading.build_graded_tree(self._instance, self._base, self._harness, tree)
         results = grading.run_tests(self._instance, tree, self._prefix)
         return json.dumps(results._asdict())
 

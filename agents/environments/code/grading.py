@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from keel.agents.env_runtime import processes
-from keel.agents.environments.code.languages import LANGUAGES, REPO, is_grading
-from keel.agents.environments.code.tree import Tree, erase_folder, overlay, write_tree
+from keel.agents.environments.code.languages import LANGUAGES, REPO, affects_grading
+from keel.agents.environments.code.tree import Tree, erase_folder, merge_trees, write_tree
 
 WRITABLE = ("/tmp", "/dev/shm")
 _WORDS = (
@@ -57,22 +57,24 @@ def command_environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]
     }
 
 
-def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree) -> Tree:
+def build_graded_tree(
+    instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree
+) -> Tree:
     """Build the source tree to grade from the policy's files. Files that affect grading are
     restored, and links that the policy added are dropped."""
     language = LANGUAGES[instance["language"]]
     policys = {
         path: entry
         for path, entry in written.items()
-        if not is_grading(language, path) and (entry[0] != "l" or base.get(path) == entry)
+        if not affects_grading(language, path) and (entry[0] != "l" or base.get(path) == entry)
     }
     removed = set(instance["harness_gone"])
     graders = {
         path: entry
         for path, entry in base.items()
-        if is_grading(language, path) and path not in removed
+        if affects_grading(language, path) and path not in removed
     }
-    return overlay(policys, {**graders, **harness})
+    return merge_trees(policys, {**graders, **harness})
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
@@ -88,7 +90,7 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     for nonce, good in canaries.items() if language.canary[0] else ():
         name, text = (_canary(part, nonce, good) for part in language.canary)
         added[os.path.join(instance["canary_in"], name)] = ("f", text.encode())
-    tree = overlay(tree, added)
+    tree = merge_trees(tree, added)
     ends = [_canary(language.canary_at_the_end, *one) for one in inside.items()]
     for path in instance["canary_at"]:
         if path in tree:

@@ -249,7 +249,7 @@ def matches_pattern(path: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def is_grading(language: ProjectLanguage, path: str) -> bool:
+def affects_grading(language: ProjectLanguage, path: str) -> bool:
     """Check whether a file affects grading. The policy's version of such a file is ignored."""
     # Readers of these files may ignore case: Python finds plugins in X.DIST-INFO.
     steers = [pattern.lower() for pattern in language.steers]

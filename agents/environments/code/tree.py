@@ -89,7 +89,7 @@ find "$1" -xdev -mindepth 1 -depth -delete
 """
 
 
-def overlay(under: Tree, over: Tree) -> Tree:
+def merge_trees(under: Tree, over: Tree) -> Tree:
     """Merge `over` into `under`. If they conflict, the files and folders of `over` win."""
     folders = {part for path in over for part in _parents(path)}
     visible = {

@@ -372,7 +372,7 @@ class SearchIndex:
         for row in self._base.execute("select name, title, text from documents order by id"):
             yield Document(name=row[0], title=row[1], text=row[2])
 
-    def frequency(self, phrase: str) -> int:
+    def document_count(self, phrase: str) -> int:
         """Count the documents that contain `phrase` exactly, within one passage."""
         if not (words := search_terms(phrase)):
             return 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.agents.environments.code import tree as trees
-from keel.agents.environments.code.grading import Results, _read_results, grade, graded_tree
+from keel.agents.environments.code.grading import Results, _read_results, build_graded_tree, grade
 from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource
@@ -252,13 +252,13 @@ def test_graders_files_replace_the_policys() -> None:
         "tests": ("f", b"in the way"),
         "setup.cfg": ("f", b"[tool:pytest]"),
     }
-    assert graded_tree(instance, base, harness, written) == {
+    assert build_graded_tree(instance, base, harness, written) == {
         "a.py": ("f", b"better"),
         "bin/link": ("l", b"../a.py"),
         "tests/test_a.py": ("f", b"old"),
         "tests/test_b.py": ("f", b"new"),
     }
-    assert trees.overlay({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
+    assert trees.merge_trees({"a/b": ("f", b"")}, {"a": ("f", b"1")}) == {"a": ("f", b"1")}
 
 
 def test_grade_needs_all_tests_and_the_canary() -> None:

@@ -115,7 +115,7 @@ def test_snippets_frequencies_and_slow_searches(
 ) -> None:
     assert "founded in 1874 by Tobias Wrenfield" in index.search("Wrenfield", 1)[0].snippet
     assert index.search("zebra", 5) == [] == index.search("?!", 5)
-    assert index.frequency("Mirela Dancu") == 2 and index.frequency("Dancu Mirela") == 0
+    assert index.document_count("Mirela Dancu") == 2 and index.document_count("Dancu Mirela") == 0
     monkeypatch.setattr(index_module, "_SEARCH_S", -1.0)
     monkeypatch.setattr(index_module, "_STEPS", 1)
     with pytest.raises(ValueError, match="too long"):
