@@ -25,8 +25,8 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """A growing context and the turns sampled in it. Each turn returns expert routes for the tokens
-    that it processed first. The last token of a turn is processed by the next turn."""
+    """A growing context and the turns sampled in it. Each turn returns the expert routes of the
+    tokens that no earlier turn has processed. Its own last token is processed by the next turn."""
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id

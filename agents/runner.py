@@ -64,7 +64,7 @@ class EpisodeRunner:
     ) -> None:
         """Start the thread, and the endpoint if there are agent programs. At most `most_open`
         episodes run concurrently for training, and as many for evaluation. The functions in
-        `closing` are called at the end, to release what the environments share."""
+        `closing` are called at the end to release resources that the environments share."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         make_room(len(PURPOSES) * most_open, programs=has_programs)
         self._kinds, self._turns, self._seed = kinds, turns, seed

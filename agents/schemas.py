@@ -40,7 +40,7 @@ class ArgumentValidator:
                 raise ValueError(f"tool {tool.name}: its schema {error}") from error
 
     def explain_error(self, call: ToolCall) -> str:
-        """Explain to the policy what is wrong with a call, or return "" if it is valid."""
+        """Return an error message for the policy, or "" if the call is valid."""
         validator = self._validators.get(call.name)
         if validator is None:
             near = difflib.get_close_matches(call.name, self._validators, n=1)

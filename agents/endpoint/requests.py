@@ -47,7 +47,7 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 
 
 class ApiError(Exception):
-    """An error response to a request for a turn."""
+    """An error that the endpoint returns to the client instead of a turn."""
 
     def __init__(
         self,

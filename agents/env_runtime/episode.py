@@ -221,7 +221,8 @@ def load_object(target: str) -> Any:
 
 
 def _module_name(path: str) -> str:
-    """Return the stem of a file name as module name, changed if it would shadow another module."""
+    """Return the module name for a file: its stem, or another name if the stem would shadow a
+    module."""
     name = os.path.basename(path)[:-3]
     try:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None

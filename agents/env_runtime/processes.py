@@ -46,8 +46,8 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
 
 
 def descendants(pid: int) -> list[int]:
-    """List the descendants of `pid` in all process groups, leaving out those whose parent has
-    died."""
+    """List the descendants of `pid` in all process groups. Processes whose parent has died are
+    missing."""
     pids: list[int] = []
     pending = [pid]
     while pending:
@@ -62,8 +62,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def make_socket_folder(prefix: str, socket: str) -> str:
-    """Create a temporary folder for `socket`, in /tmp if a path in TMPDIR would be too long for a
-    socket."""
+    """Create a temporary folder for `socket`. It is in /tmp if TMPDIR would make the path of the
+    socket too long."""
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(os.fsencode(os.path.join(folder, socket))) <= _MAX_SOCKET_PATH:
         return folder

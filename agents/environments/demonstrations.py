@@ -27,8 +27,8 @@ _FAR = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A task with two example conversations. Each ends with the policy's last tool call or
-    answer."""
+    """A task with a careful and a hasty example conversation. Each ends with the policy's last tool
+    call or answer."""
 
     tools: tuple[ToolSpec, ...]
     worked: tuple[Message, ...]

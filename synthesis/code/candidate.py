@@ -180,7 +180,7 @@ class GitSource:
         return version[0] if version else "1.0"
 
     def _tree(self, commit: str, env: Mapping[str, str] = {}) -> Tree:
-        """Read the files of a commit. `git archive` is avoided because it honours export-ignore."""
+        """Read the files of a commit without `git archive`, which honours export-ignore."""
         modes: dict[str, tuple[str, str]] = {}
         for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit, env=env).split("\0")[
             :-1
@@ -205,8 +205,8 @@ class GitSource:
         return tree
 
     def _log_fields(self, what: Sequence[str], *which: str) -> list[list[str]]:
-        """Return the requested fields of each commit. They are separated by NUL bytes in the output
-        of git, because commit messages cannot contain NUL."""
+        """Return the requested fields of each commit. In the output of git, they are separated by
+        NUL bytes, which commit messages cannot contain."""
         form = "".join(f"%x00{word}" for word in what)
         parts = self._git("rev-list", f"--format={form}%x00", *which).split("\0")
         size = len(what) + 1  # plus the line with the commit hash

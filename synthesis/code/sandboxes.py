@@ -90,7 +90,8 @@ def _split_change(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[s
 
 
 class CodeSandboxes:
-    """Opens sandboxes for a folder of tasks: for episodes, and with network access for set-ups."""
+    """Opens sandboxes for a folder of tasks. Those for episodes have no network access, and those
+    for set-ups do."""
 
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
         """Create sandboxes that can only read `folder/environment`. Raises ConfigError if this

@@ -73,8 +73,8 @@ class TaskDraft:
     ) -> tuple[Any, int, int]:
         """Run all gates on the task. Returns the solution's answer, its number of tool calls, and
         how many reference attempts passed. `earlier` holds the answers of earlier tasks, and
-        `before` is the number of attempts that passed the previous task. Raises Rejected if a gate
-        rejects the task, and RecursionError if values are nested too deeply."""
+        `before` how many attempts passed the previous task. Raises Rejected if a gate rejects the
+        task, and RecursionError if values are nested too deeply."""
         answer, results = await self.solve()
         again, _ = await self.solve(self.seed + 1)
         await self._check_verified([answer, again])
@@ -367,8 +367,8 @@ _HOLLOW: Sequence[_Leaf] = (
 
 
 def _mutate_answer(answer: Any) -> list[tuple[str, Any]]:
-    """Return wrong answers that differ from the true one in one value, key or entry, as
-    (description, answer). At most `_MAX_MUTATIONS` are selected, at equal intervals."""
+    """Return up to `_MAX_MUTATIONS` wrong answers that differ from the true one in one value, key
+    or entry, each with a description."""
     every = list(_changed(answer))
     step = max(1.0, len(every) / _MAX_MUTATIONS)
     return [every[int(n * step)] for n in range(min(len(every), _MAX_MUTATIONS))]

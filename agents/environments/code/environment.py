@@ -48,9 +48,8 @@ _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
 def find_packages(folders: Iterable[str]) -> _Packages:
-    """Find all packages below `folders`, including vendored and archived ones. Links into the
-    repository are skipped. A packaged copy of the project would reveal the solution to the policy.
-    """
+    """Find all packages below `folders`, including vendored and archived ones, but not through
+    links into the repository. A packaged copy of the project would reveal the solution."""
     packages: _Packages = {}
 
     def add(name: str, place: str) -> None:
@@ -119,8 +118,8 @@ if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked 
 
 
 class Repository:
-    """A coding environment for one repository, loaded from a folder `environment` that `keel
-    synthesize` created."""
+    """A coding environment for one repository, loaded from a folder that `keel synthesize`
+    created."""
 
     call_s = math.inf
 

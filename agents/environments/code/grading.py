@@ -60,8 +60,8 @@ def command_environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]
 def build_graded_tree(
     instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree
 ) -> Tree:
-    """Build the source tree to grade from the policy's files. Files that affect grading are
-    restored, and links that the policy added are dropped."""
+    """Build the source tree to grade from the policy's files. Restore files that affect grading,
+    and drop links that the policy added."""
     language = LANGUAGES[instance["language"]]
     policys = {
         path: entry
@@ -78,10 +78,10 @@ def build_graded_tree(
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
-    """Write the tree and run its tests, killing all other processes before and after.
+    """Write the source tree and run its tests. All other processes are killed before and after.
 
-    Canary tests detect faked results. They have random names, and for each kind one must pass and
-    one must fail. They are added as separate files and at the end of hidden test files.
+    Canary tests detect faked results. They have random names, and some must pass while others must
+    fail. They are in separate files and at the end of hidden test files.
     """
     language = LANGUAGES[instance["language"]]
     canaries = {_test_name(): good for good in (True, False)}

@@ -13,11 +13,11 @@ it."""
 
 @dataclass(frozen=True)
 class ProjectLanguage:
-    """The commands and file patterns for a language. Commands run with bash in $REPO. Only `setup`
-    can write to $PREFIX and has network access. $JUNIT is a folder for test results (.xml), and
-    $VERSION is the version of the project. The pattern `name/` matches a folder and its contents.
-    Other patterns match file names (`*_test.py`), or whole paths from the root if they contain a
-    slash."""
+    """The commands and file patterns of a language. Commands run with bash in $REPO, and only
+    `setup` has network access and can write to $PREFIX. $JUNIT is a folder for test results (.xml),
+    and $VERSION is the version of the project. A pattern `name/` matches a folder and its contents.
+    Other patterns match file names (`*_test.py`), or paths from the root if they contain a slash.
+    """
 
     suffixes: tuple[str, ...]
     tests: tuple[str, ...]

@@ -174,7 +174,7 @@ class AuthorWorkshop:
         return [run_verifier(self._folder, number, answer, self._within_s) for answer in answers]
 
     def strings(self, most: int) -> list[str]:
-        """Return up to `most` distinct strings of the database, in order."""
+        """Return up to `most` distinct strings from the database, in order."""
         database: Any = self._folder.database()
         texts = dict[str, None]()
         pending: list[Any] = [database] if type(database) in (dict, list) else []

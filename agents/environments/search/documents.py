@@ -68,7 +68,7 @@ def make_document(name: str, title: str, text: str) -> Document:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """List the files of a folder that can be read as documents, sorted."""
+    """Return the files in a folder that can be read as documents, sorted."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
     paths: list[Path] = []
@@ -243,7 +243,8 @@ def clean_text(text: str) -> str:
 
 
 def _split_words(text: str) -> list[str]:
-    """Split a text into words, ignoring case and accents. Scripts without spaces are not split."""
+    """Split a text into words, ignoring case and accents. Runs of a script without spaces are kept
+    whole."""
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return _TERMS.findall(unicodedata.normalize("NFC", plain))
 
@@ -317,7 +318,7 @@ where found match ? order by bm25(found) limit ?
 
 
 class SearchIndex:
-    """An open full-text index. Implements `Library`."""
+    """An open full-text index, usable as a `Library`."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -373,7 +374,7 @@ class SearchIndex:
             yield Document(name=row[0], title=row[1], text=row[2])
 
     def document_count(self, phrase: str) -> int:
-        """Count the documents that contain `phrase` exactly, within one passage."""
+        """Count the documents that contain the exact phrase within one passage."""
         if not (words := search_terms(phrase)):
             return 0
         columns = "signs" if _alone(words[0]) and len(words) == 1 else "{title terms}"

@@ -61,7 +61,7 @@ def _citations_in(text: str) -> list[tuple[str, str]]:
 
 
 def explain_invalid_quote(quote: str, document: Document) -> str:
-    """Explain why a quote is invalid, or return "" if it is valid. White space, case and
+    """Return the reason why a quote is invalid, or "" if it is valid. White space, case and
     punctuation are ignored."""
     words = letters_and_digits(quote)
     if len(words) < (

@@ -156,7 +156,7 @@ class World:
 
 
 def _make_world(seed: int, level: Level, dates: tuple[str, ...]) -> World:
-    """Generate a world from a seed, the same one on every machine."""
+    """Generate a world from a seed. The same seed gives the same world on every machine."""
     draw = random.Random(f"world {seed}")
     long = level.long_names
     names = _names(draw, long)
@@ -230,7 +230,7 @@ def _names(draw: random.Random, long: bool) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTask:
-    """A task for the policy, fully described by its prompt."""
+    """A task for the policy. Its prompt describes it in full."""
 
     level: Level
     dates: tuple[str, ...]
