@@ -44,8 +44,11 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
     if greedy and (getattr(text, "n_group", None) or 1) > 1:
         # AutoEP would limit a token's experts by groups, which greedy routing ignores.
         groups = {"num_expert_groups": 1, "num_limited_groups": 1}
+    # Its MoE blocks are those of DeepSeek-V3, which AutoEP knows.
+    preset = {"preset_model": "deepseek_v3"} if text.model_type == "deepseek_v32" else {}
     return {
         **groups,
+        **preset,
         "enabled": True,
         "autoep_size": size,
         "use_grouped_mm": grouped,

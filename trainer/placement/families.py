@@ -9,6 +9,7 @@ from keel.trainer.placement.hardware import GpuSpec
 _EXPERT_PARALLEL = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
     "MixtralForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",

@@ -55,6 +55,13 @@ _DEEPSEEK: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": EXPERTS, "mlp_only_layers": [1], "head_dim": 16},
     "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": {
+        **_DEEPSEEK,
+        "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 4,
+    },
     "deepseek_v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "qwen2_moe": {
         "num_experts": EXPERTS,
@@ -172,6 +179,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         "qwen3_moe": training(0),
         "deepseek_v3": training(0, "deepseek_v3"),
+        "deepseek_v32": training(0, "deepseek_v32"),
         "deepseek_v2 greedy": training(0, "deepseek_v2 greedy"),
         "live reference": referenced(0),
         "replayed reference": referenced(0, ref_routing="replay"),
@@ -184,6 +192,10 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "live reference, stage 2": referenced(2),
         "replayed reference, stage 3": referenced(3, ref_routing="replay"),
         "live reference, sequence, stage 3": referenced(3, sequence_parallel=2),
+        "deepseek_v32, stage 0": training(0, "deepseek_v32"),
+        "deepseek_v32, stage 3, recomputed": training(
+            3, "deepseek_v32", activation_checkpointing=True
+        ),
         "deepseek_v2 greedy, stage 1": training(1, "deepseek_v2 greedy"),
         "deepseek_v3, sequence, stage 2": training(2, "deepseek_v3", sequence_parallel=2),
         "qwen3_moe, offloaded, stage 2": training(2, offload_optimizer=True, resume=True),
