@@ -95,7 +95,7 @@ def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def _autoep(router: Any, output: _Output, experts: Tensor) -> _Output:
+def _replay_autoep(router: Any, output: _Output, experts: Tensor) -> _Output:
     """Output of DeepSpeed AutoEP: (weights, experts, tokens per expert)."""
     logits, weights, _live, counts = output
     logits = logits.float()
@@ -126,7 +126,9 @@ ROUTERS: Mapping[str, _Router] = {
     "Qwen3MoeTopKRouter": _triple(_softmax),
     "Qwen3NextTopKRouter": _triple(_softmax),
     "Qwen3_5MoeTopKRouter": _triple(_softmax_normalised),
-    "TokenChoiceTopKRouter": _Router(experts=lambda output: output[2], replay=_autoep, gate="gate"),
+    "TokenChoiceTopKRouter": _Router(
+        experts=lambda output: output[2], replay=_replay_autoep, gate="gate"
+    ),
 }
 """How to replay each router, by class name, so that no model code has to be imported."""
 

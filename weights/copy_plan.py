@@ -217,7 +217,7 @@ class _Write:
 
 
 @dataclass(slots=True)
-class _Target:
+class _WrittenStorage:
     """A storage of the kernels, or an intermediate one, with the weights written to it."""
 
     alive: StorageWeakRef
@@ -248,7 +248,7 @@ class LoadRecorder(TorchDispatchMode):
         self.refusal = ""
         """Reason that no plan can be made. Empty as long as a plan is possible."""
         self._model, self._deferred, self._paused = model, deferred, False
-        self._targets: dict[int, _Target] = {}
+        self._targets: dict[int, _WrittenStorage] = {}
         self._buckets: dict[int, _Bucket] = {}
         self._arrived: dict[str, TensorEntry] = {}
         self._addresses = _addresses(model)
@@ -409,7 +409,7 @@ class LoadRecorder(TorchDispatchMode):
         target.writes[_layout(to)] = write
         target.proven = False
 
-    def _record_move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
+    def _record_move(self, to: Tensor, source: Tensor, origin: _WrittenStorage) -> None:
         """Record the copy of a whole loaded tensor, including everything that was written to it
         before."""
         target = self._target(to)
@@ -431,7 +431,7 @@ class LoadRecorder(TorchDispatchMode):
         if target.kernel is not None:
             self._verify_writes(target, to, source)
 
-    def _verify_writes(self, target: _Target, kernel: Tensor, truth: Tensor) -> None:
+    def _verify_writes(self, target: _WrittenStorage, kernel: Tensor, truth: Tensor) -> None:
         """Check that the recorded writes alone reproduce `kernel`, whatever it contained before."""
         number = sum(prod(size) for _, size, _ in target.writes)
         stride = kernel.stride()
@@ -457,11 +457,11 @@ class LoadRecorder(TorchDispatchMode):
             actual.copy_(expected)
             self.refuse(f"{target.name} is not what was copied to it")
 
-    def _target(self, tensor: Tensor) -> _Target:
+    def _target(self, tensor: Tensor) -> _WrittenStorage:
         key = _storage_key(tensor)
         if key not in self._targets:
             alive = StorageWeakRef(tensor.untyped_storage())
-            self._targets[key] = _Target(alive, tensor.dtype)
+            self._targets[key] = _WrittenStorage(alive, tensor.dtype)
         return self._targets[key]
 
 

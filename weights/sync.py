@@ -12,7 +12,7 @@ An update makes these calls:
                                       Begin, Bucket …, Finish through the control channel;
                                       bytes through NCCL or gloo, or in place on a shared GPU
             RolloutWorker.receive     EngineThread.receive, which carries out each message
-          _through_store               RolloutWorker.update on every engine;
+          _send_through_store             RolloutWorker.update on every engine;
                                       bytes through Ray's object store
 
 Both paths end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
@@ -69,7 +69,7 @@ class _WeightTarget(Protocol):
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
-def _through_store(version: int, buckets: Sequence[Any]) -> Transfer:
+def _send_through_store(version: int, buckets: Sequence[Any]) -> Transfer:
     """Send weights through Ray's object store, which copies them to each node once. `buckets` are
     Ray references to `Bucket` objects."""
     return lambda engines: [engine.update(version, buckets) for engine in engines]
@@ -103,6 +103,8 @@ class WeightSync:
         source = self._source
         source.make_room()
         # Direct transfers use NCCL, or memory on a shared GPU (`keel.weights.sender`).
-        transfer = source.send if self._direct else _through_store(version, source.put_weights())
+        transfer = (
+            source.send if self._direct else _send_through_store(version, source.put_weights())
+        )
         self._before(version)
         return self._engines.update(version, transfer)

@@ -115,7 +115,7 @@ def support_head(
     ids = to_device(kept_ids.long(), device)
     if sizes.all():  # all tokens are truncated, or T = 0
         pairs = _Pairs.of(ids, offsets, sizes)
-        return _KeptHead.apply(hidden, weight, bias, targets, pairs, curve)
+        return _MaskedHead.apply(hidden, weight, bias, targets, pairs, curve)
     if not len(ids):
         return _FullHead.apply(hidden, weight, bias, targets, curve)
 
@@ -130,7 +130,7 @@ def support_head(
     split = [len(truncated), len(order) - len(truncated)]
     hidden_kept, hidden_full = hidden.index_select(0, forward).split(split)
     targets_kept, targets_full = targets.index_select(0, forward).split(split)
-    kept = _KeptHead.apply(hidden_kept, weight, bias, targets_kept, pairs, curve)
+    kept = _MaskedHead.apply(hidden_kept, weight, bias, targets_kept, pairs, curve)
     full = _FullHead.apply(hidden_full, weight, bias, targets_full, curve)
     logp, entropy = (
         torch.cat(parts).index_select(0, back) for parts in zip(kept, full, strict=True)
@@ -181,7 +181,7 @@ class _Pairs:
         return (self.rows[pair] - row.start) * vocab + self.ids[pair]
 
 
-class _KeptHead(Function):
+class _MaskedHead(Function):
     """Head for truncated tokens. Saves two floats and two integers per (token, id) pair."""
 
     @staticmethod

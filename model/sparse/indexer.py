@@ -23,7 +23,7 @@ NONE = -1
 def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
     """Multiply batches of matrices [B, m, d] and [B, d, n] → [B, m, n] with a float32 result. In
     bfloat16, a logit of 20 would be off by up to 0.06. Gradients have the dtype of the inputs."""
-    return _Products.apply(left, right)  # type: ignore[return-value]
+    return _MatmulFloat32.apply(left, right)  # type: ignore[return-value]
 
 
 def matmul_own_keys(query: Tensor, key: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def matmul_own_keys(query: Tensor, key: Tensor) -> Tensor:
     return each.unflatten(0, query.shape[:2])
 
 
-class _Products(Function):
+class _MatmulFloat32(Function):
     """Matrix product with a float32 result. GPUs multiply half-precision inputs directly; on a CPU,
     they are cast first."""
 
@@ -98,10 +98,10 @@ def kl_divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
 def gather_keys(keys: Tensor, chosen: Tensor) -> Tensor:
     """Gather the selected keys: keys [B, s, d], chosen [B, c, k] → [B, c, k, d]. Where `chosen` is
     `NONE`, the returned key is arbitrary."""
-    return _Gather.apply(keys, chosen)  # type: ignore[return-value]
+    return _GatherKeys.apply(keys, chosen)  # type: ignore[return-value]
 
 
-class _Gather(Function):
+class _GatherKeys(Function):
     """Gathers keys and sums their gradients in float32, because many queries may select the same
     key."""
 

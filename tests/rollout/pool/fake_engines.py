@@ -16,7 +16,7 @@ from keel.rollout.spec import (
     GroupRequest,
     SampleRequest,
 )
-from keel.weights.sync import _through_store
+from keel.weights.sync import _send_through_store
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
 
@@ -100,7 +100,7 @@ class World:
         return done(version)
 
     def send(self, version: int) -> Future[None]:
-        return self.pool.update(version, _through_store(version, []))
+        return self.pool.update(version, _send_through_store(version, []))
 
     def update_all(self, version: int) -> None:
         self.send(version).result(timeout=PATIENCE_S)
