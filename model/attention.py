@@ -136,7 +136,7 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
 
 
 def disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Exclude a function from the graphs of compiled layers."""
+    """Keep a function out of the graphs of layers compiled with torch.compile."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
@@ -235,8 +235,8 @@ def _varlen_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute attention with variable-length segments. This function is compiled with its layer, so
-    its code must not depend on a particular row."""
+    """Compute attention with PyTorch's variable-length kernel. This function is compiled with its
+    layer, so its code must not depend on a particular row."""
     # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}

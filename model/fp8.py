@@ -43,7 +43,7 @@ class _Blocks:
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Dequantise FP8 weights to float32 [R, C], given one scale for each block of size `block`. The
+    """Dequantise FP8 weights to float32 [R, C] with one scale for each block of size `block`. The
     last blocks of a row or column may be smaller."""
     rows, columns = weight.shape
     scale = scale.float().repeat_interleave(block[1], 1)[:, :columns]

@@ -73,7 +73,7 @@ def _softmax_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _softmax_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V2. Group limits affect only the choice of experts."""
+    """Compute expert weights for DeepSeek-V2. Group limits affect only the choice of experts."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights * router.routed_scaling_factor
 
@@ -83,7 +83,8 @@ def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _sigmoid_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V3. The correction bias affects only the choice of experts."""
+    """Compute expert weights for DeepSeek-V3. The correction bias affects only the choice of
+    experts."""
     weights = logits.sigmoid().gather(1, experts)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -96,7 +97,8 @@ def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _replay_autoep(router: Any, output: _Output, experts: Tensor) -> _Output:
-    """Output of DeepSpeed AutoEP: (weights, experts, tokens per expert)."""
+    """Recompute the output of a DeepSpeed AutoEP router, (weights, experts, tokens per expert), for
+    the recorded experts."""
     logits, weights, _live, counts = output
     logits = logits.float()
     scores = logits.sigmoid() if router.score_func == "sigmoid" else logits.softmax(-1)

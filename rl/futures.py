@@ -57,8 +57,9 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
 
 
 def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
-    """Pass the result of `first` to `start`, and return a future for the result of the future that
-    `start` returns. It fails if either of them fails. Cancelling it cancels `first`."""
+    """Chain two asynchronous steps. Calls `start` with the result of `first`, and returns a future
+    for the result of the second step. It fails if either step fails. Cancelling it cancels `first`.
+    """
     last: Future[U] = Future()
 
     def first_is_done(_: Future[T]) -> None:

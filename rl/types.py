@@ -168,8 +168,8 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive tokens that the policy saw as one context. The module docstring explains how the
-    arrays are aligned."""
+    """Consecutive tokens that the policy saw as one context. See the module docstring for the
+    alignment of the arrays."""
 
     prompt_id: str
     token_ids_T: NDArray[np.int32]

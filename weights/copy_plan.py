@@ -410,8 +410,7 @@ class LoadRecorder(TorchDispatchMode):
         target.proven = False
 
     def _record_move(self, to: Tensor, source: Tensor, origin: _WrittenStorage) -> None:
-        """Record the copy of a whole loaded tensor, including everything that was written to it
-        before."""
+        """Record that a whole loaded tensor was copied, with everything written to it before."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize

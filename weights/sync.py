@@ -12,7 +12,7 @@ An update makes these calls:
                                       Begin, Bucket …, Finish through the control channel;
                                       bytes through NCCL or gloo, or in place on a shared GPU
             RolloutWorker.receive     EngineThread.receive, which carries out each message
-          _send_through_store             RolloutWorker.update on every engine;
+          _send_through_store         RolloutWorker.update on every engine;
                                       bytes through Ray's object store
 
 Both paths end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and

@@ -182,7 +182,8 @@ class _Pairs:
 
 
 class _MaskedHead(Function):
-    """Head for truncated tokens. Saves two floats and two integers per (token, id) pair."""
+    """Computes the head for truncated tokens. Saves two floats and two integers per (token, id)
+    pair."""
 
     @staticmethod
     def forward(
@@ -235,7 +236,7 @@ class _MaskedHead(Function):
 
 
 class _FullHead(Function):
-    """Head for tokens sampled without truncation. Saves one float per token."""
+    """Computes the head for tokens sampled without truncation. Saves one float per token."""
 
     @staticmethod
     def forward(

@@ -106,7 +106,7 @@ def _swiglu_gradient_kernel(grad_packed, grad, packed, width, BLOCK: tl.constexp
 
 
 def dispatch(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
-    """Copy each token to its experts' rows, [T, d] → [T·K, d]."""
+    """Copy each token to the rows of its experts, [T, d] → [T·K, d]."""
     count, d = tokens.shape
     out = tokens.new_empty(count * per_token, d)
     _spread_kernel[(count,)](out, tokens, position, d, K=per_token, BLOCK=_BLOCK, num_warps=4)
@@ -147,7 +147,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def swiglu_gradient(grad: Tensor, packed: Tensor) -> Tensor:
-    """Compute the gradient of `swiglu` for its input, [S, 2·I]."""
+    """Compute the gradient of the packed input of `swiglu`, [S, 2·I]."""
     grad_packed = torch.empty_like(packed)
     count, width = grad.shape
     _swiglu_gradient_kernel[(count, triton.cdiv(width, _BLOCK))](

@@ -59,7 +59,7 @@ def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
 
 
 def selected_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute the scores I for keys that differ between queries: key [B, c, k, d] → [B, c, k]."""
+    """Compute the scores I where each query has its own keys: key [B, c, k, d] → [B, c, k]."""
     each = matmul_own_keys(query, key).relu()  # [B, c, J, k]
     return (weight.float().unsqueeze(2) @ each).squeeze(2)
 

@@ -391,7 +391,7 @@ TAUGHT: Mapping[str, _Taught] = {
 
 
 def _format_solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:
-    """Return the teacher's turn for a question, without the end-of-turn token."""
+    """Format the teacher's answer to a question, without the end-of-turn token."""
     metadata, steps, answer = entry["metadata"], "", str(entry["answer"])
     taught = TAUGHT.get(task)
     if taught is not None and taught.covers(metadata):

@@ -63,7 +63,7 @@ class PackItem:
 def split_long(
     groups: Sequence[Sequence[PackItem]], capacity: int
 ) -> tuple[list[list[PackItem]], int]:
-    """Split trajectories longer than `capacity` into their segments. Returns the groups and the
+    """Split trajectories longer than `capacity` into their segments. Returns the new groups and the
     number of split trajectories."""
     result: list[list[PackItem]] = []
     count = 0
