@@ -37,7 +37,7 @@ import yaml
 from keel.commands import train as main
 from keel.configs.dump import yaml_line
 from keel.configs.load import load_config, split_overrides
-from keel.configs.paths import shipped
+from keel.configs.paths import shipped_recipes
 from keel.configs.schema import ConfigError
 from keel.rewards.custom import named, passing
 from keel.trainer.launch import Runtime
@@ -211,7 +211,7 @@ def _write_recipe(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
         path = Path(os.path.expanduser(base))
-        known = None if path.exists() else shipped().get(str(path).removesuffix(".yaml"))
+        known = None if path.exists() else shipped_recipes().get(str(path).removesuffix(".yaml"))
         tree["defaults"] = known or path.absolute()
     text = yaml.safe_dump(_plain_data(tree, "recipe={…}"), sort_keys=False, allow_unicode=True)
     with TemporaryDirectory() as there:  # run.dir is in the recipe or the overrides

@@ -20,7 +20,7 @@ from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.eval_store import EvaluationFolder, SampledPrompt, collect_samples, read_evaluation
 from keel.data.items import prompt_digest
 from keel.data.pass_rates import FilterFolder
-from keel.data.results import compare_pass_rates, format_comparison, results, table
+from keel.data.results import compare_pass_rates, format_comparison, format_results, results
 from keel.rl.types import Prompt, ScoredGroup
 from keel.trainer.launch import RemoteRuntime, run_episodes, run_remote_episodes
 from keel.trainer.run.signals import Interrupt
@@ -91,7 +91,7 @@ def _summary(
     if not request:
         return [f"nothing was sampled; rerun the same command to resume in {out.path}"]
     scores = results(request, config.eval.each_pass_at, config.eval.submissions)
-    lines = table(scores)
+    lines = format_results(scores)
     if ignored := len({one.id for one in out.asked} - ids):
         lines.append(f"{ignored:,} prompts sampled earlier are in no set now: left out")
     reasons = Counter(reason for one in request for reason in one.missing)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-from keel.configs.auto import AUTO, OPEN
+from keel.configs.auto import AUTO, AUTO_KNOBS
 from keel.configs.convert import (
     foreign_hint,
     foreign_names,
@@ -33,7 +33,7 @@ from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
 from keel.configs.schema import Config
 from keel.configs.sections.base import ConfigError, bounds_of
-from keel.configs.synthesis import SynthesisConfig, decides_tasks
+from keel.configs.synthesis import SynthesisConfig, affects_tasks
 
 _Recipe = Literal["train", "distill", "synthesize"]
 _RECIPES: Mapping[_Recipe, tuple[type, str]] = {
@@ -190,7 +190,7 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
         if inner is not None and origin not in (Union, UnionType):
             nested.append(_sections(recipe, inner, here + "[]" * (origin is tuple), text))
             continue
-        auto = recipe == "train" and here in OPEN
+        auto = recipe == "train" and here in AUTO_KNOBS
         choices = get_args(hint)[0] if origin is tuple else hint
         allowed = str(bounds_of(field) or "").replace(">=", "≥").replace("<=", "≤")
         if get_origin(choices) is Literal:
@@ -200,7 +200,7 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
             default = _yaml(field.default_factory())
         resume = "yes" if is_resumable(here) or is_resumable(here.partition("[]")[0]) else "no"
         if recipe == "synthesize":
-            resume = "no" if decides_tasks(here) else "yes"
+            resume = "no" if affects_tasks(here) else "yes"
         if recipe == "distill":
             resume = "no" if here == "dir" else "for later stages"
         knobs.append(

@@ -31,14 +31,14 @@ KNOBS = frozenset(
     }
 )
 """Knobs that define the layout on GPUs."""
-OPEN = KNOBS | {DTYPE}
+AUTO_KNOBS = KNOBS | {DTYPE}
 """All knobs that can be `auto`."""
 
 
 def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Set every knob in `OPEN` to `auto` unless the recipe sets it."""
+    """Set every knob in `AUTO_KNOBS` to `auto` unless the recipe sets it."""
     complete = dict(tree)
-    for knob in OPEN:
+    for knob in AUTO_KNOBS:
         section, _, name = knob.partition(".")
         inner = complete.get(section, {})
         if isinstance(inner, Mapping):
@@ -54,7 +54,7 @@ def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str
     the config is valid.
     """
     rest, auto = dict(tree), set[str]()
-    for knob in OPEN:
+    for knob in AUTO_KNOBS:
         section, _, name = knob.partition(".")
         if _section(rest, section).get(name) == AUTO:
             rest[section] = {k: v for k, v in rest[section].items() if k != name}

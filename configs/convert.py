@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from keel.configs.auto import AUTO, OPEN
+from keel.configs.auto import AUTO, AUTO_KNOBS
 from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
 
 T = TypeVar("T")
@@ -279,7 +279,7 @@ class _Builder:
         return self.problem(key, f"{at} = {shown}: must be {kind}{cure}")
 
     def or_auto(self, key: str) -> list[str]:
-        return [AUTO] * (self.root is Config and key in OPEN)
+        return [AUTO] * (self.root is Config and key in AUTO_KNOBS)
 
 
 def _joined(path: str, name: str) -> str:

@@ -74,7 +74,7 @@ _FOOTER = (
 _NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", ".safetensors")
 
 
-def shipped(folder: str = "") -> dict[str, Path]:
+def shipped_recipes(folder: str = "") -> dict[str, Path]:
     """Return the recipes that come with Keel for a command, as a mapping from bare names to
     files."""
     folders = (folder,) if folder else (folder, _HARDWARE)
@@ -88,7 +88,7 @@ def find_recipe(path: Path, folder: str = "", otherwise: Path | None = None) -> 
     `otherwise` if given."""
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
-    known = None if path.exists() else shipped(folder).get(str(path))
+    known = None if path.exists() else shipped_recipes(folder).get(str(path))
     return known or otherwise or path
 
 
@@ -119,7 +119,7 @@ def _hint(path: Path, folder: str) -> str:
     recipes = sorted(file.name for file in path.parent.glob("*.y*ml"))
     near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)
     if path.name == str(path) and not path.is_dir() and not near:
-        near = difflib.get_close_matches(path.stem, shipped(folder), n=1, cutoff=0.75)
+        near = difflib.get_close_matches(path.stem, shipped_recipes(folder), n=1, cutoff=0.75)
         if not near:
             return "; keel recipes lists those that come with Keel"
     return f"; did you mean {' or '.join(near)}?" if near else ""
@@ -130,7 +130,7 @@ def list_recipes(name: str = "") -> str:
     ConfigError if it is unknown."""
     if name:
         for folder in _FOLDERS:
-            if file := shipped(folder).get(name):
+            if file := shipped_recipes(folder).get(name):
                 return f"# {file}\n{file.read_text(encoding='utf-8').rstrip()}"
         raise ConfigError(f"{name}: no such recipe{_hint(Path(name), '')}")
     width = min(100, shutil.get_terminal_size().columns)

@@ -339,7 +339,7 @@ class SynthesisConfig(Section):
                 ) from error
 
 
-def decides_tasks(knob: str) -> bool:
+def affects_tasks(knob: str) -> bool:
     """Return whether this knob affects the tasks. If so, it must not change for an existing
     folder."""
     return knob.partition(".")[0] in {"family", "seed", *get_args(_Family)}

@@ -122,7 +122,7 @@ class _Row(NamedTuple):
     known: dict[str, Any]
     as_text: dict[str, Any]
     """Values of the known keys, with numbers written as in the file."""
-    further: dict[str, Any]
+    unmapped: dict[str, Any]
     """Columns that no key uses."""
     record: dict[str, Any]
     """The whole row for templates, with numbers written as in the file."""
@@ -164,19 +164,19 @@ class _Reader:
         used = {"reward"} if "reward" in record else set(reward)
         used |= {"id", "prompt", "messages", *(["environment"] if environment else [])}
         unused = {self._column[key]: value for key, value in record.items() if key not in used}
-        further = row.further | {name: v for name, v in unused.items() if name in row.record}
-        if functions and further:
+        unmapped = row.unmapped | {name: v for name, v in unused.items() if name in row.record}
+        if functions and unmapped:
             if "reward" in record:  # kept by `keel filter`, it has its columns already
-                further = {k: v for k, v in further.items() if k not in _WRITTEN_BY_KEEL}
-                further = {**reward.get("columns", {}), **further}
-            reward["columns"] = further
+                unmapped = {k: v for k, v in unmapped.items() if k not in _WRITTEN_BY_KEEL}
+                unmapped = {**reward.get("columns", {}), **unmapped}
+            reward["columns"] = unmapped
         if environment and (value := record.get("environment")) is not None:
             if not isinstance(value, dict):
                 raise BadLine(f"`environment` must be an object, is {json_type(value)}")
             reward["environment"] = value
         bare = self._messages(row)
         messages = self._fill_template(row, bare) if source.template else bare
-        for name in () if functions else row.further:
+        for name in () if functions else row.unmapped:
             if name not in self._used and name not in _WRITTEN_BY_KEEL:
                 self.unread.setdefault(name, read.at)
         try:
@@ -196,8 +196,8 @@ class _Reader:
             known = {key: _parse_cell(key, v) for key, v in known.items() if v != ""}
             as_text, record = _numbers_as_text(known), _numbers_as_text(row.record)
         self.seen |= known.keys()
-        further = {key: row.record[key] for key in row.record if key not in self._taken}
-        return _Row(known, as_text, further, record, row.written is None)
+        unmapped = {key: row.record[key] for key in row.record if key not in self._taken}
+        return _Row(known, as_text, unmapped, record, row.written is None)
 
     def _missing(self, key: str, row: _Row) -> BadLine:
         return BadLine(

@@ -146,7 +146,7 @@ def _sets_of(asked: Sequence[SampledPrompt]) -> dict[str, list[int]]:
     return sets | ({"all": [*range(len(asked))]} if len(domain_of) > 1 else {})
 
 
-def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def format_results(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Format a summary from `results` as a table."""
     names = dict.fromkeys(name for sets in result.values() for of in sets.values() for name in of)
     at_k = ("pass@", "maj@", "fewest@")

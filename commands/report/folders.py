@@ -130,9 +130,9 @@ class _StepFile:
     stamp: tuple[int, int] = (0, 0)
     """Modification time in nanoseconds and size in bytes when the file was read."""
     groups: Sequence[_Group] = ()
-    as_is: bool = True
+    is_json: bool = True
     """True if browsers can parse the file without changes."""
-    wrong: str = ""
+    problem: str = ""
     """Why the file cannot be read, or empty if it can."""
 
 
@@ -247,11 +247,11 @@ def _read_trajectories(folder: Path, run: RunData, known: FileCache) -> Chunks:
     chunks: Chunks = {}
     for path in sorted(folder.glob("step_*.jsonl.gz"), key=attrgetter("name")):
         known[path] = file = _step_file(path, known.get(path))
-        if file.wrong:
-            run.notes.append(f"{path}: cannot be read ({file.wrong}); skipped")
+        if file.problem:
+            run.notes.append(f"{path}: cannot be read ({file.problem}); skipped")
             continue
         run.groups += file.groups
-        read = path.read_bytes if file.as_is else partial(_without_nan, path)
+        read = path.read_bytes if file.is_json else partial(_without_nan, path)
         chunks[path.name] = _Chunk(read, file.stamp[1])
     samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
     if run.steps and run.steps[-1] > 0 and not chunks and samples:
@@ -275,9 +275,9 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
             _list_entry(_parse_json(line), step, path.name, at) for at, line in enumerate(lines)
         ]
     except _UNREADABLE as error:
-        return _StepFile(stamp=stamp, wrong=str(error))
-    as_is = not any(name in line for line in lines for name in ("NaN", "Infinity"))
-    return _StepFile(stamp=stamp, groups=groups, as_is=as_is)
+        return _StepFile(stamp=stamp, problem=str(error))
+    is_json = not any(name in line for line in lines for name in ("NaN", "Infinity"))
+    return _StepFile(stamp=stamp, groups=groups, is_json=is_json)
 
 
 def _without_nan(path: Path) -> bytes:

@@ -34,7 +34,7 @@ SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """Script files in `commands/report/page`, in execution order."""
 MOST_BYTES = 64 * 2**20
 """Maximum size in bytes of the compressed trajectories in one page."""
-PARTS = 500
+INTERVALS = 500
 """Number of intervals of a curve in which to find the extremes, about the curve's width in
 pixels."""
 _STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
@@ -105,7 +105,7 @@ def _thin_points(run: RunData) -> RunData:
     }
     if metrics == run.metrics:
         return run
-    text = f"curves of {len(run.steps):,} steps show the extremes of each of {PARTS} parts"
+    text = f"curves of {len(run.steps):,} steps show the extremes of each of {INTERVALS} parts"
     return replace(run, metrics=metrics, notes=[*run.notes, text])
 
 
@@ -114,11 +114,11 @@ def _extremes(values: Sequence[float | None]) -> set[int]:
     value."""
     known = {at: value for at, value in enumerate(values) if value is not None}
     places = [*known]
-    if len(places) <= 2 * PARTS:
+    if len(places) <= 2 * INTERVALS:
         return {*places}
     kept = {places[0], places[-1]}
-    for part in range(PARTS):
-        some = places[part * len(places) // PARTS : (part + 1) * len(places) // PARTS]
+    for part in range(INTERVALS):
+        some = places[part * len(places) // INTERVALS : (part + 1) * len(places) // INTERVALS]
         kept |= {min(some, key=known.__getitem__), max(some, key=known.__getitem__)}
     return kept
 
@@ -170,7 +170,7 @@ def _make_names_unique(runs: Sequence[RunData]) -> None:
 
 
 HOST = "127.0.0.1"
-NAMES = (HOST, "localhost")
+ALLOWED_HOSTS = (HOST, "localhost")
 """Allowed host names in requests. Any other name belongs to a foreign page whose DNS entry points
 to this machine."""
 _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
@@ -234,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         query = {name: values[-1] for name, values in parse_qs(split.query).items()}
         host = self.headers.get("Host", "").rpartition(":")[0]
         token = query.get("token", "").encode()
-        if host not in NAMES or not hmac.compare_digest(token, self.server.token.encode()):
+        if host not in ALLOWED_HOSTS or not hmac.compare_digest(token, self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, b"Open the address that `keel watch` has printed.")
             return
         try:

@@ -16,7 +16,7 @@ from keel.commands.synthesize import _task_settings
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.load import load_config
 from keel.configs.schema import Config
-from keel.configs.synthesis import AuthorConfig, SynthesisConfig, decides_tasks
+from keel.configs.synthesis import AuthorConfig, SynthesisConfig, affects_tasks
 
 HARDWARE = (
     *("colocated", "ranks", "gpu_memory_utilization", "time_share"),
@@ -194,8 +194,8 @@ def test_resume_column_matches_the_checks() -> None:
         "author.model": replace(config, author=replace(config.author, model="b")),
         "budget.tokens": replace(config, budget=replace(config.budget, tokens=7)),
     }.items():
-        assert (_task_settings(other) != claimed) == decides_tasks(name), name
-        assert KNOBS[f"synthesize.{name}"].resume == ("no" if decides_tasks(name) else "yes")
+        assert (_task_settings(other) != claimed) == affects_tasks(name), name
+        assert KNOBS[f"synthesize.{name}"].resume == ("no" if affects_tasks(name) else "yes")
 
 
 def test_pages_follow_the_schema() -> None:

@@ -11,7 +11,7 @@ from keel.configs.convert import RENAMED, _knob_paths
 from keel.configs.diff import check_resumable, flatten_config, stepping
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config, load_distillation, split_overrides
-from keel.configs.paths import data_path, shipped, unwritable
+from keel.configs.paths import data_path, shipped_recipes, unwritable
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 from keel.configs.synthesis import SynthesisConfig
 from keel.configs.system_prompts import with_system
@@ -324,7 +324,7 @@ def test_work_folder_is_exclusive_and_names_bad_files(tmp_path: Path) -> None:
 def test_neighbouring_files_precede_shipped_recipes(tmp_path: Path) -> None:
     config = load_config("qwen3-8b-8x80")
     assert config.run.dir == "runs/qwen3-8b-8x80" and config.run.gpus_per_node == 8
-    assert set(shipped("distill/")) == {"quickstart", "specialists"}
+    assert set(shipped_recipes("distill/")) == {"quickstart", "specialists"}
     with pytest.raises(ConfigError, match="no such file"):
         load_distillation("qwen3-8b-8x80")
     mine = tmp_path / "mine.yaml"

@@ -17,11 +17,11 @@ from keel.data.results import (
     contest_score,
     count_submissions,
     fewest_steps_at_k,
+    format_results,
     majority_at_k,
     pass_interval,
     results,
     scores_by_steps,
-    table,
 )
 
 
@@ -84,7 +84,7 @@ def test_fewest_turns() -> None:
     assert trip["fewest@4"] == 1.0 and trip["pass@1"] == 0.25
     assert trip["fewest@2"] == pytest.approx(1 / 2)  # three of the six pairs have the second
     assert not any(name.startswith("fewest") for of in (sums, everything) for name in of)
-    assert "fewest@4" in table(found)[0]
+    assert "fewest@4" in format_results(found)[0]
 
 
 def test_compared_by_domain() -> None:
