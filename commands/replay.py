@@ -109,8 +109,10 @@ def _find_batch(folder: Path, step: int | None) -> Path:
 def _nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
     """Find the newest intact checkpoint before `step`, or None if training has to start from the
     base model. Also returns a description of the starting point."""
-    paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]
-    newest = next((path for path in reversed(paths) if not checkpoint.problems(path)), None)
+    paths = [
+        path for path in checkpoint.list_finished(checkpoints) if checkpoint.step_of(path) < step
+    ]
+    newest = next((path for path in reversed(paths) if not checkpoint.find_problems(path)), None)
     words = f"from {newest.name if newest else 'the base model'}"
     if between := step - 1 - (checkpoint.step_of(newest) if newest else 0):
         return newest, f"{words}; {between} steps earlier, so the numbers may differ"

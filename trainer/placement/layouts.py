@@ -28,13 +28,13 @@ from keel.trainer.placement.memory import (
     GIB,
     RANK_SPARE,
     Memory,
+    count_micro_batches,
     engine_memory,
     engine_sequences,
     kv_token_bytes,
     least_bytes,
     needed_bytes,
     offloads,
-    packed,
     staying_gib,
     trainer_memory,
 )
@@ -192,7 +192,7 @@ class LayoutSearch:
         counts = {min(n, most) // unit * unit for n in counts}
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
 
-    def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
+    def sequence_counts(self, seats: Values, *, fewer: bool) -> list[Values]:
         """Return the numbers of sequences per engine to try, largest first, such that the engines
         sample a step in one wave, in two, and so on. With `fewer`, also include numbers so small
         that they need almost no memory."""
@@ -212,7 +212,7 @@ class LayoutSearch:
         return [{knob: n} for n in sorted(counts, reverse=True)]
 
     @cached_property
-    def turns(self) -> list[Values]:
+    def sharing_modes(self) -> list[Values]:
         """Ways for an engine and a rank to share a GPU: side by side, or taking turns."""
         if not self._samples:
             return [{}]
@@ -225,7 +225,7 @@ class LayoutSearch:
         values: list[dict[str, Any]] = [dict(zip(knobs, way, strict=True)) for way in ways]
         return [self._open(way) for way in values if closed.items() <= way.items()]
 
-    def learning(self, ranks: int) -> Iterator[list[Values]]:
+    def trainer_values(self, ranks: int) -> Iterator[list[Values]]:
         """Yield lists of trainer knob values to try. The values in a list differ only in the
         micro-batch size, largest first."""
         trainer, model = self.config.trainer, self.config.model
@@ -319,7 +319,9 @@ class LayoutSearch:
             sizes |= {n * tokens for n in counts | {1}}
         worth, fewest, least_tokens = list[int](), math.inf, math.inf
         for size in sorted(sizes):
-            count, tokens = packed(sharing, groups, size) if self._samples else (-size, 0)
+            count, tokens = (
+                count_micro_batches(sharing, groups, size) if self._samples else (-size, 0)
+            )
             if count < fewest or tokens < _SAVES * least_tokens:
                 worth.append(size)
                 fewest, least_tokens = count, min(tokens, least_tokens)
@@ -338,7 +340,7 @@ class LayoutSearch:
         """Yield the layouts that fit, skipping those that cannot be the best."""
         fastest = math.inf
         for seats in self.placements:
-            for sizes in self.learning(seats.get("trainer.ranks", self.config.trainer.ranks)):
+            for sizes in self.trainer_values(seats.get("trainer.ranks", self.config.trainer.ranks)):
                 if sizes[0].get("trainer.offload_optimizer") and not self.strictness.offload:
                     continue
                 # Smaller micro-batches train more slowly, but may leave an engine on the
@@ -355,10 +357,10 @@ class LayoutSearch:
     def _with_engine(self, values: Values) -> Iterator[Layout]:
         """Yield the layouts that fit, until an engine's cache holds all sequences without
         time-sharing."""
-        for turns in self.turns:
+        for turns in self.sharing_modes:
             if self._try_placement({**values, **turns}) is None:
                 continue
-            for sampling in self.sampling(values, fewer=self.strictness.fewer):
+            for sampling in self.sequence_counts(values, fewer=self.strictness.fewer):
                 if layout := self.layout({**values, **turns, **sampling}):
                     yield layout
                     if self._unrestricted(layout):
@@ -371,7 +373,7 @@ class LayoutSearch:
         sequences = engine_sequences(config)
         if sequences > (layout.plan.cached or 0):
             return False
-        most = self.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
+        most = self.sequence_counts({"rollout.engines": config.rollout.engines}, fewer=False)[0]
         return engine_sequences(with_values(config, most)) == sequences
 
     def _squeezed(self, layout: Layout) -> bool:
@@ -389,7 +391,7 @@ class LayoutSearch:
 
     @cached_property
     def _may_offload(self) -> bool:
-        ways = [with_values(self.config, turns) for turns in self.turns]
+        ways = [with_values(self.config, turns) for turns in self.sharing_modes]
         return self._samples and any(offloads(way, shared=True) for way in ways)
 
     def _try_placement(self, values: Values) -> Placement | None:
@@ -465,10 +467,10 @@ class LayoutSearch:
     def explain_misfit(self) -> ConfigError:
         """Explain why even the layout with the lowest memory use does not fit."""
         ways = [
-            {**seats, **sizes[-1], **turns, **self.sampling(seats, fewer=True)[-1]}
+            {**seats, **sizes[-1], **turns, **self.sequence_counts(seats, fewer=True)[-1]}
             for seats in self.placements
-            for sizes in self.learning(seats.get("trainer.ranks", self.config.trainer.ranks))
-            for turns in self.turns
+            for sizes in self.trainer_values(seats.get("trainer.ranks", self.config.trainer.ranks))
+            for turns in self.sharing_modes
         ]
         placed = [
             with_values(self.config, way) for way in ways if self._try_placement(way) is not None

@@ -168,7 +168,7 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
 # Trainer rank
 
 
-def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
+def count_micro_batches(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
     """Return a rank's number of micro-batches per optimizer step, and the tokens computed per step.
     Assumes that all trajectories reach their length limits. A shared prompt counts once per
     micro-batch. `ranks` and `capacity` override the recipe's values."""

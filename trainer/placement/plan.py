@@ -17,12 +17,12 @@ from keel.trainer.placement.memory import (
     OffloadPlan,
     cached_sequences,
     check_trainer_fits,
+    count_micro_batches,
     engine_memory,
     engine_sequences,
     gib,
     host_bytes,
     offload_plan,
-    packed,
     peak_bytes,
     reading_ranks,
     stage_in_use,
@@ -159,7 +159,7 @@ def make_plan(
         time = step_time(
             config,
             facts,
-            micro_batches=packed(config)[0] * config.algorithm.updates_per_batch,
+            micro_batches=count_micro_batches(config)[0] * config.algorithm.updates_per_batch,
             shared=shared,
             sequences=cached,
             woken=engine.total if shared and config.rollout.time_share else 0.0,
@@ -200,8 +200,9 @@ def describe(
         sections["batch"] = [
             f"{a.prompts_per_step} prompts × {a.group_size} completions = {sequences} "
             f"sequences per step, at most {sequences * config.max_context:,} tokens",
-            f"{a.updates_per_batch} optimizer step(s) per batch, at most {packed(config)[0]} "
-            f"micro-batch(es) of {t.micro_batch_tokens:,} tokens per rank each",
+            f"{a.updates_per_batch} optimizer step(s) per batch, at most "
+            f"{count_micro_batches(config)[0]} micro-batch(es) of {t.micro_batch_tokens:,} tokens "
+            "per rank each",
         ]
         sections["steps"] = [
             f"{steps} = {steps * a.updates_per_batch} optimizer steps on "

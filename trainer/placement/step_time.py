@@ -17,6 +17,7 @@ from keel.model.load import ModelFacts
 from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import (
     BYTES,
+    count_micro_batches,
     elementwise_elements,
     engine_sequences,
     expert_elements,
@@ -24,7 +25,6 @@ from keel.trainer.placement.memory import (
     kv_token_bytes,
     layer_elements,
     normed_elements,
-    packed,
     sums_in_float32,
 )
 
@@ -99,7 +99,7 @@ class Rates:
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
-        return layers * passes(config) * micro_batches
+        return layers * count_forward_passes(config) * micro_batches
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         if config.rollout.packs(full_attention=facts.full_attention):
@@ -197,7 +197,9 @@ def step_time(
         prefilled *= algorithm.group_size
     gpus = rollout.engines * rollout.tensor_parallel
     span = 1 if shared else gpus + config.trainer.ranks
-    compute = compute_seconds(config, facts, packed(config)[1], micro_batches, spec, rates)
+    compute = compute_seconds(
+        config, facts, count_micro_batches(config)[1], micro_batches, spec, rates
+    )
     launch = rates.launch_seconds(config, facts, micro_batches)
     sent = facts.parameters * BYTES[config.engine_dtype]
     turns = rates.turn_s + woken / rates.allocated_bytes + moved / spec.host_bytes
@@ -265,8 +267,8 @@ def compute_seconds(
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * config.max_context
     attention *= facts.layers - facts.linear_layers
-    gemms = passes(config) * 2 * body_parameters(facts) / rates.gemm_share
-    attended = passes(config) - trainer.keeps_attention
+    gemms = count_forward_passes(config) * 2 * body_parameters(facts) / rates.gemm_share
+    attended = count_forward_passes(config) - trainer.keeps_attention
     other = config.model.batch_invariant or config.model.dtype == "float32" or not spec.flash4
     longest, attention_share = config.max_context, rates.attention_share
     if not other and trainer.flash4(longest):
@@ -282,7 +284,7 @@ def compute_seconds(
     moved *= facts.layers
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
     moved += expert_moves * facts.moe_layers * expert_elements(facts)
-    moved *= passes(config)
+    moved *= count_forward_passes(config)
     body = share * (gemms / spec.flops + moved * width / spec.memory_bytes)
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
     head = 2 * facts.vocab_size * facts.hidden_size * share * 3
@@ -304,7 +306,7 @@ def compute_seconds(
     return body + head + weights / spec.memory_bytes + updating
 
 
-def passes(config: Config) -> int:
+def count_forward_passes(config: Config) -> int:
     """Return the cost of a micro-batch, in units of a forward pass. A backward pass counts as
     two."""
     backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
@@ -316,7 +318,9 @@ def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
     """Return the FLOPs per token in training, without recomputation, and in an engine."""
     looked_up = 0 if facts.tied else facts.vocab_size * facts.hidden_size
     forward = 2.0 * (facts.active_parameters - looked_up)
-    return (passes(config) - config.trainer.activation_checkpointing) * forward, forward
+    return (
+        count_forward_passes(config) - config.trainer.activation_checkpointing
+    ) * forward, forward
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
@@ -330,7 +334,7 @@ def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec:
     width = BYTES[config.model.dtype]
     if width == 2:
         stage = max(1, stage)
-    trips = passes(config) - 1
+    trips = count_forward_passes(config) - 1
     # Bytes per parameter: gradients are float32.
     moved = {0: 8 * updates, 1: (4 + width) * updates, 2: 4 * micro_batches + width * updates}.get(
         stage, (4 + trips * width) * micro_batches
@@ -400,7 +404,7 @@ def cpu_time(
     estimate = step_time(
         config,
         facts,
-        micro_batches=packed(config)[0] * config.algorithm.updates_per_batch,
+        micro_batches=count_micro_batches(config)[0] * config.algorithm.updates_per_batch,
         spec=GpuSpec(
             name=f"this CPU ({flops / 1e9:.0f} GFLOP/s measured)",
             flops=flops,

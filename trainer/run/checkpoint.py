@@ -78,7 +78,7 @@ def save(
             raise SaveError(f"{final}: cannot be written: {error}") from error
         raise
     try:
-        old = [path for path in finished(root) if step_of(path) <= state.step][:-keep]
+        old = [path for path in list_finished(root) if step_of(path) <= state.step][:-keep]
         for path in old:
             path.rename(root / f".{path.name}")  # atomic for concurrent readers
         for path in root.glob(".step_*"):
@@ -100,7 +100,7 @@ def read_state(folder: Path) -> State:
         raise ValueError(f"{path}: not the state of a checkpoint ({error})") from error
 
 
-def finished(root: Path) -> list[Path]:
+def list_finished(root: Path) -> list[Path]:
     folders = [
         path
         for path in (root.iterdir() if root.is_dir() else ())
@@ -115,15 +115,17 @@ def step_of(folder: Path) -> int:
 
 
 def latest(root: Path) -> Path | None:
-    return next(reversed(finished(root)), None)
+    return next(reversed(list_finished(root)), None)
 
 
 def latest_complete(root: Path) -> Path | None:
     """Return the newest checkpoint whose files all have the right size."""
-    return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
+    return next(
+        (p for p in reversed(list_finished(root)) if not find_problems(p, bits=False)), None
+    )
 
 
-def problems(folder: Path, *, bits: bool = True) -> list[str]:
+def find_problems(folder: Path, *, bits: bool = True) -> list[str]:
     """Return the reasons why a checkpoint cannot be used, one line per file. With `bits`, also
     check the contents of all files."""
     if damage := find_damage(folder, extra=True, bits=bits):

@@ -186,10 +186,10 @@ class RunFolder:
     def _find_newest_intact(self) -> tuple[Path | None, dict[Path, list[str]]]:
         """Return the newest intact checkpoint, and the problems of newer ones, newest first."""
         damaged: dict[Path, list[str]] = {}
-        for path in reversed(checkpoint.finished(self._checkpoints)):
+        for path in reversed(checkpoint.list_finished(self._checkpoints)):
             problems = self._problems.get(path)
             if problems is None:
-                problems = checkpoint.problems(path)
+                problems = checkpoint.find_problems(path)
                 if not path.exists():  # pruned meanwhile by a run in progress
                     continue
                 self._problems[path] = problems
@@ -204,13 +204,13 @@ class RunFolder:
         or damaged."""
         if value in ("base", "last"):
             return self.latest if value == "last" else None
-        by_step = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
+        by_step = {checkpoint.step_of(p): p for p in checkpoint.list_finished(self._checkpoints)}
         if (path := by_step.get(int(value))) is None:
             steps = ", ".join(map(str, sorted(by_step))) or "none"
             raise ConfigError(
                 f"{knob} = {value}: {self._checkpoints} has checkpoints of steps: {steps}"
             )
-        if problems := checkpoint.problems(path):
+        if problems := checkpoint.find_problems(path):
             raise ConfigError(f"{knob} = {value}: {path} is damaged ({join_problems(problems)})")
         return path
 

@@ -62,9 +62,9 @@ def exhaustive(search: LayoutSearch) -> list[Layout]:
     layouts = list[Layout]()
     for seats in search.placements:
         ranks = seats.get("trainer.ranks", search.config.trainer.ranks)
-        learning = [way for sizes in search.learning(ranks) for way in sizes]
-        sampling = search.sampling(seats, fewer=search.strictness.fewer)
-        for parts in product(learning, search.turns, sampling):
+        learning = [way for sizes in search.trainer_values(ranks) for way in sizes]
+        sampling = search.sequence_counts(seats, fewer=search.strictness.fewer)
+        for parts in product(learning, search.sharing_modes, sampling):
             values = {**seats, **parts[0], **parts[1], **parts[2]}
             offloads = values.get("trainer.offload_optimizer")
             if offloads and not search.strictness.offload:

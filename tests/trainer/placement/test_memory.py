@@ -33,9 +33,9 @@ from keel.trainer.placement.memory import (
     Memory,
     OffloadPlan,
     _held_bytes,
+    count_micro_batches,
     needed_bytes,
     offload_plan,
-    packed,
     peak_bytes,
     trainer_memory,
 )
@@ -260,18 +260,18 @@ def test_shared_prompt_is_computed_once_per_group() -> None:
 
     plain, shared = made(65_536, share=False), made(65_536)
     each = plain.max_context
-    assert packed(plain) == (math.ceil(64 / (65_536 // each)), 64 * each)
-    assert packed(made(each)) == (64, 64 * each)
-    assert packed(shared)[1] == 8 * 1000 + 64 * (each - 1000)
+    assert count_micro_batches(plain) == (math.ceil(64 / (65_536 // each)), 64 * each)
+    assert count_micro_batches(made(each)) == (64, 64 * each)
+    assert count_micro_batches(shared)[1] == 8 * 1000 + 64 * (each - 1000)
     halves = prefix_group_size(4, 1000, each)
-    assert packed(made(halves)) == (16, 2 * 8 * 1000 + 64 * (each - 1000))
+    assert count_micro_batches(made(halves)) == (16, 2 * 8 * 1000 + 64 * (each - 1000))
     times = [step_time(one, MOE, micro_batches=4).compute for one in (plain, shared)]
     assert times[1] < times[0]
 
 
 def test_window_may_be_shorter_than_the_longest_prompt() -> None:
     config = load_config("agent-guess", ["trainer.share_prompts=true"])
-    assert config.max_context < config.data.max_prompt_tokens and packed(config)[1] > 0
+    assert config.max_context < config.data.max_prompt_tokens and count_micro_batches(config)[1] > 0
 
 
 USUAL = Case(shape="", length=1024, micro_batch_tokens=16_384, step_tokens=65_536)

@@ -20,8 +20,8 @@ from keel.trainer.run.checkpoint import (
     SaveError,
     State,
     config_digest,
-    finished,
-    problems,
+    find_problems,
+    list_finished,
 )
 from keel.trainer.run.checkpoint import (
     save as save_state,
@@ -247,7 +247,7 @@ def test_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:
     (tmp_path / "step_000005").mkdir()  # without a state it is no checkpoint
     for step in (1, 2, 999_999, 1_000_000):
         save_state(tmp_path, state(step), content, keep=2)
-    assert [path.name for path in finished(tmp_path)] == ["step_999999", "step_1000000"]
+    assert [path.name for path in list_finished(tmp_path)] == ["step_999999", "step_1000000"]
     assert names(tmp_path) == ["step_000005", "step_1000000", "step_999999", "step_best"]
 
 
@@ -298,7 +298,7 @@ def test_failed_write_leaves_nothing_behind(
     save_state(tmp_path, state(1), content, keep=99)
     failures = 0
     while calls > fails_at:
-        calls, fails_at, before = 0, fails_at + 1, finished(tmp_path)
+        calls, fails_at, before = 0, fails_at + 1, list_finished(tmp_path)
         with monkeypatch.context() as patch:
             for module, name in ((os, "mkdir"), (os, "rename"), (os, "fsync"), (io, "open")):
                 patch.setattr(module, name, failing(getattr(module, name), module is io))
@@ -306,24 +306,24 @@ def test_failed_write_leaves_nothing_behind(
                 save_state(tmp_path, state(2 + fails_at), content, keep=99)
             except SaveError:
                 failures += 1
-        after = finished(tmp_path)
+        after = list_finished(tmp_path)
         assert after[: len(before)] == before and len(names(tmp_path)) == len(after)
-        assert not any(map(problems, after))
-    assert failures > 15 and len(finished(tmp_path)) > 1
+        assert not any(map(find_problems, after))
+    assert failures > 15 and len(list_finished(tmp_path)) > 1
 
 
 def test_damage_of_any_file_is_found(tmp_path: Path) -> None:
     folder = save_state(tmp_path, state(1), content, keep=1)
-    assert problems(folder) == []
+    assert find_problems(folder) == []
     for name in ("state.json", "ranks/weights", MANIFEST):
         text = (folder / name).read_text()
         (folder / name).write_text(text.swapcase())
-        assert [line.partition(":")[0] for line in problems(folder)] == [name]
+        assert [line.partition(":")[0] for line in find_problems(folder)] == [name]
         (folder / name).unlink()
-        assert [line.partition(":")[0] for line in problems(folder)] == [name]
-        assert finished(tmp_path) == [folder], "it is listed nevertheless"
+        assert [line.partition(":")[0] for line in find_problems(folder)] == [name]
+        assert list_finished(tmp_path) == [folder], "it is listed nevertheless"
         (folder / name).write_text(text)
-    assert problems(folder) == []
+    assert find_problems(folder) == []
 
 
 def test_digest_covers_training_only(tmp_path: Path) -> None:
