@@ -39,7 +39,7 @@ from keel.configs.dump import yaml_line
 from keel.configs.load import load_config, split_overrides
 from keel.configs.paths import shipped_recipes
 from keel.configs.schema import ConfigError
-from keel.rewards.custom import named, passing
+from keel.rewards.custom import pickle_functions, recipe_name
 from keel.trainer.launch import Runtime
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
@@ -129,8 +129,10 @@ def train(
             stack.enter_context(_report_by_row(file))
         if weights:
             try:
-                stack.enter_context(passing([part for part, _ in weights if callable(part)]))
-                names = {named(part) if callable(part) else part: of for part, of in weights}
+                stack.enter_context(
+                    pickle_functions([part for part, _ in weights if callable(part)])
+                )
+                names = {recipe_name(part) if callable(part) else part: of for part, of in weights}
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
             used = {source.name for source in load_config(path, overrides).data.sources}

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from keel.rewards.code.verifier import CodeSettings, check_task, read_task
 from keel.rewards.compose import check_parts
-from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
+from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, scores_group
 from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
 from keel.rewards.judge.specs import is_judged, judged_spec
 from keel.rewards.rules.verifiers import KINDS as RULE_KINDS
@@ -78,7 +78,7 @@ def try_functions(
         for name in names:
             spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
             text, sample = texts[0], "a sample completion"
-            if sees_group(name):
+            if scores_group(name):
                 spec, text = {**spec, "group": True}, json.dumps(texts)
                 sample = "a group of two sample completions (mean)"
             (result,) = pool.submit(spec, [text]).result()

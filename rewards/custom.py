@@ -99,7 +99,7 @@ class TextTrajectory:
 # --- Functions given to `keel.train` ---
 
 
-def named(function: Callable[..., Any]) -> str:
+def recipe_name(function: Callable[..., Any]) -> str:
     """Return the name of a function in recipes. Raises ValueError if it has none, like a lambda or
     a partial."""
     name = getattr(function, "__name__", type(function).__name__)
@@ -109,12 +109,12 @@ def named(function: Callable[..., Any]) -> str:
 
 
 @contextmanager
-def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Pickle `functions` for the worker processes that start inside the `with` block. Raises
+def pickle_functions(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
+    """Pickle functions for the worker processes that start inside the `with` block. Raises
     ValueError if two functions have the same name or one cannot be pickled."""
     with TemporaryDirectory() as folder:
         for function in functions:
-            name = named(function)
+            name = recipe_name(function)
             path = Path(folder, f"{name}.pkl")
             if path.exists():
                 raise ValueError(f"reward {name}: two functions have this name; rename one")
@@ -131,15 +131,16 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
             del os.environ[FOLDER]
 
 
-def passed() -> dict[str, bytes]:
-    """Return the functions pickled by `passing`, by file name, to send them to another node."""
+def pickled_functions() -> dict[str, bytes]:
+    """Read the functions that `pickle_functions` stored, to send them to another node. Maps file
+    names to their contents."""
     folder = os.environ.get(FOLDER)
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()} if folder else {}
 
 
-def receive(functions: Mapping[str, bytes]) -> None:
-    """Store functions pickled on another node (see `passed`) for the worker processes that this
-    process starts."""
+def store_functions(functions: Mapping[str, bytes]) -> None:
+    """Store functions pickled on another node (see `pickled_functions`) for the worker processes
+    that this process starts."""
     if functions:
         folder = os.environ[FOLDER] = mkdtemp(prefix="keel-functions-")
         for name, pickled in functions.items():
@@ -147,12 +148,12 @@ def receive(functions: Mapping[str, bytes]) -> None:
 
 
 @functools.cache
-def _unpickled(path: Path) -> Any:
+def _unpickle(path: Path) -> Any:
     """Load a pickled function once per process, so that its globals persist between calls."""
-    return pickle.loads(path.read_bytes())  # written by `passing` in our own process
+    return pickle.loads(path.read_bytes())  # written by `pickle_functions` in our own process
 
 
-def _passed(name: str) -> Any:
+def _load_pickled(name: str) -> Any:
     folder = os.environ.get(FOLDER)
     path = Path(folder or ".", f"{name}.pkl")
     is_plain = name.removeprefix(PREFIX).isidentifier()  # a recipe may hold any path
@@ -162,7 +163,7 @@ def _passed(name: str) -> Any:
             "function as module.function"
         )
     try:
-        return _unpickled(path)
+        return _unpickle(path)
     except Exception as error:  # unpickling imports modules, which may raise anything
         raise ValueError(
             f"reward {name!r} cannot be unpickled: {type(error).__name__}: {error}"
@@ -188,7 +189,7 @@ def load_function(name: str) -> Callable[[Any, Any], Any]:
 
     Raises ValueError if it cannot be imported or does not accept `(prompt, trajectory)`.
     """
-    function = _passed(name) if name.startswith(PREFIX) else _imported(name)
+    function = _load_pickled(name) if name.startswith(PREFIX) else _import_function(name)
     try:
         names = _parameters(function)
         inspect.signature(function, follow_wrapped=False).bind("prompt", "trajectory")
@@ -202,7 +203,7 @@ def load_function(name: str) -> Callable[[Any, Any], Any]:
     return function
 
 
-def _imported(name: str) -> Callable[..., Any]:
+def _import_function(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.rpartition(".")
     if not all(map(str.isidentifier, name.split("."))):
         raise ValueError(f"reward {name!r} must be MODULE.FUNCTION, such as my_rewards.brief")
@@ -229,13 +230,13 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function, follow_wrapped=False).parameters)
 
 
-def _location(function: Callable[..., Any]) -> str:
+def _function_location(function: Callable[..., Any]) -> str:
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return _format_location(code.co_filename, code.co_firstlineno, code.co_name) if code else ""
 
 
-def sees_group(name: str) -> bool:
+def scores_group(name: str) -> bool:
     """Return whether a reward function scores a whole group at once."""
     return _parameters(load_function(name))[1:2] == ["trajectories"]
 
@@ -266,7 +267,7 @@ class BadReward(ValueError):
         self.at = at
 
 
-def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
+def function_verifier(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
     """Build a verifier that calls the user-defined function `spec["name"]` on a trajectory
     serialized by `TextTrajectory.dumps`.
 
@@ -287,7 +288,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
             if not inspect.isawaitable(value):
                 return value
             with _LOOP_LOCK:
-                return _runner().run(_awaited(value))
+                return _event_loop().run(_await_value(value))
         except SystemExit as error:  # would end the worker, or the run
             exited = RuntimeError(f"called exit({error.code})")
             raise exited.with_traceback(error.__traceback__) from error
@@ -300,7 +301,9 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
                 score = float(value)
         if not -_ROUNDING <= score <= 1.0 + _ROUNDING:
             shown = f"{type(value).__name__} ({str(value)[:50]!r})"
-            raise BadReward(f"returned a {shown}; return a number from 0 to 1", _location(reward))
+            raise BadReward(
+                f"returned a {shown}; return a number from 0 to 1", _function_location(reward)
+            )
         return min(max(score, 0.0), 1.0)
 
     def verify_group(text: str) -> dict[str, float]:
@@ -311,7 +314,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
                 values.extend(result)
         if len(values) != len(trajectories):
             message = f"must return a list of {len(trajectories)} numbers, one per trajectory"
-            raise BadReward(message, _location(reward))
+            raise BadReward(message, _function_location(reward))
         scores = {str(index): number(value) for index, value in enumerate(values)}
         return {"correct": math.fsum(scores.values()) / len(scores), **scores}
 
@@ -321,7 +324,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
 
 
 @functools.cache
-def _runner() -> asyncio.Runner:
+def _event_loop() -> asyncio.Runner:
     """Return the event loop of this process. It is never closed, so that async clients in globals
     keep working."""
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -330,7 +333,7 @@ def _runner() -> asyncio.Runner:
 _LOOP_LOCK = threading.Lock()  # several scorers without workers share the loop
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
+async def _await_value(value: Awaitable[Any]) -> Any:
     return await value
 
 

@@ -59,7 +59,7 @@ _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "
 them."""
 
 
-def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
+def language_verifier(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Build a verifier that measures how much of a trajectory is in the language of
     `spec["prompt"]`, over all turns.
 
@@ -92,7 +92,7 @@ def _language_share(prompt: str, text: str) -> float:
             total += weight * size
             letters = sum(counts.get(name, 0.0) for name in allowed)
             if letters and size >= _MIN_SENTENCE_LETTERS:
-                best, likely = detected(sentence)
+                best, likely = detect_language(sentence)
                 foreign = sum(likely.get(name, 0.0) for name in kin) < _MIN_LIKELIHOOD
                 letters *= best in kin or not foreign
             fitting += weight * letters
@@ -103,7 +103,7 @@ def _language_share(prompt: str, text: str) -> float:
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
     """Return the scripts and the language that an answer to the prompt should use, or empty values
     if the prompt is too short."""
-    words = _words_of(prompt)
+    words = _remove_non_prose(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())
     if total < _MIN_PROMPT_LETTERS:
@@ -115,7 +115,7 @@ def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
         if scripts.get(script, 0.0) >= 0.1 * total and both >= 0.5 * total:
             main = script
             break
-    return frozenset({main, *_USED_WITH.get(main, ())}), detected(words)[0]
+    return frozenset({main, *_USED_WITH.get(main, ())}), detect_language(words)[0]
 
 
 def _letters_by_script(text: str) -> dict[str, float]:
@@ -131,7 +131,7 @@ def _script(character: str) -> str:
     return next((name for name, letter in _SCRIPT_LETTERS.items() if letter.match(character)), "")
 
 
-def detected(text: str) -> tuple[str, Mapping[str, float]]:
+def detect_language(text: str) -> tuple[str, Mapping[str, float]]:
     """Return the most likely language of a text, and the probability of every language."""
     probabilities = dict(_detector()(text[:_MAX_DETECTED]))
     return max(probabilities, key=lambda name: probabilities[name]), probabilities
@@ -172,7 +172,7 @@ _FUNCTION_WORDS_SHARE = 0.15
 _MIN_LETTERS = 6
 
 
-def _words_of(text: str) -> str:
+def _remove_non_prose(text: str) -> str:
     """Remove code, formulas, links, tags and identifiers from a text."""
     return "".join(_prose_and_code(text))
 
@@ -194,7 +194,7 @@ def _prose_and_code(text: str) -> tuple[str, str]:
     def keep(part: str) -> None:
         if _LETTERS.search(part):
             flush()
-        prose.append(_without_identifiers(part))
+        prose.append(_remove_identifiers(part))
 
     opened: str | None = None
     start = 0  # of the pending text
@@ -220,7 +220,7 @@ def _prose_and_code(text: str) -> tuple[str, str]:
     return "".join(prose), "".join(code)
 
 
-def _without_identifiers(text: str) -> str:
+def _remove_identifiers(text: str) -> str:
     """Remove identifiers, links and tags from a text, unless they form running text such as `DAS
     IST ES`."""
 

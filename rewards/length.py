@@ -74,13 +74,13 @@ class LengthRule:
     def active(self) -> bool:
         return self.linear > 0 or self.overlong > 0
 
-    def cost(self, tokens_G: NDArray[np.int64]) -> Floats:
+    def penalty(self, tokens_G: NDArray[np.int64]) -> Floats:
         """Return the linear plus the overlong penalty of each completion, in units of reward, [G] ≥
         0."""
-        linear, overlong = self._costs(tokens_G)
+        linear, overlong = self._penalties(tokens_G)
         return linear + overlong
 
-    def _costs(self, tokens_G: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    def _penalties(self, tokens_G: NDArray[np.int64]) -> tuple[Floats, Floats]:
         above = np.maximum(0.0, tokens_G - np.float64(self.target))
         late = (tokens_G - np.float64(self.limit - self.margin)) / self.margin
         linear = self.linear * above / (self.limit - self.target)
@@ -94,15 +94,15 @@ class LengthRule:
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
         if self.may_outweigh:
-            return _centred(self.cost(tokens_G), every)
+            return _centre_penalties(self.penalty(tokens_G), every)
         to_all = self.overlong_charges == "all"
-        linear, overlong = self._costs(tokens_G)
+        linear, overlong = self._penalties(tokens_G)
         cost = linear if to_all else linear + overlong
-        added = _centred(cost, right)
+        added = _centre_penalties(cost, right)
         if self.wrong_too:
-            added += _centred(cost, ~right)
+            added += _centre_penalties(cost, ~right)
         if to_all:
-            added += _centred(overlong, every)
+            added += _centre_penalties(overlong, every)
         lead = rewards_G[right][:, None] - rewards_G[~right][None, :]
         lost = added[~right][None, :] - added[right][:, None]
         excessive = (lead > 0) & (lost > (1 - _KEPT_LEAD) * lead)
@@ -111,7 +111,7 @@ class LengthRule:
         return added
 
 
-def with_length(
+def apply_length_rule(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
     """Apply a length rule to the scores of a group, and add the components `length` and
@@ -127,12 +127,12 @@ def with_length(
     return [
         Score(score.value + more, {**score.parts, _LENGTH: more, _LENGTH_COST: cost})
         for score, more, cost in zip(
-            scores, added.tolist(), rule.cost(tokens).tolist(), strict=True
+            scores, added.tolist(), rule.penalty(tokens).tolist(), strict=True
         )
     ]
 
 
-def _centred(cost: Floats, members: NDArray[np.bool_]) -> Floats:
+def _centre_penalties(cost: Floats, members: NDArray[np.bool_]) -> Floats:
     added = np.zeros_like(cost)
     if members.any():
         inside = cost[members]

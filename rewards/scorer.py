@@ -19,12 +19,12 @@ from keel.rewards.custom import (
     TextTrajectory,
     is_function,
     prompt_fields,
-    sees_group,
+    scores_group,
 )
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import REFUSAL as REFUSAL_SPEC
 from keel.rewards.judge.specs import Counts, Failed, Judged, is_judged
-from keel.rewards.length import LengthRule, with_length
+from keel.rewards.length import LengthRule, apply_length_rule
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text
 from keel.rewards.workers.pool import VerifierScore, WorkerPool
@@ -92,7 +92,7 @@ class Scorer:
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
         names = {name for parts in weights.values() for name in parts if is_function(name)}
-        self._group_functions = set(filter(sees_group, names))
+        self._group_functions = set(filter(scores_group, names))
         self._lengths, self._judge = lengths or {}, judge
         self._reported_counts = Counts()
         self._failures = FailureBudget(max_failure_fraction, say)
@@ -116,7 +116,7 @@ class Scorer:
         except ValueError as error:
             return failed(ValueError(f"prompt {group.prompt.prompt_id} {error}"))
         futures = [future for parts in started for some in parts.values() for future in some]
-        return when_all(futures, lambda: self._scored(group, started, purpose))
+        return when_all(futures, lambda: self._score_drafts(group, started, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
         futures = [self.submit(group, purpose) for group in groups]
@@ -147,36 +147,38 @@ class Scorer:
         judged: dict[str, list[Future[Judged | Failed]]] = {}
         verified: dict[str, list[Future[list[VerifierScore]]]] = {}
         if is_judged(prompt.reward):
-            judged["correct"] = self._ask(prompt, trajectories)
+            judged["correct"] = self._start_judge(prompt, trajectories)
         elif kind not in (ENVIRONMENT, FUNCTIONS):
-            verified["correct"] = self._verify(prompt, trajectories)
+            verified["correct"] = self._start_verifier(prompt, trajectories)
         if REFUSAL in weights:
-            judged[REFUSAL] = self._ask(replace(prompt, reward=REFUSAL_SPEC), trajectories)
+            judged[REFUSAL] = self._start_judge(replace(prompt, reward=REFUSAL_SPEC), trajectories)
         for name in weights:
             if is_function(name):
-                verified[name] = [self._call(name, group)]
+                verified[name] = [self._start_function(name, group)]
             elif name in LANGUAGE_PARTS:
                 # An environment may have written the task.
-                opening = _opening(prompt, trajectories[0]) if trajectories else prompt.messages
+                opening = (
+                    _opening_messages(prompt, trajectories[0]) if trajectories else prompt.messages
+                )
                 task = str(opening[-1].get("content") or "")
                 spec = {"kind": "language", "prompt": task, "of": LANGUAGE_PARTS[name]}
-                texts = [_text(trajectory, sampled=True) for trajectory in trajectories]
+                texts = [_serialize(trajectory, sampled=True) for trajectory in trajectories]
                 verified[name] = [self._pool.submit(spec, texts)]
         return judged, verified
 
-    def _ask(
+    def _start_judge(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> list[Future[Judged | Failed]]:
         if self._judge is None:
             raise ValueError("needs a judge; set rewards.judge.base_url and model")
         return [
-            self._judge.submit(replace(prompt, messages=_opening(prompt, one)), one)
+            self._judge.submit(replace(prompt, messages=_opening_messages(prompt, one)), one)
             for one in trajectories
         ]
 
-    def _call(self, name: str, group: Group) -> Future[list[VerifierScore]]:
+    def _start_function(self, name: str, group: Group) -> Future[list[VerifierScore]]:
         spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
-        texts = [_text(trajectory) for trajectory in group.trajectories]
+        texts = [_serialize(trajectory) for trajectory in group.trajectories]
         if name not in self._group_functions:
             return self._pool.submit(spec, texts)
         whole = self._pool.submit({**spec, "group": True}, [json.dumps(texts)])
@@ -188,7 +190,7 @@ class Scorer:
 
         return when_all([whole], split)
 
-    def _verify(
+    def _start_verifier(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> list[Future[list[VerifierScore]]]:
         completions = [final_text(trajectory.messages) for trajectory in trajectories]
@@ -198,7 +200,7 @@ class Scorer:
         jobs = {text: self._pool.submit(prompt.reward, [text]) for text in set(completions)}
         return [jobs[text] for text in completions]
 
-    def _drafts(self, group: Group, started: _Started) -> list[_Draft]:
+    def _collect_parts(self, group: Group, started: _Started) -> list[_Draft]:
         """Collect all reward components of a group. Raises ValueError if its prompt or verdict is
         invalid."""
         prompt, weights = group.prompt, self._weights[group.prompt.domain]
@@ -240,14 +242,14 @@ class Scorer:
                 text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
                 kept = keeps_format(text, thinking=prompt.thinking, finished=finished)
                 draft.parts["format"] = float(kept)
-            _finish(draft, weights)
+            _check_parts(draft, weights)
         return drafts
 
-    def _scored(self, group: Group, started: _Started, purpose: Purpose) -> ScoredGroup:
+    def _score_drafts(self, group: Group, started: _Started, purpose: Purpose) -> ScoredGroup:
         weights = self._weights[group.prompt.domain]
         rule = self._lengths.get(group.prompt.domain, LengthRule())
         try:
-            drafts = self._drafts(group, started)
+            drafts = self._collect_parts(group, started)
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}: {error}") from error
         if self._log is not None and not self._log_announced and self._pool.printed():
@@ -268,7 +270,7 @@ class Scorer:
             reasons = (draft.dropped for draft in drafts if draft.dropped)
             group = replace(group, trajectories=trajectories, dropped=(*group.dropped, *reasons))
         if rule.active:
-            scores = with_length(scores, trajectories, rule)
+            scores = apply_length_rule(scores, trajectories, rule)
         rewards = torch.tensor([score.value for score in scores], dtype=torch.float32)
         # An empty group has no mean.
         advantages = group_advantages(rewards, scale=self._scale) if scores else rewards
@@ -282,7 +284,7 @@ class Scorer:
         )
 
 
-def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
+def _check_parts(draft: _Draft, weights: Mapping[str, float]) -> None:
     """Check that a trajectory has every weighted component. After a crash, set all components to
     their worst values."""
     if draft.trajectory.finish_reason == "crash":
@@ -301,7 +303,7 @@ def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
         draft.dropped = f"its program or environment gave no verdict: {error}"
 
 
-def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
+def _opening_messages(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
     """Return the messages before the policy's first turn, which an environment may have written."""
     messages = trajectory.messages if prompt.environment else ()
     roles = [message.get("role") for message in messages]
@@ -309,7 +311,7 @@ def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any],
     return messages[:first] or prompt.messages
 
 
-def _text(trajectory: Trajectory, *, sampled: bool = False) -> str:
+def _serialize(trajectory: Trajectory, *, sampled: bool = False) -> str:
     """Serialize a trajectory for the workers. If `sampled` is set, leave out messages that the
     agent program wrote itself."""
     messages = trajectory.messages

@@ -41,7 +41,7 @@ def outside_think(text: str) -> str:
     return text.rpartition(THINK.close)[2].partition(THINK.open)[0].strip()
 
 
-def blank(text: str) -> bool:
+def is_blank(text: str) -> bool:
     """Return whether a text contains only white space, control characters and other invisible
     characters."""
     return all(unicodedata.category(c)[0] in "ZC" or c in _INVISIBLE for c in text)
@@ -81,7 +81,7 @@ def marked_answer(text: str) -> str | None:
     Returns None if nothing is marked or the last box is not closed."""
     start = text.rfind(BOXED)
     if start >= 0:
-        return _braced(text, start + len(BOXED))
+        return _braced_content(text, start + len(BOXED))
     before, close, _ = text.rpartition("</answer>")
     _, opening, inside = before.rpartition("<answer>")
     return inside.strip() if close and opening else None
@@ -106,7 +106,7 @@ def marked_answers(text: str) -> list[str]:
     return boxes or [inside.strip() for inside in _ANSWER.findall(text)]
 
 
-def _braced(text: str, start: int) -> str | None:
+def _braced_content(text: str, start: int) -> str | None:
     depth = 1
     for match in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
         if match[0] in "{}":
@@ -125,10 +125,10 @@ def answer_in(text: str) -> str:
 
 def normalise(text: str) -> str:
     """Normalize Unicode and white space. 10² becomes 10^2 and not 102."""
-    return " ".join(unicodedata.normalize("NFKC", raised(text)).split())
+    return " ".join(unicodedata.normalize("NFKC", rewrite_raised_digits(text)).split())
 
 
-def raised(text: str) -> str:
+def rewrite_raised_digits(text: str) -> str:
     """Rewrite superscript and subscript digits: x² becomes x^2, and x₂ becomes x_2."""
 
     def replacement(match: re.Match[str]) -> str:

@@ -283,15 +283,19 @@ class EndpointTurns:
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        part = _Part(messages=tuple(map(_as_sent, messages)), tools=tuple(tools), thinking=thinking)
-        shown = [*self._with_thinking(part.messages), *(tool.as_json() for tool in tools)]
-        return self._add(part, shown)
+        part = _Part(
+            messages=tuple(map(_to_endpoint_format, messages)),
+            tools=tuple(tools),
+            thinking=thinking,
+        )
+        shown = [*self._drop_old_thinking(part.messages), *(tool.as_json() for tool in tools)]
+        return self._add_part(part, shown)
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int]:
-        sent = tuple(map(_as_sent, messages))
-        return [*ids, *self._add(_Part(messages=sent), sent)]
+        sent = tuple(map(_to_endpoint_format, messages))
+        return [*ids, *self._add_part(_Part(messages=sent), sent)]
 
     def parse(
         self,
@@ -328,7 +332,7 @@ class EndpointTurns:
         within_s = min(request.timeout_s, _MAX_TURN_S)
         try:
             reply = await self._completions.complete(
-                self._with_thinking([message for part in parts for message in part.messages]),
+                self._drop_old_thinking([message for part in parts for message in part.messages]),
                 [tool.as_json() for tool in parts[0].tools],
                 sampling,
                 max_tokens=request.max_tokens,
@@ -346,14 +350,18 @@ class EndpointTurns:
             content=reply.content,
             reasoning=reply.reasoning,
             closed=not reply.cut,
-            calls=tuple(_call(f"call_{number}_{n}", *call) for n, call in enumerate(reply.calls)),
+            calls=tuple(
+                _parse_call(f"call_{number}_{n}", *call) for n, call in enumerate(reply.calls)
+            ),
         )
-        self._parts[number] = _Part(messages=(_as_sent(message_of(parsed)),), reply=parsed)
+        self._parts[number] = _Part(
+            messages=(_to_endpoint_format(message_of(parsed)),), reply=parsed
+        )
         known.add(number)
         ids = [number, *[_UNKNOWN_ID] * (min(reply.tokens, request.max_tokens) - 1)]
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
 
-    def _with_thinking(self, messages: Sequence[Message]) -> list[Message]:
+    def _drop_old_thinking(self, messages: Sequence[Message]) -> list[Message]:
         """Remove the thinking before the last user message, like chat templates do. The thinking
         after it is kept, because some endpoints reject tool results without it."""
         users = [n for n, message in enumerate(messages) if message["role"] in USER_ROLES]
@@ -365,7 +373,7 @@ class EndpointTurns:
             shown.append({**rest, self._reasoning_field: thought} if thought and n > last else rest)
         return shown
 
-    def _add(self, part: _Part, shown: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _add_part(self, part: _Part, shown: Sequence[Mapping[str, Any]]) -> list[int]:
         number = next(self._numbers)
         self._parts[number] = part
         count = len(json.dumps(list(shown), ensure_ascii=False)) // _CHARACTERS_PER_TOKEN
@@ -382,7 +390,7 @@ def _turn_result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
     )
 
 
-def _call(call_id: str, tool: str, text: str) -> ToolCall | Malformed:
+def _parse_call(call_id: str, tool: str, text: str) -> ToolCall | Malformed:
     try:
         arguments = strict_json.load(text)
         if not isinstance(arguments, dict):
@@ -392,7 +400,7 @@ def _call(call_id: str, tool: str, text: str) -> ToolCall | Malformed:
     return ToolCall(call_id=call_id, name=tool, arguments=cast(dict[str, Any], arguments))
 
 
-def _as_sent(message: Message) -> Message:
+def _to_endpoint_format(message: Message) -> Message:
     # Call arguments are text in the endpoint's format.
     keys = ("role", "content", _THINKING, "tool_call_id")
     sent = {key: message[key] for key in keys if key in message}

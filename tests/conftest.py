@@ -123,7 +123,7 @@ def processes_are_for_marked_tests(request: pytest.FixtureRequest) -> Iterator[N
     marked = any(request.node.get_closest_marker(name) for name in ("e2e", "gpu"))
     runtimes = sys.modules.get("keel.rewards.sandbox.environments")
     if runtimes is not None and not marked:  # else only the first test would start the probe
-        runtimes.runtime.cache_clear()
+        runtimes.find_runtime.cache_clear()
     yield
     if STARTED and not marked:
         pytest.fail(f"mark it e2e: it starts {', '.join(STARTED)[:200]}", pytrace=False)

@@ -37,7 +37,7 @@ from keel.data.dataset import Dataset
 from keel.data.rows.places import cached_places
 from keel.model.tiny.demonstrations import demonstrator
 from keel.rewards.compose import unknown_parts
-from keel.rewards.sandbox.environments import Network, environment_wrap, runtime
+from keel.rewards.sandbox.environments import Network, environment_wrap, find_runtime
 from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
@@ -326,7 +326,7 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
         command = resolve_command(environment.program, python=python, folder=folder)
         network = "loopback" if environment.network == "none" else "host"
         isolated = wrap(config, source, network=network)
-        local = runtime(command[0]).paths if isolated else ()
+        local = find_runtime(command[0]).paths if isolated else ()
         return AgentProgram(
             command=command,
             open_s=environment.open_s,
@@ -362,7 +362,7 @@ def wrap(
     ]
     if any(each.source == "reasoning_gym" for each in config.data.sources):
         with suppress(FileNotFoundError):  # reported elsewhere
-            for path in runtime(environment.python or sys.executable).paths:
+            for path in find_runtime(environment.python or sys.executable).paths:
                 answers += path.glob("python3*/site-packages/reasoning_gym")
     named = {Path(path).resolve() for path in environment.readable}
     return environment_wrap(

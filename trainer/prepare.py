@@ -48,7 +48,7 @@ from keel.rl.sft import supervised_segment
 from keel.rl.turns import THINK, ToolSpec
 from keel.rl.types import Prompt, Segment
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.parsing import marks_of
+from keel.rollout.chat.parsing import find_thinking_marks
 from keel.rollout.chat.render import Encoder, name_of
 from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
@@ -552,7 +552,7 @@ def _solve_with_reasoning(task: str, entry: Mapping[str, Any]) -> dict[str, Any]
 def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
     if config.endpoint.base_url:
         return
-    marks = marks_of(tokenizer, config.model.thinking_marks)
+    marks = find_thinking_marks(tokenizer, config.model.thinking_marks)
     for source in config.data.sources:
         if not source.thinking or source.raw:
             continue

@@ -100,7 +100,7 @@ class NodeWorker:
             )
         os.chdir(folder)
         sys.path.append(folder)
-        custom.receive(functions)
+        custom.store_functions(functions)
         data = config.data
         check_weights(data.rewards_by_domain, data.domains_with_environments)
         if runs_code:
@@ -352,7 +352,7 @@ class WorkNodes(WorkerPool):
         actor = ray_timeouts.create(NodeWorker, _ACTOR, options)
         node = _Node(id=name, host=host, workers=workers, actor=actor)
         log = self._log and self._log.absolute() / host
-        settings = (workers, os.getcwd(), custom.passed(), log, self._runs_code)
+        settings = (workers, os.getcwd(), custom.pickled_functions(), log, self._runs_code)
         node.request = node.call("start", self._config, *settings)
         with self._lock:
             self._nodes[name] = node

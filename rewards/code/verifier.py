@@ -104,7 +104,7 @@ class _CodeTask:
     tolerance: float | None
     limits: Mapping[str, Any]
 
-    def within(self, limits: Limits) -> Limits:
+    def apply_limits(self, limits: Limits) -> Limits:
         return replace(limits, **self.limits)
 
 
@@ -148,7 +148,7 @@ _CALL_TEST: _Kinds = {
 def read_task(spec: Mapping[str, Any]) -> _CodeTask:
     """Parse the reward spec of a programming task. Raises ValueError naming the invalid key or
     test."""
-    fields = _checked(spec, _TASK, "code reward")
+    fields = _check_fields(spec, _TASK, "code reward")
     name, tests = fields.get("language", "python"), fields.get("tests")
     if name not in _LANGUAGES:
         raise ValueError(f"code reward: language {name!r}; use one of {', '.join(_LANGUAGES)}")
@@ -159,7 +159,7 @@ def read_task(spec: Mapping[str, Any]) -> _CodeTask:
         _read_test(test, f"code reward: tests[{index}]", _LANGUAGES[name])
         for index, test in enumerate(tests)
     )
-    subtasks = _subtasks(fields.get("subtasks") or {}, cases)
+    subtasks = _subtask_weights(fields.get("subtasks") or {}, cases)
     partial, tolerance = fields.get("partial", False), fields.get("tolerance")
     if partial and subtasks:
         raise ValueError("code reward: `partial` and `subtasks` exclude each other; remove one")
@@ -181,11 +181,11 @@ def read_task(spec: Mapping[str, Any]) -> _CodeTask:
 
 def _read_test(test: Any, where: str, language: _Language) -> _CodeTest:
     if not isinstance(test, dict) or "call" not in test:
-        fields = _checked(test, _OUTPUT_TEST, where)
+        fields = _check_fields(test, _OUTPUT_TEST, where)
         if "stdout" not in fields:
             raise ValueError(f"{where}: needs stdout, the expected output, or set `call`")
         return _CodeTest(**{**fields, "stdin": fields.get("stdin", "").encode()})
-    fields = _checked(cast(Any, test), _CALL_TEST, where)
+    fields = _check_fields(cast(Any, test), _CALL_TEST, where)
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", fields["call"]):
         call = fields["call"]
         raise ValueError(f"{where}: call = {call!r} must be a function, or a class and its method")
@@ -196,8 +196,8 @@ def _read_test(test: Any, where: str, language: _Language) -> _CodeTest:
     return _CodeTest(**fields)
 
 
-def _subtasks(points: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str, float]:
-    _checked(points, dict.fromkeys(points, (int, float)), "code reward: subtasks")
+def _subtask_weights(points: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str, float]:
+    _check_fields(points, dict.fromkeys(points, (int, float)), "code reward: subtasks")
     named = {test.subtask for test in tests} - {""}
     for name in (*sorted(named - points.keys()), *(points.keys() - named)):
         problem = "is missing in `subtasks`" if name in named else "has no test"
@@ -208,7 +208,7 @@ def _subtasks(points: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str
     return {name: value / sum(points.values()) for name, value in points.items()}
 
 
-def _checked(fields: Any, kinds: _Kinds, where: str) -> dict[str, Any]:
+def _check_fields(fields: Any, kinds: _Kinds, where: str) -> dict[str, Any]:
     """Validate the keys and value types of an object against `kinds`. Numbers must be positive.
     Raises ValueError naming the first invalid key."""
     if not isinstance(fields, Mapping):
@@ -253,9 +253,9 @@ class _Comparison:
 
     def same(self, expected: Any, value: Any) -> bool:
         if _is_number(expected) and _is_number(value):
-            return _close(expected, value, self._tolerance)
-        kind, left = _items_of(expected)
-        other, right = _items_of(value)
+            return _numbers_match(expected, value, self._tolerance)
+        kind, left = _collection_items(expected)
+        other, right = _collection_items(value)
         if kind != other or kind == "?":  # malformed
             return False
         if kind == "":
@@ -307,7 +307,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _close(expected: int | float, value: int | float, tolerance: float | None) -> bool:
+def _numbers_match(expected: int | float, value: int | float, tolerance: float | None) -> bool:
     if isinstance(expected, int) and isinstance(value, int):
         return expected == value
     try:
@@ -316,10 +316,12 @@ def _close(expected: int | float, value: int | float, tolerance: float | None) -
         return False
     if math.isnan(left) or math.isnan(right):
         return math.isnan(left) and math.isnan(right)
-    return _near(left, right, tolerance, whole=isinstance(expected, int))
+    return _within_tolerance(left, right, tolerance, whole=isinstance(expected, int))
 
 
-def _near(expected: float, value: float, tolerance: float | None, *, whole: bool) -> bool:
+def _within_tolerance(
+    expected: float, value: float, tolerance: float | None, *, whole: bool
+) -> bool:
     if expected == value:
         return True
     difference = abs(expected - value)
@@ -341,10 +343,10 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
         left, right = float(expected), float(value)
     except ValueError:
         return False
-    return _near(left, right, tolerance, whole=whole)
+    return _within_tolerance(left, right, tolerance, whole=whole)
 
 
-def _items_of(value: Any) -> tuple[str, list[Any]]:
+def _collection_items(value: Any) -> tuple[str, list[Any]]:
     """Return the kind and the items of a collection. The kind is "" for any other value and "?" for
     a malformed collection."""
     if isinstance(value, list):
@@ -364,14 +366,14 @@ def _values_in(value: Any) -> Iterator[Any]:
     while pending:
         value = pending.pop()
         yield value
-        pending += _items_of(value)[1]
+        pending += _collection_items(value)[1]
 
 
 def _sort_key(item: Any) -> tuple[int, Any]:
     """Return a sort key that orders numbers by value, so that 9.999999 is next to 10.0."""
     if _is_number(item):
         return 0, math.inf if math.isnan(item) else item
-    kind, inside = _items_of(item)
+    kind, inside = _collection_items(item)
     if kind in ("", "?"):
         return 1, json.dumps(item)
     keys = [_sort_key(part) for part in inside]
@@ -483,7 +485,7 @@ class _Attempt:
         self, task: _CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings
     ) -> None:
         self._task, self._sandbox = task, sandbox
-        self._limits = task.within(settings.limits)
+        self._limits = task.apply_limits(settings.limits)
         self._deadline = time.monotonic() + settings.completion_s
         # A lone surrogate cannot be encoded; escaped, it is a syntax error.
         source = code.encode(errors="backslashreplace")
@@ -509,10 +511,10 @@ class _Attempt:
                 and test.subtask in _failed_subtasks(task, failures)
             ):
                 failures.append("not run")
-            elif self._remaining() <= 0:
+            elif self._remaining_s() <= 0:
                 return _verdict(task, failures, _OUT_OF_TIME)
             elif test.call:
-                failures += self._call(len(failures))
+                failures += self._run_calls(len(failures))
             else:
                 outcome = self._run(task.language.run, stdin=test.stdin)
                 failures.append(outcome.why() or self._wrong_output(test, outcome.stdout))
@@ -525,7 +527,7 @@ class _Attempt:
             return "its output is not UTF-8"
         return "" if same else "wrong output"
 
-    def _call(self, start: int) -> list[str]:
+    def _run_calls(self, start: int) -> list[str]:
         """Run consecutive tests that call functions in one process, beginning with test `start`.
         Returns the failure of each test that ran before the process exited."""
         tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
@@ -534,7 +536,7 @@ class _Attempt:
         failures: list[str] = []
         lines = outcome.stdout.split(b"\n")[:-1][: len(tests)]
         for test, line in zip(tests, lines, strict=False):
-            if self._remaining() <= 0:  # parsing output takes time too
+            if self._remaining_s() <= 0:  # parsing output takes time too
                 return [*failures, _OUT_OF_TIME]
             kind, value, same = "unreadable", "something unreadable", False
             with suppress(ValueError, RecursionError):
@@ -551,9 +553,11 @@ class _Attempt:
             failures.append(outcome.why() or "ended before it returned")
         return failures
 
-    def _remaining(self) -> float:
+    def _remaining_s(self) -> float:
         return self._deadline - time.monotonic()
 
     def _run(self, command: Sequence[str], **options: Any) -> SandboxOutcome:
         options = {"limits": self._limits, **options}
-        return self._sandbox.run(command, files=self._files, within_s=self._remaining(), **options)
+        return self._sandbox.run(
+            command, files=self._files, within_s=self._remaining_s(), **options
+        )

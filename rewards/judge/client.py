@@ -20,7 +20,7 @@ import openai
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
 from keel.configs.sections.rewards import JudgeConfig
-from keel.rewards.judge.prompts import BadReply, Question, new_fence, size
+from keel.rewards.judge.prompts import BadReply, Question, json_length, new_fence
 from keel.rewards.judge.specs import Counts, FailureKind, JudgeStopped, ServedJudge, Unjudged
 from keel.rl.metrics import Mean
 
@@ -192,7 +192,7 @@ class JudgeEndpoint:
     async def locate_all(self) -> int:
         """Wait until all servers are up, and return their number. Raises JudgeStopped if one
         fails."""
-        await asyncio.gather(*(self._locate(backend) for backend in self._backends))
+        await asyncio.gather(*(self._start_lookup(backend) for backend in self._backends))
         if self._stopped:
             raise JudgeStopped(self._stopped)
         return len(self._backends)
@@ -209,13 +209,13 @@ class JudgeEndpoint:
             http_client=bounded_http(trust_env=backend.server is None),
         )
 
-    def _locate(self, backend: _Backend) -> asyncio.Task[None]:
+    def _start_lookup(self, backend: _Backend) -> asyncio.Task[None]:
         """Start looking up the URL of a server. This restarts the server if it has died."""
         if backend.locating is None:
-            backend.locating = asyncio.create_task(self._located(backend))
+            backend.locating = asyncio.create_task(self._update_url(backend))
         return backend.locating
 
-    async def _located(self, backend: _Backend) -> None:
+    async def _update_url(self, backend: _Backend) -> None:
         if backend.server:
             try:
                 url = await asyncio.to_thread(backend.server.url)
@@ -236,13 +236,13 @@ class JudgeEndpoint:
         ready: list[_Backend] = []
         for backend in self._backends:
             if not backend.url:
-                self._locate(backend)
+                self._start_lookup(backend)
             elif not backend.locating and backend.calls < self._settings.max_concurrent:
                 ready.append(backend)
         return min(ready, key=lambda one: (one is avoided, one.calls), default=None)
 
     @asynccontextmanager
-    async def _slot(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
+    async def _acquire_server(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
         """Wait for a server with a free slot, if possible a different one than `avoided`."""
         started, backend = time.monotonic(), None
         async with self._changed:
@@ -272,7 +272,7 @@ class JudgeEndpoint:
         attempt, backend = 0, None
         while True:
             # The slot is held during the pause, which slows all calls down if the server is busy.
-            async with self._slot(backend) as backend:
+            async with self._acquire_server(backend) as backend:
                 try:
                     messages = question.messages(new_fence())
                     content = await self._call(backend, question, messages)
@@ -328,15 +328,15 @@ class JudgeEndpoint:
         except (TimeoutError, openai.APIError) as error:
             failure = self._failure(error, question)
             if backend.server and failure.kind in ("timeout", "unreachable"):
-                self._locate(backend)  # its machine may be gone
+                self._start_lookup(backend)  # its machine may be gone
             raise failure from error
         finally:
             self.counts.call_s = self.counts.call_s.merge(Mean(time.monotonic() - started, 1))
         try:
-            content = self._content(response.text)
+            content = self._read_content(response.text)
             question.read(content)
         except BadReply as error:
-            raise self._unjudged("invalid", f"invalid reply: {error}", retry=True) from error
+            raise self._unjudged_error("invalid", f"invalid reply: {error}", retry=True) from error
         return content
 
     def _failure(self, error: Exception, question: Question[Any]) -> Unjudged:
@@ -348,26 +348,28 @@ class JudgeEndpoint:
                 except ValueError:  # a date
                     after_s = 0.0
                 kind: FailureKind = "busy" if code == 429 else "server"
-                return self._unjudged(kind, reason, retry=True, after_s=after_s)
+                return self._unjudged_error(kind, reason, retry=True, after_s=after_s)
             if code in _TOO_LONG_STATUSES and _TOO_LONG.search(error.message):
-                thinking = size(question.material.get("thinking", ""))
-                return self._unjudged("too_long", reason, retry=False, thinking=thinking)
-            return self._unjudged("refused", reason, retry=code in _RETRIED)
+                thinking = json_length(question.material.get("thinking", ""))
+                return self._unjudged_error("too_long", reason, retry=False, thinking=thinking)
+            return self._unjudged_error("refused", reason, retry=code in _RETRIED)
         if isinstance(error, TimeoutError | openai.APITimeoutError):
             reason = f"no reply within {self._settings.timeout_s:g} s"
-            return self._unjudged("timeout", reason, retry=True)
+            return self._unjudged_error("timeout", reason, retry=True)
         cause = error if isinstance(error, _ReplyTooLarge) else error.__cause__
         if isinstance(cause, _ReplyTooLarge):
-            return self._unjudged("invalid", cause.message, retry=True)
-        return self._unjudged("unreachable", f"cannot be reached ({cause or error})", retry=True)
+            return self._unjudged_error("invalid", cause.message, retry=True)
+        return self._unjudged_error(
+            "unreachable", f"cannot be reached ({cause or error})", retry=True
+        )
 
-    def _unjudged(self, kind: FailureKind, reason: str, **more: Any) -> Unjudged:
+    def _unjudged_error(self, kind: FailureKind, reason: str, **more: Any) -> Unjudged:
         for backend in self._backends:
             reason = reason.replace(backend.key, "***") if backend.key else reason
         reason = "".join(c if c.isprintable() else " " for c in reason[:300])
         return Unjudged(kind, reason, **more)
 
-    def _content(self, body: str) -> str:
+    def _read_content(self, body: str) -> str:
         try:
             completion = json.loads(body)
             choice = completion["choices"][0]
@@ -414,7 +416,7 @@ class _BoundedStream(_ByteStream):
         await self._stream.aclose()
 
 
-async def _bound(response: Any) -> None:
+async def _check_response_size(response: Any) -> None:
     if response.headers.get("content-encoding", "identity") != "identity":
         message = "the reply is compressed, although only identity encoding was accepted"
         raise _ReplyTooLarge(message=message, request=response.request)
@@ -431,5 +433,5 @@ def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
         trust_env=trust_env,
         follow_redirects=False,
         headers={"accept-encoding": "identity"},
-        event_hooks={"response": [_bound]},
+        event_hooks={"response": [_check_response_size]},
     )

@@ -57,7 +57,7 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if line.strip():
             try:
-                answers.append(_answer(line, str(number), common))
+                answers.append(_parse_answer(line, str(number), common))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
     if not answers:
@@ -65,7 +65,7 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
     return answers
 
 
-def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> _Answer:
+def _parse_answer(line: str, number: str, common: Mapping[str, Any] | None) -> _Answer:
     record: Any = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError("must be an object")
@@ -149,7 +149,7 @@ def judge_answers(
                 results.append(result)
                 progress.done = len(results)
         counts = judge.counts()
-    console.print(_table(answers, results))
+    console.print(_results_table(answers, results))
     judged = [result for result in results if isinstance(result, Judged)]
     scores: dict[str, list[float]] = {}
     for result in judged:
@@ -173,7 +173,7 @@ def _by_kind(counts: Mapping[FailureKind, int]) -> str:
     return f" ({text})" if text else ""
 
 
-def _table(answers: Sequence[_Answer], results: Sequence[Judged | Failed]) -> Table:
+def _results_table(answers: Sequence[_Answer], results: Sequence[Judged | Failed]) -> Table:
 
     def printable(text: str) -> Text:
         # A judge may quote an answer with escape sequences.

@@ -30,16 +30,16 @@ class BadReply(ValueError):
 _TEXT: dict[str, Any] = {"type": "string"}
 
 
-def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+def _object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
     kind = {"type": "object", "properties": dict(properties)}
     return {**kind, "required": list(properties), "additionalProperties": False}
 
 
-def _choice(scores: Mapping[str, float]) -> dict[str, Any]:
+def _choice_schema(scores: Mapping[str, float]) -> dict[str, Any]:
     return {"type": "string", "enum": list(scores)}
 
 
-def _read(schema: Mapping[str, Any], content: str) -> Any:
+def _parse_reply(schema: Mapping[str, Any], content: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
             raise BadReply("a key appears twice")
@@ -72,7 +72,7 @@ class Question(Generic[T]):
         supports."""
         return [
             {"role": "system", "content": f"{self.instructions}\n\n{_GUARD.format(fence=fence)}"},
-            {"role": "user", "content": fenced(as_json(dict(self.material)), fence)},
+            {"role": "user", "content": add_fence(as_json(dict(self.material)), fence)},
         ]
 
     def key(self, *settings: Any) -> str:
@@ -186,15 +186,15 @@ def rubric_question(
     If `material` contains thinking, the criteria are about the thinking.
     """
     instructions = _RUBRIC.format(
-        task=_task(task),
-        reference=_reference(reference),
+        task=_format_task(task),
+        reference=_format_reference(reference),
         criteria="\n".join(as_json({"id": key, "text": text}) for key, text in criteria.items()),
     )
-    verdict = _object({"reason": _TEXT, "verdict": _choice(VERDICTS)})
-    schema = _object(dict.fromkeys(criteria, verdict))
+    verdict = _object_schema({"reason": _TEXT, "verdict": _choice_schema(VERDICTS)})
+    schema = _object_schema(dict.fromkeys(criteria, verdict))
 
     def read(content: str) -> Mapping[str, tuple[float, str]]:
-        reply = _read(schema, content)
+        reply = _parse_reply(schema, content)
         return {key: (VERDICTS[reply[key]["verdict"]], reply[key]["reason"]) for key in criteria}
 
     about = _THINKING if "thinking" in material else ""
@@ -207,16 +207,18 @@ def verify_question(
     """Build a question that asks for the flaws of a proof and a score (DeepSeekMath-V2, section
     2.1)."""
     flaws = {"type": "array", "items": _TEXT}
-    schema = _object({"evaluation": _TEXT, "flaws": flaws, "score": _choice(SCORES)})
+    schema = _object_schema({"evaluation": _TEXT, "flaws": flaws, "score": _choice_schema(SCORES)})
 
     def read(content: str) -> Verification:
-        reply = _read(schema, content)
+        reply = _parse_reply(schema, content)
         score = SCORES[reply["score"]]
         if score < 1 and not reply["flaws"]:
             raise BadReply(f"score {score:g} without a flaw")
         return Verification(reply["evaluation"], tuple(reply["flaws"]), score)
 
-    instructions = _VERIFY.format(scale=_SCALE, task=_task(task), reference=_reference(reference))
+    instructions = _VERIFY.format(
+        scale=_SCALE, task=_format_task(task), reference=_format_reference(reference)
+    )
     return Question(instructions, {"solution": solution}, schema, read)
 
 
@@ -225,21 +227,21 @@ def meta_question(
 ) -> Question[MetaCheck]:
     """Build a question that asks whether the flaws claimed in an evaluation are real
     (DeepSeekMath-V2, section 2.1)."""
-    schema = _object({"analysis": _TEXT, "score": _choice(SCORES)})
+    schema = _object_schema({"analysis": _TEXT, "score": _choice_schema(SCORES)})
 
     def read(content: str) -> MetaCheck:
-        reply = _read(schema, content)
+        reply = _parse_reply(schema, content)
         return MetaCheck(reply["analysis"], SCORES[reply["score"]])
 
     material = {"solution": solution, "evaluation": evaluation}
-    return Question(_META.format(scale=_SCALE, task=_task(task)), material, schema, read)
+    return Question(_META.format(scale=_SCALE, task=_format_task(task)), material, schema, read)
 
 
-def _reference(reference: str) -> str:
+def _format_reference(reference: str) -> str:
     return _REFERENCE.format(reference=as_json(reference)) if reference else ""
 
 
-def _task(messages: Sequence[Mapping[str, Any]]) -> str:
+def _format_task(messages: Sequence[Mapping[str, Any]]) -> str:
     return as_json([{"role": m.get("role"), "content": m.get("content")} for m in messages])
 
 
@@ -266,20 +268,20 @@ def as_json(value: Any) -> str:
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
-def inert(text: str) -> str:
+def escape_text(text: str) -> str:
     """Escape control tokens and invisible characters like `as_json`, but keep line breaks."""
     return _ESCAPED.sub(_escape, text)
 
 
-def size(text: str) -> int:
+def json_length(text: str) -> int:
     """Return the length of a text once it is encoded as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
-def tail(text: str, max_size: int) -> str:
+def json_tail(text: str, max_size: int) -> str:
     """Return the end of a text, cut to at most `max_size` characters of JSON."""
     text = text[-max_size:]
-    while size(text) > max_size:
+    while json_length(text) > max_size:
         text = text[len(text) // 4 + 1 :]
     return text
 
@@ -294,6 +296,6 @@ def new_fence() -> str:
     return secrets.token_hex(16)
 
 
-def fenced(text: str, fence: str) -> str:
+def add_fence(text: str, fence: str) -> str:
     """Enclose a line of text in two lines that contain the fence."""
     return f"<<<DATA {fence}\n{text}\nDATA {fence}>>>"

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.custom import FailureRate
-from keel.rewards.judge.prompts import rubric_question, size, tail
+from keel.rewards.judge.prompts import json_length, json_tail, rubric_question
 from keel.rewards.judge.specs import Counts, Failed, Judged, ServedJudge, Unjudged, judged_spec
-from keel.rewards.text import blank, final_text, outside_think, thinking_text
+from keel.rewards.text import final_text, is_blank, outside_think, thinking_text
 from keel.rl.types import Prompt, Trajectory
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -56,7 +56,7 @@ class JudgeService:
         """
         if self._closed:
             raise RuntimeError("the judge is closed")
-        judgement = self._judgement(prompt, answer, thinking)
+        judgement = self._judge_completion(prompt, answer, thinking)
         return asyncio.run_coroutine_threadsafe(judgement, self._loop)
 
     def check_reachable(self) -> None:
@@ -108,7 +108,9 @@ class JudgeService:
         self._loop.run_until_complete(self._endpoint.close())
         self._loop.close()
 
-    async def _judgement(self, prompt: Prompt, answer: str, thinking: str) -> Judged | Failed:
+    async def _judge_completion(
+        self, prompt: Prompt, answer: str, thinking: str
+    ) -> Judged | Failed:
         try:
             spec = judged_spec(prompt.reward)
         except ValueError as error:
@@ -116,31 +118,35 @@ class JudgeService:
         limit, final = self._settings.max_characters, outside_think(answer)
         parsed = spec.read(final)
         reason = f"the answer {parsed}" if isinstance(parsed, str) else ""
-        if size(final) > limit:
-            reason = f"the answer has {size(final)} characters, above max_characters = {limit}"
-        elif blank(final):
+        if json_length(final) > limit:
+            reason = (
+                f"the answer has {json_length(final)} characters, above max_characters = {limit}"
+            )
+        elif is_blank(final):
             reason = "there is no answer"
         if reason:
             self._counts.completions += 1
             self._counts.skipped += 1
-            return spec.missed(reason)
-        thinking = tail(thinking, limit)
+            return spec.zero_result(reason)
+        thinking = json_tail(thinking, limit)
 
         def judge_sample(number: int) -> Awaitable[Any]:
             ask = partial(self._endpoint.ask, sample=number)
             return spec.sample(ask, prompt.messages, cast(Any, parsed), thinking, number)
 
         try:
-            result = spec.judged(cast(Any, parsed), await self._samples(judge_sample))
+            result = spec.combine(cast(Any, parsed), await self._judge_samples(judge_sample))
         except Unjudged as error:
             # A completion too long for the context is the policy's fault, not the judge's.
-            if error.kind == "too_long" and size(final) + error.thinking > limit * _LONG:
+            if error.kind == "too_long" and json_length(final) + error.thinking > limit * _LONG:
                 self._counts.skipped += 1
-                return self._count(spec.missed(f"it exceeds the judge's context: {error}"))
-            return self._count(Failed(error.kind, str(error)))
-        return self._count(result)
+                return self._count_result(
+                    spec.zero_result(f"it exceeds the judge's context: {error}")
+                )
+            return self._count_result(Failed(error.kind, str(error)))
+        return self._count_result(result)
 
-    async def _samples(self, judge_sample: Callable[[int], Awaitable[Any]]) -> list[Any]:
+    async def _judge_samples(self, judge_sample: Callable[[int], Awaitable[Any]]) -> list[Any]:
         """Judge a completion several times. Raises Unjudged unless more than half of the attempts
         succeed."""
         count = self._settings.samples
@@ -153,7 +159,7 @@ class JudgeService:
             raise failures[0]
         return [result for result in results if not isinstance(result, BaseException)]
 
-    def _count(self, result: Judged | Failed) -> Judged | Failed:
+    def _count_result(self, result: Judged | Failed) -> Judged | Failed:
         excess = self._rate.add(isinstance(result, Failed))
         if not isinstance(result, Failed):
             self._counts.completions += 1

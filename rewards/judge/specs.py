@@ -156,8 +156,8 @@ class _Spec(BaseModel):
     """Base class of the reward specs for a judge.
 
     `read` parses an answer, or returns the reason it is malformed. `sample` judges it once, and
-    raises Unjudged if the judge gives no usable response. `judged` combines several samples into a
-    reward. `missed` is the result for an answer that scores 0 without being judged.
+    raises Unjudged if the judge gives no usable response. `combine` combines several samples into a
+    reward. `zero_result` is the result for an answer that scores 0 without being judged.
     """
 
     model_config = _STRICT
@@ -204,7 +204,7 @@ class Rubric(_Spec):
     reference: str | None = None  # an optional reference answer, which is shown to the judge
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_criteria(self) -> Self:
         names = [criterion.name for criterion in self.criteria]
         if len(set(names)) < len(names):
             raise ValueError(f"several criteria have the same name among {', '.join(names)}")
@@ -239,7 +239,7 @@ class Rubric(_Spec):
         verdicts = [cast(_Verdicts, reply) for reply in replies]
         return {ids[k].name: verdict for one in verdicts for k, verdict in one.items()}
 
-    def judged(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
+    def combine(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
         """Average each criterion's scores over the samples and return the weighted sum.
         `disagreement` is the weighted mean of max − min over the samples."""
         total = sum(c.weight for c in self.criteria)
@@ -253,7 +253,7 @@ class Rubric(_Spec):
             verdicts.append(_CriterionVerdict(criterion.name, mean, samples[0][criterion.name][1]))
         return Judged(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
 
-    def missed(self, reason: str) -> Judged:
+    def zero_result(self, reason: str) -> Judged:
         verdicts = tuple(_CriterionVerdict(c.name, 0.0, reason) for c in self.criteria)
         return Judged(0.0, {"rubric": 0.0, "disagreement": 0.0}, verdicts)
 
@@ -376,7 +376,7 @@ class ProofSpec(_Spec):
         (verification, check), self_check = await asyncio.gather(verify(), own)
         return _ProofSample(verification, check, self_check)
 
-    def judged(self, answer: Proof, samples: Sequence[_ProofSample]) -> Judged:
+    def combine(self, answer: Proof, samples: Sequence[_ProofSample]) -> Judged:
         proofs = [sample.proof for sample in samples]
         right = sum(proofs) / len(proofs)
         honest = 1 - abs(answer.score - right)
@@ -396,7 +396,7 @@ class ProofSpec(_Spec):
         verdicts = [_CriterionVerdict(name, parts[name], text) for name, text in reasons.items()]
         return Judged(value, parts, tuple(verdicts))
 
-    def missed(self, reason: str) -> Judged:
+    def zero_result(self, reason: str) -> Judged:
         verdict = _CriterionVerdict("proof_format", 0.0, reason)
         return Judged(0.0, dict.fromkeys(JUDGED_PARTS["proof"], 0.0), (verdict,))
 
@@ -434,7 +434,7 @@ class VerificationSpec(_Spec):
         problem = [{"role": "user", "content": self.problem}]
         return await ask(meta_question(problem, self.proof, answer.text))
 
-    def judged(self, answer: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
+    def combine(self, answer: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
         checks = [sample.score for sample in samples]
         near, meta = 1 - abs(answer.score - self.score), sum(checks) / len(checks)
         verdicts = (
@@ -445,7 +445,7 @@ class VerificationSpec(_Spec):
         parts: dict[str, float] = dict(zip(JUDGED_PARTS["verification"], values, strict=True))
         return Judged(near * meta, parts, verdicts)
 
-    def missed(self, reason: str) -> Judged:
+    def zero_result(self, reason: str) -> Judged:
         verdict = _CriterionVerdict("verification_format", 0.0, reason)
         return Judged(0.0, dict.fromkeys(JUDGED_PARTS["verification"], 0.0), (verdict,))
 

@@ -60,12 +60,14 @@ class Formula:
     work: frozenset[str] = frozenset()
     imaginary: bool = False
 
-    def at(self, point: int) -> Value | None:
+    def evaluate(self, point: int) -> Value | None:
         """Evaluate the formula at a sample point. Returns None if the value is undefined or too
         large."""
         try:
             value = self.node(point)
-            if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
+            if (
+                0 < abs(value) < _power_of_ten(10 - _context.dps)
+            ):  # rounding errors shrink with precision
                 with _context.workdps(2 * _context.dps):
                     return value if abs(self.node(point)) > abs(value) / 2 else value * 0
             return value
@@ -74,7 +76,7 @@ class Formula:
 
     def constant(self) -> Value | None:
         try:
-            return None if self.names else self.at(0)
+            return None if self.names else self.evaluate(0)
         except LostTerm:
             return None
 
@@ -83,9 +85,9 @@ def number(value: Any) -> Value:
     return _context.mpf(value.numerator) / value.denominator
 
 
-def close(left: Value, right: Value) -> bool:
+def values_close(left: Value, right: Value) -> bool:
     """Return whether two values are equal, except for the last 20 digits of the larger one."""
-    bound = max(abs(left), abs(right)) * _digit(20 - _context.dps)
+    bound = max(abs(left), abs(right)) * _power_of_ten(20 - _context.dps)
     return bool(left == right or abs(left - right) <= bound < _context.inf)
 
 
@@ -106,18 +108,18 @@ def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
 def _agree(one: Formula, other: Formula, points: range, *, ratio: bool) -> bool:
     factors: list[Value] = []
     for point in points:
-        value = one.at(point)
+        value = one.evaluate(point)
         if value is None or (point and not one.imaginary and _context.im(value)):
             continue  # outside the domain of a real formula
-        right = other.at(point)
-        if right is None or bool(value) != bool(right) or not (ratio or close(value, right)):
+        right = other.evaluate(point)
+        if right is None or bool(value) != bool(right) or not (ratio or values_close(value, right)):
             return False
         if value or not ratio:
             factors.append(right / value if ratio else 1)
-    return len(factors) > ratio and all(close(factors[0], factor) for factor in factors)
+    return len(factors) > ratio and all(values_close(factors[0], factor) for factor in factors)
 
 
-def read(text: str) -> Formula:
+def parse_formula(text: str) -> Formula:
     """Parse a formula. Raises Unreadable if the grammar does not cover all of the text."""
     reader = _Reader(text)
     try:
@@ -188,7 +190,7 @@ class _Reader:
                 factorial = _DOUBLE_FACTORIAL if self.skip("!") else _FACTORIAL
                 if self.token == "!":
                     raise Unreadable("a factorial of a factorial needs brackets")
-                node = self.worked("!", symbols, _apply(factorial, node))
+                node = self.record_work("!", symbols, _apply(factorial, node))
             elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
                 node = _apply(_context.radians, node) if self.degrees else node
             else:
@@ -234,10 +236,10 @@ class _Reader:
             node = self.expression()
             self.bars -= 1
             self.take("|")
-            return self.worked("abs", symbols, _apply(abs, node))
+            return self.record_work("abs", symbols, _apply(abs, node))
         if self.token in ("\\lfloor", "\\lceil"):
             operation = _context.floor if self.token == "\\lfloor" else _context.ceil
-            return self.worked("floor", symbols, _apply(operation, self.group()))
+            return self.record_work("floor", symbols, _apply(operation, self.group()))
         if self.kind == "name":
             return self.name(self.take())
         if self.kind == "command":
@@ -255,7 +257,7 @@ class _Reader:
             return _apply(_root, self.argument(), index)
         if name == "binom":
             node = _apply(_BINOMIAL, self.argument(), self.argument())
-            return self.worked(name, symbols, node)
+            return self.record_work(name, symbols, node)
         if name in _FUNCTIONS:
             return self.function(name)
         if name in _OPAQUE.split():
@@ -285,7 +287,7 @@ class _Reader:
         node = self.group() if self.token in _CLOSING else self.expression(2)
         self.degrees = degrees
         if name != "exp":
-            self.worked("log" if name in ("ln", "log") else "trigonometry", symbols, node)
+            self.record_work("log" if name in ("ln", "log") else "trigonometry", symbols, node)
         node = _apply(operation, node, base) if name == "log" else _apply(operation, node)
         return node if exponent is None else _apply(_power, node, exponent)
 
@@ -304,8 +306,10 @@ class _Reader:
         if self.token == "(" and name[0] in _OPENS_FUNCTION and name.rstrip("'") == name[0]:
             argument = self.group()
             # An unknown function is a wave whose frequency is drawn from its name.
-            return lambda point: _context.sin(_bounded(argument(point)) * _coordinate(point, name))
-        return lambda point: _coordinate(point, name)
+            return lambda point: _context.sin(
+                _check_magnitude(argument(point)) * _sample_value(point, name)
+            )
+        return lambda point: _sample_value(point, name)
 
     def raw(self) -> str:
         start, depth = self.at, 0
@@ -314,14 +318,14 @@ class _Reader:
             if depth == 0:
                 return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
-    def worked(self, name: str, symbols: int, node: Node) -> Node:
+    def record_work(self, name: str, symbols: int, node: Node) -> Node:
         """Add the operation `name` to `work` if it contains no symbols, and return its node."""
         if self.symbols == symbols:
             self.work.add(name)
         return node
 
 
-def _coordinate(point: int, name: str) -> Value:
+def _sample_value(point: int, name: str) -> Value:
     """Return a symbol's value at a sample point, derived from a hash of its name. The values at
     points 0 and 3 are positive."""
     drawn = crc32(f"{point} {name}".encode())
@@ -339,11 +343,11 @@ def _constant(text: str) -> Node:
 
 
 @cache
-def _digit(place: int) -> Value:
+def _power_of_ten(place: int) -> Value:
     return _context.mpf(10) ** place
 
 
-def _bounded(value: Value) -> Value:
+def _check_magnitude(value: Value) -> Value:
     if not abs(value) <= _LARGEST:
         raise Unreadable("the number is too large")
     return value
@@ -356,23 +360,23 @@ def _quotient(one: Value, two: Value) -> Value:
 def _addition(one: Value, two: Value) -> Value:
     small, large = sorted((abs(one), abs(two)))
     # A larger one is a rounding error, as of the cosine of 90 degrees.
-    if 0 < small < large * _digit(-15 - _context.dps) < _context.inf:
+    if 0 < small < large * _power_of_ten(-15 - _context.dps) < _context.inf:
         raise LostTerm("a sum loses one of its terms")
     return one + two
 
 
 def _power(base: Value, exponent: Value) -> Value:
-    return base ** _bounded(exponent)
+    return base ** _check_magnitude(exponent)
 
 
 def _root(value: Value, index: Value) -> Value:
     if _context.im(value) == 0 > _context.re(value) and index % 2 == 1:
         return -_root(-value, index)
-    return value ** (1 / _bounded(index))
+    return value ** (1 / _check_magnitude(index))
 
 
 def _within_bounds(name: str) -> Callable[..., Value]:
-    return lambda *values: getattr(_context, name)(*map(_bounded, values))
+    return lambda *values: getattr(_context, name)(*map(_check_magnitude, values))
 
 
 _FACTORIAL, _DOUBLE_FACTORIAL, _BINOMIAL = map(_within_bounds, ("factorial", "fac2", "binomial"))

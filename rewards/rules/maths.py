@@ -1,11 +1,11 @@
 r"""Compares an answer with the right one by value, so that `\frac12`, `1/2` and `0.5` are equal.
 
-Both texts go through the same steps. `plain` normalizes the notation. `_parse` reads the text as a
-number, formula, list, set, region or relation, or returns it unchanged if it cannot read all of it.
-`_same` then compares the two results. Numbers are stored as exact fractions, and
-`keel.rewards.rules.formula` evaluates formulas. Text that could not be parsed equals only the same
-text. Sums, integrals and determinants are evaluated by math-verify's parser, but only in the right
-answer and only once, never in a completion.
+Both texts go through the same steps. `normalize_notation` normalizes the notation. `_parse` reads
+the text as a number, formula, list, set, region or relation, or returns it unchanged if it cannot
+read all of it. `_same_answer` then compares the two results. Numbers are stored as exact fractions,
+and `keel.rewards.rules.formula` evaluates formulas. Text that could not be parsed equals only the
+same text. Sums, integrals and determinants are evaluated by math-verify's parser, but only in the
+right answer and only once, never in a completion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 from keel.rewards.rules import formula, statements
 from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, LostTerm, Unreadable
-from keel.rewards.rules.statements import plain, squeezed
+from keel.rewards.rules.statements import normalize_notation, remove_spaces
 from keel.rewards.text import BOXED, FUNCTION_WORDS, KEYWORDS, marked_answer
 
 _MAX_CHARACTERS = 2_048
@@ -26,7 +26,7 @@ _MOST_ITEMS = 64
 _PLACES = 6  # decimal places that are compared, or as many digits below 1e-5
 
 
-def mathematical(
+def maths_verifier(
     right: str, *, tolerance: float | None = None, ready: bool = True
 ) -> Callable[[str], bool]:
     r"""Build a verifier that compares an answer with `right` by value. Numbers, formulas, sets and
@@ -46,30 +46,35 @@ def mathematical(
     """
     if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
-    right = statements.undressed(right)
-    spelling, words = statements.spelled(right), statements.words_of(right)
+    right = statements.strip_formatting(right)
+    spelling, words = statements.normalize_spelling(right), statements.answer_words(right)
     longest = max(_MAX_CHARACTERS, 4 * len(right))
-    gold = cache(lambda: [_worked_out(plain(right)), *_ungrouped(plain(right))])
+    gold = cache(
+        lambda: [
+            _parse_right_answer(normalize_notation(right)),
+            *_parse_without_grouping(normalize_notation(right)),
+        ]
+    )
     if ready and not words:
         gold()
 
     def judge(answer: str) -> bool:
         number = None if words else _NUMBER.fullmatch(answer)
         if number and isinstance(expected := gold()[0], _Number):
-            return _same_number(expected, _number(number), tolerance)
-        answer = statements.undressed(answer)
-        if not answer or words or statements.spelled(answer) == spelling:
-            return bool(answer) and statements.spelled(answer) == spelling
-        answer = plain(answer)
-        readings = [_parse(answer), *_ungrouped(answer)]
-        return any(_same(one, other, tolerance) for one in gold() for other in readings)
+            return _same_number(expected, _parse_number(number), tolerance)
+        answer = statements.strip_formatting(answer)
+        if not answer or words or statements.normalize_spelling(answer) == spelling:
+            return bool(answer) and statements.normalize_spelling(answer) == spelling
+        answer = normalize_notation(answer)
+        readings = [_parse(answer), *_parse_without_grouping(answer)]
+        return any(_same_answer(one, other, tolerance) for one in gold() for other in readings)
 
     def verify(text: str) -> bool:
         text = text.replace("\\fbox{", BOXED)
         marked = marked_answer(text)
         if marked is None and BOXED in text:  # it was never closed
             return False
-        boxes = [text] if marked is None else statements.boxes(text, marked)
+        boxes = [text] if marked is None else statements.final_boxes(text, marked)
         if not boxes or sum(map(len, boxes)) > longest:
             return False
         if marked is not None:
@@ -77,8 +82,8 @@ def mathematical(
             separator = " or " if re.search(r"\bor\b", inside) else ", "
             return all(map(judge, boxes)) or (len(boxes) > 1 and judge(separator.join(boxes)))
         if words:
-            return statements.asserts(text, words)
-        return any(map(judge, statements.statements(text, exclaims="!" in right)))
+            return statements.asserts_words(text, words)
+        return any(map(judge, statements.stated_answers(text, exclaims="!" in right)))
 
     return verify
 
@@ -86,7 +91,7 @@ def mathematical(
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vmatrix\}")
 
 
-def _worked_out(text: str) -> _Answer:
+def _parse_right_answer(text: str) -> _Answer:
     if not _CALCULUS.search(text):
         return _parse(text)
     from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
@@ -94,7 +99,7 @@ def _worked_out(text: str) -> _Answer:
 
     try:
         value = cast(Any, latex2sympy(text, is_real=None)).doit()
-        answer = _parse(plain(cast(str, latex(value))))
+        answer = _parse(normalize_notation(cast(str, latex(value))))
     except Exception:  # whatever the library cannot read is compared as text
         return text
     index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
@@ -120,7 +125,7 @@ class _Number(NamedTuple):
         return self.value / 100 if self.percent else self.value
 
 
-class _Several(NamedTuple):
+class _Collection(NamedTuple):
     """Several values in brackets. `opening` is the opening bracket, "," for a list without
     brackets, "∨" for alternatives, or "matrix" for the rows of a matrix."""
 
@@ -149,7 +154,7 @@ class _Relation(NamedTuple):
     value: _Answer
 
 
-_Answer = _Number | Formula | _Several | _Region | _Relation | str  # a text if it was not parsed
+_Answer = _Number | Formula | _Collection | _Region | _Relation | str  # a text if it was not parsed
 
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}"
@@ -165,7 +170,7 @@ _NUMBER = re.compile(
 )
 
 
-def _number(match: re.Match[str]) -> _Number | str:
+def _parse_number(match: re.Match[str]) -> _Number | str:
     sign = (-1) ** [match["sign"], match["minus"], match["under"]].count("-")
     if top := match["top"] or match["left"]:
         bottom = int(match["bottom"] or match["right"])
@@ -184,7 +189,7 @@ def _number(match: re.Match[str]) -> _Number | str:
     return _Number(sign * value, form, percent=bool(match["percent"]))
 
 
-def _ungrouped(text: str) -> list[_Answer]:
+def _parse_without_grouping(text: str) -> list[_Answer]:
     """Parse `100,200` as a list, where `_parse` reads a single number. Returns [] if the text has
     no such comma."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
@@ -197,27 +202,28 @@ _BEGIN = re.compile(
 
 
 def _parse(text: str, depth: int = 0) -> _Answer:
-    """Parse an answer normalized by `plain`. Returns the text unchanged if it cannot be parsed."""
+    """Parse an answer normalized by `normalize_notation`. Returns the text unchanged if it cannot
+    be parsed."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
-        return _number(match)
+        return _parse_number(match)
     if not text or depth > 7 or "\\ldots" in text:
         return text
     if constant := _CONSTANTS.get(text.replace(" ", "").removeprefix("+")):
         return constant
     if match := _BEGIN.fullmatch(text):
-        return _matrix(match, depth)
+        return _parse_matrix(match, depth)
     text = text if "\\begin" in text else text.replace("\\\\", ";")
     if ("±" in text or "∓" in text) and not re.search("[,;¦∧∨⦃⟨]", text):
         signs = (text.translate({0xB1: one, 0x2213: two}) for one, two in ("+-", "-+"))
-        return _Several(",", "", tuple(_unnamed(_parse(sign, depth)) for sign in signs))
+        return _Collection(",", "", tuple(_value_of_named(_parse(sign, depth)) for sign in signs))
     for marks, reader in _READERS.items() if _MARK.search(text) else ():
         parts, signs = _split(text, marks)
         if signs:
             return reader(text, parts, signs, depth)
-    if text[0] in _OPENING and (answer := _bracketed(text, depth)):
+    if text[0] in _OPENING and (answer := _parse_brackets(text, depth)):
         return answer
-    return _measured(text, depth)
+    return _parse_quantity(text, depth)
 
 
 _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
@@ -239,23 +245,25 @@ def _split(text: str, marks: str) -> tuple[list[str], str]:
     return [*parts, text[start:].strip()], signs
 
 
-def _matrix(match: re.Match[str], depth: int) -> _Answer:
+def _parse_matrix(match: re.Match[str], depth: int) -> _Answer:
     if match[1] in ("cases", "aligned"):
         return _parse(match[2].replace("\\\\", ";").replace("&", " "), depth)
     rows = [row.split("&") for row in match[2].strip().removesuffix("\\\\").split("\\\\")]
-    lines = [_Several("row", "", tuple(_parse(cell, depth) for cell in row)) for row in rows]
-    return _Several("matrix", "", tuple(lines))
+    lines = [_Collection("row", "", tuple(_parse(cell, depth) for cell in row)) for row in rows]
+    return _Collection("matrix", "", tuple(lines))
 
 
-def _listed(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
+def _parse_list(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= _MOST_ITEMS:
         return _parse(parts[0], depth) if len(parts) == 1 else text
-    items = _items(parts, depth)
-    regions = [region for item in items if (region := _region(_unnamed(item), point=True))]
+    items = _parse_items(parts, depth)
+    regions = [
+        region for item in items if (region := _to_region(_value_of_named(item), point=True))
+    ]
     if len(regions) == len(items) and any(isinstance(item, _Region) for item in items):
         rule = any if re.search("[∨¦]", marks) else all
-        if region := _combined(rule, regions):
+        if region := _combine_regions(rule, regions):
             return region
     if re.search("[∧∨]", marks) and not any(isinstance(item, _Relation) for item in items):
         return text  # of logic, not of answers
@@ -264,37 +272,37 @@ def _listed(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
     names = [item.name if isinstance(item, _Relation) else "" for item in items]
     if names[0] and (not any(names[1:]) or len(set(names)) == 1):  # x = 1, 2 and x = 1, x = 2
         items = [item.value if isinstance(item, _Relation) else item for item in items]
-    return _Several("∨" if set(marks) <= {*"∨¦"} else ",", "", tuple(items))
+    return _Collection("∨" if set(marks) <= {*"∨¦"} else ",", "", tuple(items))
 
 
-def _items(parts: Sequence[str], depth: int) -> list[_Answer]:
+def _parse_items(parts: Sequence[str], depth: int) -> list[_Answer]:
     """Parse the items of a list. An item with ± stands for two values, so 0, ±4 has three items."""
     items: list[_Answer] = []
     for part in parts:
         item = _parse(part, depth)
-        signed = isinstance(item, _Several) and item.opening == "," and re.search("[±∓]", part)
-        items += item.items if signed and isinstance(item, _Several) else [item]
+        signed = isinstance(item, _Collection) and item.opening == "," and re.search("[±∓]", part)
+        items += item.items if signed and isinstance(item, _Collection) else [item]
     return items
 
 
-def _names(answer: _Answer) -> TypeGuard[_Relation]:
+def _is_named(answer: _Answer) -> TypeGuard[_Relation]:
     return isinstance(answer, _Relation) and bool(answer.name)
 
 
-def _unnamed(answer: _Answer) -> _Answer:
-    return answer.value if _names(answer) else answer
+def _value_of_named(answer: _Answer) -> _Answer:
+    return answer.value if _is_named(answer) else answer
 
 
-def _united(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
-    regions = [region for part in parts if (region := _region(_parse(part, depth), point=True))]
+def _parse_union(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
+    regions = [region for part in parts if (region := _to_region(_parse(part, depth), point=True))]
     if len(regions) < len(parts) or len(set(marks)) > 1:
         return text
     if marks[0] == "∖":
-        return _combined(lambda inside: inside[0] and not any(inside[1:]), regions) or text
-    return _combined(any, regions) or _Several("∪", "", tuple(regions))
+        return _combine_regions(lambda inside: inside[0] and not any(inside[1:]), regions) or text
+    return _combine_regions(any, regions) or _Collection("∪", "", tuple(regions))
 
 
-def _concluded(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
+def _parse_conclusion(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
     if marks[0] == "∈":
         concludes = len(parts) == 2 and _NAME.fullmatch(parts[0])
     else:
@@ -312,7 +320,7 @@ _NAME = re.compile(
 _FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 
 
-def _related(text: str, parts: list[str], signs: str, depth: int) -> _Answer:
+def _parse_relation(text: str, parts: list[str], signs: str, depth: int) -> _Answer:
     if signs[0] in "=≈" and not parts[0]:
         return _parse(text[1:], depth)
     if not all(parts):
@@ -320,16 +328,16 @@ def _related(text: str, parts: list[str], signs: str, depth: int) -> _Answer:
     sides: tuple[str, ...] = tuple(parts)
     value = _parse(parts[-1], depth)
     if not set(signs) <= {*"=≈"}:
-        return _inequality(sides, signs) or _Relation(sides, signs, "", value)
+        return _parse_inequality(sides, signs) or _Relation(sides, signs, "", value)
     constants = [c for side in sides if (c := _constant(side)) is not None]
     if any(abs(one - constants[-1]) > abs(constants[-1]) / 100 for one in constants):
         return text  # 7 = 3.14
     names = re.fullmatch(r"\(([\w\s,]+)\)", sides[0])
-    if names and isinstance(value, _Several) and names[1].count(",") == len(value.items) - 1:
+    if names and isinstance(value, _Collection) and names[1].count(",") == len(value.items) - 1:
         pairs = zip(names[1].split(","), value.items, strict=True)
         named = (_Relation(sides, signs, name.strip(), item) for name, item in pairs)
-        return _Several(",", "", tuple(named))
-    is_name = _NAME.fullmatch(sides[0]) or isinstance(value, _Region | _Several)
+        return _Collection(",", "", tuple(named))
+    is_name = _NAME.fullmatch(sides[0]) or isinstance(value, _Region | _Collection)
     is_name = is_name or len(sides) > 2 or "≈" in signs
     return _Relation(sides, signs, parts[0] if is_name else "", value)
 
@@ -342,7 +350,7 @@ def _constant(text: str) -> Any:
 _DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
 
 
-def _inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
+def _parse_inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
     r"""Parse an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `|2x - 1| < 3`."""
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
@@ -360,7 +368,7 @@ def _inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
     match = inside or outside
     if match is None and place >= 0 and (end := values[1 - place]):
         if signs == "≠":
-            return _outside(_interval(end, end, "[]"))
+            return _complement(_interval(end, end, "[]"))
         ends = (end, INFINITE) if place else (MINUS_INFINITE, end)
         return _interval(*ends, "[]" if closed else "()")
     if match is None or (inside and outside) or signs == "≠":
@@ -368,33 +376,35 @@ def _inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
     radius, shift, factor = sides[inside is not None], match[2] or "", match[1] or "1"
     distances = [rf"\frac{{{sign}({radius})-(0{shift})}}{{{factor}}}" for sign in "-+"]
     low, high = (_as_formula(_parse(end, 5)) for end in distances)
-    if not low or not high or low.imaginary or not _place(low) < _place(high):
+    if not low or not high or low.imaginary or not _end_position(low) < _end_position(high):
         return None
     region = _interval(low, high, "[]" if closed == bool(inside) else "()")
-    return region if inside else _outside(region)
+    return region if inside else _complement(region)
 
 
 def _interval(low: Formula, high: Formula, brackets: str) -> _Region:
-    first, last = _place(low), _place(high)
+    first, last = _end_position(low), _end_position(high)
     after_first = brackets[0] == "(" and first != float("-inf")
     after_last = brackets[1] == "]" and last != float("inf")
     return _Region(((first, after_first, low), (last, after_last, high)))
 
 
-def _place(end: Formula) -> float:
+def _end_position(end: Formula) -> float:
     try:
-        value = end.at(0)
+        value = end.evaluate(0)
         return float("nan" if value is None else value.real)
     except (LostTerm, OverflowError):
         return float("nan")
 
 
-def _outside(region: _Region) -> _Region:
+def _complement(region: _Region) -> _Region:
     low, high = _interval(MINUS_INFINITE, INFINITE, "()").cuts
     return _Region((low, *region.cuts, high))
 
 
-def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[_Region]) -> _Region | None:
+def _combine_regions(
+    rule: Callable[[list[bool]], bool], regions: Sequence[_Region]
+) -> _Region | None:
     """Combine several regions into one. Given whether each region contains a number, `rule` decides
     whether the result does. Returns None if an end contains a symbol or there are too many ends."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
@@ -409,23 +419,23 @@ def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[_Region]) ->
 
 
 _READERS: dict[str, Callable[[str, list[str], str, int], _Answer]] = {
-    ",;¦∧∨": _listed,
-    "∪∖": _united,
-    "∈": _concluded,
-    "→": _concluded,
-    "=<>≤≥≠≈": _related,
+    ",;¦∧∨": _parse_list,
+    "∪∖": _parse_union,
+    "∈": _parse_conclusion,
+    "→": _parse_conclusion,
+    "=<>≤≥≠≈": _parse_relation,
 }
 _MARK = re.compile(f"[{''.join(_READERS)}]")
 _CONSTANTS: dict[str, _Answer] = {
     "∞": INFINITE,
     "-∞": MINUS_INFINITE,
-    "∅": _Several("⦃", "⦄", ()),
+    "∅": _Collection("⦃", "⦄", ()),
     "\\mathbb{R}": _interval(MINUS_INFINITE, INFINITE, "()"),
 }
 _SUCH_THAT = re.compile(r"(?s)\s*[A-Za-z]\s*(?:∈\s*\\mathbb\s*\{R\}\s*)?[∣|:](.*)")
 
 
-def _bracketed(text: str, depth: int) -> _Answer | None:
+def _parse_brackets(text: str, depth: int) -> _Answer | None:
     level = 0
     for place, character in enumerate(text, 1):
         level += (character in _OPENING) - (character in _CLOSING)
@@ -438,10 +448,10 @@ def _bracketed(text: str, depth: int) -> _Answer | None:
     parts, marks = _split(inside, ",;")
     if not marks and text[0] in "([{":
         return _parse(inside, depth) if text[0] + text[-1] in ("()", "{}") else None
-    items = _items(parts if inside else [], depth)
+    items = _parse_items(parts if inside else [], depth)
     if len(parts) > _MOST_ITEMS or any(isinstance(item, str) for item in items):
         return text
-    return _Several(text[0].replace("{", "⦃"), text[-1], tuple(items))
+    return _Collection(text[0].replace("{", "⦃"), text[-1], tuple(items))
 
 
 _WORD = r"[A-Za-z][A-Za-z.'-]*"
@@ -474,15 +484,15 @@ _DENIED = re.compile(
 )
 
 
-def _measured(text: str, depth: int) -> _Answer:
+def _parse_quantity(text: str, depth: int) -> _Answer:
     if (match := _SHORT.fullmatch(text)) and (number := _NUMBER.fullmatch(match["number"])):
-        value = _number(number)
+        value = _parse_number(number)
         if isinstance(value, _Number) and {*_SHORT_UNITS.split()}.issuperset(
             re.findall(r"[a-z]+", match["unit"].lower())
         ):
-            return value._replace(unit=_unit(match["unit"]))
+            return value._replace(unit=_normalize_unit(match["unit"]))
     try:
-        return formula.read(text)
+        return formula.parse_formula(text)
     except Unreadable:
         pass
     if match := _MODULO.fullmatch(text):
@@ -501,11 +511,15 @@ def _measured(text: str, depth: int) -> _Answer:
     if not is_unit and words.lower() not in _SHORT_UNITS.split():
         return text
     if isinstance(value, _Number):
-        return value if value.unit else value._replace(unit=_unit(words) + (match["power"] or ""))
+        return (
+            value
+            if value.unit
+            else value._replace(unit=_normalize_unit(words) + (match["power"] or ""))
+        )
     return value if isinstance(value, Formula) and match["text"] is not None else text
 
 
-def _unit(words: str) -> str:
+def _normalize_unit(words: str) -> str:
     words = words.lower().strip(" .").removesuffix("s") or words
     return _UNITS.get(words, words)
 
@@ -513,36 +527,40 @@ def _unit(words: str) -> str:
 # --- Comparison ---
 
 
-def _same(gold: _Answer, given: _Answer, tolerance: float | None = None) -> bool:
-    if isinstance(given, _Several) and given.opening == "∨" and not isinstance(gold, _Several):
-        return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
+def _same_answer(gold: _Answer, given: _Answer, tolerance: float | None = None) -> bool:
+    if (
+        isinstance(given, _Collection)
+        and given.opening == "∨"
+        and not isinstance(gold, _Collection)
+    ):
+        return all(_same_answer(gold, item) for item in given.items)  # 1/2 or 0.5
     if isinstance(gold, _Relation):
         if isinstance(given, _Relation) and not (gold.name and gold.name == given.name):
             return _same_relation(gold, given)
         given = given.value if isinstance(given, _Relation) else given
-        return bool(gold.name) and _same(gold.value, given, tolerance)
+        return bool(gold.name) and _same_answer(gold.value, given, tolerance)
     if isinstance(given, _Relation) and set(given.signs) <= {*"=≈"}:
-        if isinstance(gold, _Several) and any(map(_names, gold.items)):
+        if isinstance(gold, _Collection) and any(map(_is_named, gold.items)):
             return False
         before = given.signs.find("≈")
         if (
             before >= 0
             and isinstance(gold, Formula)
-            and _same(gold, _parse(given.sides[before], 1))
+            and _same_answer(gold, _parse(given.sides[before], 1))
         ):
             return True
-        return _same(gold, given.value, tolerance)
+        return _same_answer(gold, given.value, tolerance)
     match gold:
         case _Number():
             return _same_number(gold, given, tolerance)
         case Formula():
             return _same_formula(gold, given, tolerance)
-        case _Several():
+        case _Collection():
             return _same_several(gold, given)
         case _Region():
-            return _same_region(gold, _region(given))
+            return _same_region(gold, _to_region(given))
         case str():
-            return isinstance(given, str) and squeezed(gold) == squeezed(given)
+            return isinstance(given, str) and remove_spaces(gold) == remove_spaces(given)
 
 
 _PI = re.compile(r"-?(?:\d+(?:\.\d+)?)?\s?\\pi")
@@ -556,8 +574,8 @@ def _same_number(gold: _Number, given: _Answer, tolerance: float | None) -> bool
         right = formula.number(gold.share)
         value = given.constant()
         if given.imaginary and not given.work:  # i^2
-            return value is not None and formula.close(right, value)
-        return bool(_PI.fullmatch(given.text)) and _near(right, value, tolerance)
+            return value is not None and formula.values_close(right, value)
+        return bool(_PI.fullmatch(given.text)) and _within_tolerance(right, value, tolerance)
     if not isinstance(given, _Number):
         return False
     units = {gold.unit, given.unit}
@@ -576,7 +594,7 @@ def _same_number(gold: _Number, given: _Answer, tolerance: float | None) -> bool
         return True
     right = formula.number(gold.share)
     return any(
-        _near(right, value, tolerance) or (rounds and _rounded(right, value))
+        _within_tolerance(right, value, tolerance) or (rounds and _equal_when_rounded(right, value))
         for value in map(formula.number, values)
     )
 
@@ -593,29 +611,32 @@ def _same_formula(gold: Formula, given: _Answer, tolerance: float | None = None)
     value, other = gold.constant(), answer.constant()
     decimal = isinstance(given, _Number) and given.form == "decimal"
     constants = value is not None and other is not None
-    if constants and (_near(value, other, tolerance) or (decimal and _rounded(value, other))):
+    if constants and (
+        _within_tolerance(value, other, tolerance)
+        or (decimal and _equal_when_rounded(value, other))
+    ):
         return True
     return formula.equal(gold, answer)
 
 
-def _rounded(right: Any, given: Any) -> bool:
+def _equal_when_rounded(right: Any, given: Any) -> bool:
     """Return whether two numbers agree to six decimal places, or to six digits if they are tiny."""
     larger = max(abs(right), abs(given))
     return bool(abs(right - given) * 10**_PLACES <= (larger if larger * 10**5 < 1 else 0.5))
 
 
-def _near(right: Any, given: Any, tolerance: float | None) -> bool:
+def _within_tolerance(right: Any, given: Any, tolerance: float | None) -> bool:
     if tolerance is None or given is None:
         return False
     return bool(abs(right - given) <= tolerance * (abs(right) or 1))
 
 
-def _same_several(gold: _Several, given: _Answer) -> bool:
+def _same_several(gold: _Collection, given: _Answer) -> bool:
     if isinstance(given, _Region):
-        return _same_region(_region(gold), given)
-    if not isinstance(given, _Several):
-        return len(gold.items) == 1 and gold.opening == "⦃" and _same(gold.items[0], given)
-    if any(map(_names, (*gold.items, *given.items))):
+        return _same_region(_to_region(gold), given)
+    if not isinstance(given, _Collection):
+        return len(gold.items) == 1 and gold.opening == "⦃" and _same_answer(gold.items[0], given)
+    if any(map(_is_named, (*gold.items, *given.items))):
         return _same_names(gold, given)
     one, two = gold.opening, given.opening
     if one in ",∨" or two in ",∨" or one == two == "⦃":
@@ -626,15 +647,15 @@ def _same_several(gold: _Several, given: _Answer) -> bool:
         return _in_any_order(gold.items, given.items, once="⦃" in (one, two))
     vectors = {one + gold.closing, two + given.closing} <= {"()", "⟨⟩"}
     if not vectors and (one, gold.closing) != (two, given.closing):
-        return _same_region(_region(gold), _region(given))
+        return _same_region(_to_region(gold), _to_region(given))
     return _in_order(gold.items, given.items)
 
 
 def _same_item(one: _Answer, other: _Answer) -> bool:
     """Compare two list items, and their units if both have one (3 red, 4 blue)."""
     if isinstance(one, _Number) and isinstance(other, _Number) and one.unit and other.unit:
-        return one.unit == other.unit and _same(one, other)
-    return _same(one, other)
+        return one.unit == other.unit and _same_answer(one, other)
+    return _same_answer(one, other)
 
 
 def _in_order(gold: Sequence[_Answer], given: Sequence[_Answer]) -> bool:
@@ -653,22 +674,24 @@ def _in_any_order(gold: Sequence[_Answer], given: Sequence[_Answer], *, once: bo
     return all(once and any(_same_item(one, two) for one in gold) for two in remaining)
 
 
-def _same_names(gold: _Several, given: _Several) -> bool:
+def _same_names(gold: _Collection, given: _Collection) -> bool:
     """Return whether two lists assign the same values to the same variables. Without names, the
     order counts."""
     sides = gold.items, given.items
-    named = [{item.name: item.value for item in side if _names(item)} for side in sides]
+    named = [{item.name: item.value for item in side if _is_named(item)} for side in sides]
     if [*map(len, named)] == [*map(len, sides)]:
         values, others = named
-        return values.keys() == others.keys() and all(_same(values[n], others[n]) for n in values)
-    bare = sides if all(named) else ([*map(_unnamed, side)] for side in sides)
+        return values.keys() == others.keys() and all(
+            _same_answer(values[n], others[n]) for n in values
+        )
+    bare = sides if all(named) else ([*map(_value_of_named, side)] for side in sides)
     return "⦃" not in gold.opening + given.opening and _in_order(*bare)
 
 
 def _same_relation(gold: _Relation, given: _Relation) -> bool:
     sides = [_as_formula(_parse(side, 1)) for side in (*gold.sides, *given.sides)]
     if not all(sides):
-        alike = [*map(squeezed, gold.sides)] == [*map(squeezed, given.sides)]
+        alike = [*map(remove_spaces, gold.sides)] == [*map(remove_spaces, given.sides)]
         return alike and gold.signs == given.signs
     ways = [(given.sides, given.signs), (given.sides[::-1], given.signs.translate(_FLIPPED)[::-1])]
     for others, signs in ways:
@@ -683,7 +706,7 @@ def _same_relation(gold: _Relation, given: _Relation) -> bool:
 
 def _equal(one: str, other: str, *, ratio: bool = False) -> bool:
     try:
-        return formula.equal(formula.read(one), formula.read(other), ratio=ratio)
+        return formula.equal(formula.parse_formula(one), formula.parse_formula(other), ratio=ratio)
     except Unreadable:
         return False
 
@@ -695,25 +718,25 @@ def _as_formula(answer: _Answer) -> Formula | None:
     return answer if isinstance(answer, Formula) else None
 
 
-def _region(answer: _Answer, *, point: bool = False) -> _Region | None:
+def _to_region(answer: _Answer, *, point: bool = False) -> _Region | None:
     """Convert an interval to a region. If `point` is set, convert a number or a set of numbers too.
     Returns None for any other answer."""
     if isinstance(answer, _Region):
         return answer
     if point and (end := _as_formula(answer)):
         return _interval(end, end, "[]")
-    if not isinstance(answer, _Several):
+    if not isinstance(answer, _Collection):
         return None
     ends = [end for item in answer.items if (end := _as_formula(item))]
     if len(ends) < len(answer.items):
         return None
     if answer.opening == "⦃":
-        return _combined(any, [_interval(end, end, "[]") for end in ends])
+        return _combine_regions(any, [_interval(end, end, "[]") for end in ends])
     if answer.opening not in "([" or answer.closing not in ")]" or len(ends) != 2:
         return None
     low, high = ends
     region = _interval(low, high, answer.opening + answer.closing)
-    return region if low.names or high.names or _place(low) < _place(high) else None
+    return region if low.names or high.names or _end_position(low) < _end_position(high) else None
 
 
 def _same_region(gold: _Region | None, given: _Region | None) -> bool:

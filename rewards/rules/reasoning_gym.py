@@ -66,8 +66,8 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Patterns that the whole `_bare` answer must match, for tasks whose verifiers ignore extra
-text."""
+"""Patterns that the whole answer of `_strip_formatting` must match, for tasks whose verifiers
+ignore extra text."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})  # ignore other items than numbers
 
 _WORD = re.compile(r"\w+")
@@ -121,12 +121,12 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
     def verify(text: str) -> float:
         answer = answer_in(text)
-        if not answer or len(answer) > longest or not _may_be_verified(task, answer, right):
+        if not answer or len(answer) > longest or not _is_safe_to_verify(task, answer, right):
             return 0.0
         score = float(score_answer(answer, entry))
         if not math.isfinite(score):
             raise ValueError(f"the verifier of {task} returned {score}")
-        if score == 1.0 and _is_all_answer(task, answer, right):
+        if score == 1.0 and _has_no_extra_text(task, answer, right):
             return 1.0
         return min(max(score, 0.0), _MOST_PARTIAL)
 
@@ -149,7 +149,7 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
     return cast(Callable[[str, Any], float], dataset.score_answer)
 
 
-def _may_be_verified(task: str, answer: str, right: str) -> bool:
+def _is_safe_to_verify(task: str, answer: str, right: str) -> bool:
     """Return whether it is safe to pass an answer to the verifier of a task. The right answer is
     always safe.
 
@@ -172,8 +172,8 @@ def _may_be_verified(task: str, answer: str, right: str) -> bool:
     return task not in _NAN_TASKS or "nan" not in answer.casefold()
 
 
-def _is_all_answer(task: str, answer: str, right: str) -> bool:
-    text = answer.strip() if task in _SPLIT_TASKS else _bare(answer)
+def _has_no_extra_text(task: str, answer: str, right: str) -> bool:
+    text = answer.strip() if task in _SPLIT_TASKS else _strip_formatting(answer)
     words = _WORD.findall(text.casefold())
     if task in _SAME_WORDS_TASKS:
         expected = _WORD.findall(right.casefold())
@@ -187,7 +187,7 @@ def _is_all_answer(task: str, answer: str, right: str) -> bool:
     return task not in _SHAPES or _SHAPES[task].fullmatch(text) is not None
 
 
-def _bare(answer: str) -> str:
+def _strip_formatting(answer: str) -> str:
     text = WRAPPED.sub(r" \1 ", answer)
     for _ in range(_MAX_NESTING):
         before, text = text, text.strip().rstrip(".,").rstrip()

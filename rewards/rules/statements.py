@@ -1,13 +1,13 @@
 r"""Finds the answer that a text states, and normalizes the notation of answers.
 
-`boxes` returns the marked answers. If nothing in the text is marked, `statements` extracts a number
-or formula, and `asserts` compares words. A text with a negation, an alternative or a question has
-no answer.
+`final_boxes` returns the marked answers. If nothing in the text is marked, `stated_answers`
+extracts a number or formula, and `asserts_words` compares words. A text with a negation, an
+alternative or a question has no answer.
 
-`plain` replaces LaTeX commands with single characters (`\leq` becomes ≤, `\{` becomes ⦃), writes
-letters, functions and numbers in a uniform way, and removes layout. Its result consists of formulas
-(`keel.rewards.rules.formula`) and of the characters at which `keel.rewards.rules.maths` splits an
-answer.
+`normalize_notation` replaces LaTeX commands with single characters (`\leq` becomes ≤, `\{` becomes
+⦃), writes letters, functions and numbers in a uniform way, and removes layout. Its result consists
+of formulas (`keel.rewards.rules.formula`) and of the characters at which `keel.rewards.rules.maths`
+splits an answer.
 """
 
 import re
@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
-from keel.rewards.text import BOXED, marked_answers, normalise, raised
+from keel.rewards.text import BOXED, marked_answers, normalise, rewrite_raised_digits
 
 # --- Notation ---
 
@@ -53,11 +53,11 @@ _BASES = {word: str(base) for base, word in enumerate(_NUMERALS.split(), 2)}
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 
-def plain(text: str) -> str:
+def normalize_notation(text: str) -> str:
     """Normalize the notation of an answer: single characters instead of LaTeX commands, plain
     letters instead of upright ones, and digits instead of words like "3 million"."""
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
-    text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
+    text = unicodedata.normalize("NFKC", rewrite_raised_digits(text)).translate(_SIGNS).strip()
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = text.replace("{:}", ":").replace("~", " ")
     if _UNUSUAL.search(text):
@@ -70,12 +70,12 @@ def plain(text: str) -> str:
     return _MIXED.sub(r"\1\\frac{\2}{\3}", text).strip(" $;,")
 
 
-def _command(match: re.Match[str]) -> str:
+def _replace_command(match: re.Match[str]) -> str:
     sign = _COMMANDS.get(match[1] or match[2], match[0])
     return f"{sign} " if "\\" in sign and sign != match[0] else sign
 
 
-def _upright(match: re.Match[str]) -> str:
+def _replace_upright(match: re.Match[str]) -> str:
     content = match[1].strip()
     word = content.strip(" ,;.").lower()
     if word in ("and", "or"):
@@ -94,17 +94,17 @@ def _upright(match: re.Match[str]) -> str:
     return rf"\text{{{content}}}"
 
 
-def _braced(match: re.Match[str]) -> str:
+def _add_braces(match: re.Match[str]) -> str:
     top, bottom = (part if part[0] == "{" else f"{{{part}}}" for part in match.group(2, 3))
     return f"\\{match[1]}{top}{bottom}"
 
 
-def _counted(match: re.Match[str]) -> str:
+def _replace_number_word(match: re.Match[str]) -> str:
     value = Fraction(match[1]) * 10 ** _ZEROS[match[2].lower()]
     return str(value) if value.denominator == 1 else str(float(value))
 
 
-def _repeating(match: re.Match[str]) -> str:
+def _to_fraction(match: re.Match[str]) -> str:
     once, again = match[2], match[3] or match[4] or match[5]
     value = Fraction(f"{match[1] or 0}.{once or 0}")
     value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
@@ -121,7 +121,7 @@ _REPLACEMENTS: dict[str, str | Callable[[re.Match[str]], str]] = {
     _SIGNED_WORD.pattern: "-",
     r"(?i)(?<![\w.,^/{])(\d{1,15}(?:\.\d{1,15})?)\s*(?:\\[,; ]\s*)?"
     r"(?:\\(?:text|mathrm)\s*\{\s*)?(hundred|thousand|million|billion|trillion)\b\s*\}?": (
-        _counted
+        _replace_number_word
     ),
     r"\\(?:text)?color\s*\{\w*\}": "",
     r"^\s*\\text\s*\{[^{}\d]*:\s*\}": "",
@@ -133,21 +133,21 @@ _REPLACEMENTS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"|(?<=[\d\s}])per\s?cent\b)": "%",
     # 0.1\overline{6}, 0.1(6)
     r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
-    r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)": _repeating,
+    r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)": _to_fraction,
     r"\{([^{}]*)\\choose\s?([^{}]*)\}": r"\\binom{\1}{\2}",
     r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)"
-    r"\s*\{([^{}]*)\}": _upright,
+    r"\s*\{([^{}]*)\}": _replace_upright,
     # 2 hours 5 minutes
     r"(\d\s*(?:\\text\{[^{}]*\}|(?:hours?|hrs?|minutes?|min|days?|weeks?|years?|months?|feet"
     r"|ft|pounds?|lbs?|dollars?|h|m|km|kg)\b))(?:\s|\\ ){0,3}(?=\d)": r"\1, ",
     r"√\s*(?:\(([^()]*)\)|(\d+|[^\W\d_]))|(?<![\\a-z])sqrt\s*\(([^()]*)\)": (
         lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
     ),
-    r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])": _command,
+    r"\\([A-Za-z]+)[ \t]*|\\([^A-Za-z])": _replace_command,
     # 20 °C
     r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*"
     r"(?:[CF](?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})": r"\1",
-    r"\\(frac|binom)\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\w)\s*(\{|\w)": _braced,
+    r"\\(frac|binom)\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\w)\s*(\{|\w)": _add_braces,
     r"(?<![A-Za-z\\])and(?![A-Za-z])": ",",
     r"(?<![A-Za-z\\])or(?![A-Za-z])": "¦",
     r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp|infinity|inf)(?![A-Za-z])": (
@@ -157,7 +157,7 @@ _REPLACEMENTS: dict[str, str | Callable[[re.Match[str]], str]] = {
 _RULES = [(re.compile(pattern), replacement) for pattern, replacement in _REPLACEMENTS.items()]
 
 
-def squeezed(text: str) -> str:
+def remove_spaces(text: str) -> str:
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
     words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
@@ -188,7 +188,7 @@ _DELIMITED = re.compile(
 _WRAPPED = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}")
 
 
-def undressed(text: str) -> str:
+def strip_formatting(text: str) -> str:
     """Remove Markdown, math delimiters, styles and phrases like "The answer is" from an answer."""
     text = _BOLD.sub(r"\2", text).strip()
     text = text[match.end() :] if (match := _LEAD.match(text)) else text
@@ -203,7 +203,7 @@ def undressed(text: str) -> str:
     return text
 
 
-def spelled(text: str) -> str:
+def normalize_spelling(text: str) -> str:
     """Normalize the spelling of an answer, so that answers that look the same when typeset become
     equal."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
@@ -260,7 +260,7 @@ _OPERATOR = re.compile(
 )
 
 
-def boxes(text: str, marked: str) -> list[str]:
+def final_boxes(text: str, marked: str) -> list[str]:
     """Return the last marked answer and all earlier ones that the text does not correct, or [] if
     the words around the last one deny it."""
     start = text.rfind(BOXED)
@@ -276,7 +276,7 @@ def boxes(text: str, marked: str) -> list[str]:
     return list(dict.fromkeys(marked_answers(rest)))
 
 
-def _claim(text: str) -> tuple[str, bool]:
+def _find_claim(text: str) -> tuple[str, bool]:
     text = _BOLD.sub(r"\2", text).strip(" \n")
     if leads := list(_ANSWER.finditer(text)):
         line, _, rest = text[leads[-1].end() :].partition("\n")
@@ -287,7 +287,7 @@ def _claim(text: str) -> tuple[str, bool]:
     return sentences[-1].lstrip("># ") if sentences else "", False
 
 
-def statements(text: str, *, exclaims: bool) -> list[str]:
+def stated_answers(text: str, *, exclaims: bool) -> list[str]:
     """Return the possible answers in a text without marks, or [] if the text expresses doubt. Set
     `exclaims` if a final "!" may be a factorial."""
     text = text if exclaims else text.rstrip("! ")
@@ -295,7 +295,7 @@ def statements(text: str, *, exclaims: bool) -> list[str]:
     text = _SIGNED_WORD.sub("-", text)
     if not _PROSE.search(text):
         return [text.strip("`\n #")]
-    sentence, doubt = _claim(text)
+    sentence, doubt = _find_claim(text)
     aside = _ASIDE.search(sentence)
     if aside and re.search(r"\d", kept := sentence[: aside.start()] + sentence[aside.end() :]):
         sentence = kept  # 26, not 25
@@ -316,20 +316,20 @@ def statements(text: str, *, exclaims: bool) -> list[str]:
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 
 
-def words_of(right: str) -> str:
+def answer_words(right: str) -> str:
     """Return the normalized words of an answer that consists only of words, or "" for any other
     answer."""
-    spelling = spelled(right)
+    spelling = normalize_spelling(right)
     is_words = _WORDS.fullmatch(spelling) and not re.search(r"\\(?!text|math)", right)
     return spelling if is_words and not right.isupper() else ""
 
 
-def asserts(text: str, words: str) -> bool:
+def asserts_words(text: str, words: str) -> bool:
     """Return whether the sentence that states the answer ends with `words` and expresses no
     doubt."""
-    sentence, doubt = _claim(text.rstrip("! "))
-    sentence = undressed(re.sub(r"\$|\\[()\[\]]", "", sentence))
-    spelling = spelled(sentence)
+    sentence, doubt = _find_claim(text.rstrip("! "))
+    sentence = strip_formatting(re.sub(r"\$|\\[()\[\]]", "", sentence))
+    spelling = normalize_spelling(sentence)
     if doubt or spelling == words:
         return not doubt
     before = spelling.removesuffix(f" {words}")

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from keel.rewards.code.verifier import CodeSettings, code_blocks, read_task, verify_code
-from keel.rewards.custom import function
-from keel.rewards.rules.maths import mathematical
+from keel.rewards.custom import function_verifier
+from keel.rewards.rules.maths import maths_verifier
 from keel.rewards.rules.reasoning_gym import reasoning_gym
-from keel.rewards.rules.statements import plain, squeezed
+from keel.rewards.rules.statements import normalize_notation, remove_spaces
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.text import (
     BOXED,
     WRAPPED,
     answer_in,
-    blank,
+    is_blank,
     marked_answer,
     marked_answers,
     normalise,
@@ -59,7 +59,7 @@ _NOT = re.compile(
 )
 
 
-def _exclusions(choice: str) -> re.Pattern[str]:
+def _exclusion_pattern(choice: str) -> re.Pattern[str]:
     option = rf"(?:(?:the|option|choice|answer)\s+){{0,2}}[\W]{{0,3}}{choice}[)*\]]{{0,3}}"
     return re.compile(
         rf"\b{_OUT}\s+{option}(?:(?:\s?,\s?(?:and\s|or\s)?|\s(?:and|or)\s){option})*"
@@ -71,7 +71,7 @@ def _exclusions(choice: str) -> re.Pattern[str]:
     )
 
 
-def _choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+def _choice_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     r"""Build a verifier that checks whether a completion selects the choice `spec["answer"]`, given
     by its letter or its text.
 
@@ -81,35 +81,39 @@ def _choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     then the last line, then the whole text. A completion that names two choices is wrong. Raises
     ValueError if the choices are malformed or the answer is not among them.
     """
-    texts = _texts(spec.get("choices"))
+    texts = _parse_choices(spec.get("choices"))
     letters = set(texts) if texts else set(string.ascii_uppercase)
     # A text that could be a letter is read as one.
-    by_text = {_plain(text): letter for letter, text in texts.items()}
+    by_text = {_normalize_choice(text): letter for letter, text in texts.items()}
     by_text = {text: by_text[text] for text in by_text if text and text.upper() not in letters}
     answer = str(spec["answer"])
     lone = _LONE.fullmatch(answer)
     right = lone[1].upper() if lone else ""
-    right = right if right in letters else by_text.get(_plain(answer), "")
+    right = right if right in letters else by_text.get(_normalize_choice(answer), "")
     if not right:
         known = ", ".join(sorted(letters)) if by_text else "A to Z"
         raise ValueError(f"answer {answer!r} is not among the choices {known}")
     # Longest first: "New York" does not name "York".
     longest_first = sorted(by_text, key=len, reverse=True)
-    pattern = "|".join(map(_standing_alone, longest_first)) or "(?!)"
+    pattern = "|".join(map(_whole_word_pattern, longest_first)) or "(?!)"
     any_text = re.compile(pattern, re.IGNORECASE)
-    exclusions = _exclusions(rf"(?:{pattern}|(?<![\w'’])(?-i:[A-Z])(?![\w'’]))")
+    exclusions = _exclusion_pattern(rf"(?:{pattern}|(?<![\w'’])(?-i:[A-Z])(?![\w'’]))")
 
     def choices_in(fragment: str) -> set[str]:
         fragment = _one_line(WRAPPED.sub(r"\1", fragment))
         bare = _BRACED.fullmatch(fragment)  # {5}, and the end of {"answer": 5}
         fragment = bare[1] if bare is not None else fragment
-        if not fragment.rstrip().endswith("!") and (letter := by_text.get(_plain(fragment))):
+        if not fragment.rstrip().endswith("!") and (
+            letter := by_text.get(_normalize_choice(fragment))
+        ):
             return {letter}
         fragment = exclusions.sub("…", fragment)
         lone = _LONE.fullmatch(fragment)
         if lone is not None:
             return {lone[1].upper()} & letters
-        named = {by_text.get(_plain(match[0]), "") for match in any_text.finditer(fragment)} - {""}
+        named = {
+            by_text.get(_normalize_choice(match[0]), "") for match in any_text.finditer(fragment)
+        } - {""}
         rest = any_text.sub("…", fragment)
         if _NOT.search(rest):
             return set()
@@ -137,7 +141,7 @@ def _choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     return same
 
 
-def _texts(choices: Any) -> dict[str, str]:
+def _parse_choices(choices: Any) -> dict[str, str]:
     if choices is None:
         return {}
     if isinstance(choices, list):
@@ -154,13 +158,13 @@ def _texts(choices: Any) -> dict[str, str]:
         known = len(letter) == 1 and letter in string.ascii_uppercase
         if not known or not isinstance(text, str) or not text.strip():
             raise ValueError(f"choices[{letter}] = {value!r}: use at most 26 texts, named A to Z")
-        if _plain(text) in map(_plain, texts.values()):
+        if _normalize_choice(text) in map(_normalize_choice, texts.values()):
             raise ValueError(f"choices: {letter} has the same text as another, {text!r}")
         texts[letter] = text
     return texts
 
 
-def _standing_alone(text: str) -> str:
+def _whole_word_pattern(text: str) -> str:
     """Build a pattern that matches a text only if it is not part of a longer word or number. The
     choice 5 is not found in 2.5, -5, 5 %, 5!, <5 or a fraction."""
     if not text[0].isdigit() and not text[-1].isdigit():
@@ -173,9 +177,9 @@ def _standing_alone(text: str) -> str:
     return before + re.escape(text) + after
 
 
-def _plain(text: str) -> str:
+def _normalize_choice(text: str) -> str:
     if "\\" in text or "^" in text or "," in text:
-        text = squeezed(plain(text))
+        text = remove_spaces(normalize_notation(text))
     return _one_line(text).strip("$").rstrip(".!").strip().casefold()
 
 
@@ -201,16 +205,16 @@ def verifier_for(
     ValueError if the spec is malformed."""
     kind = spec.get("kind")
     if kind == "function":
-        return function(spec)
+        return function_verifier(spec)
     if kind == "language":
         # Imported late: it takes a third of a worker's start-up time.
-        from keel.rewards.language import language  # noqa: PLC0415
+        from keel.rewards.language import language_verifier  # noqa: PLC0415
 
-        return language(spec)
+        return language_verifier(spec)
     if kind == "answer":
-        verify = _answer(spec, ready=ready)
+        verify = _answer_verifier(spec, ready=ready)
     elif kind == "code":
-        verify = _code(spec, code or CodeSettings())
+        verify = _code_verifier(spec, code or CodeSettings())
     elif kind == "reasoning_gym":
         verify = reasoning_gym(spec)
     else:
@@ -223,20 +227,20 @@ KINDS = ("reasoning_gym", "answer", "code")
 data must not be able to name code. They score the output of `TextTrajectory.dumps`."""
 
 
-def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
+def _answer_verifier(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
     match, right = spec.get("match", "math"), spec.get("answer")
     if not isinstance(match, str) or match not in _MATCHES:
         raise ValueError(f"reward spec has match {match!r}; use one of {', '.join(_MATCHES)}")
     if match != "schema" and not isinstance(right, str):
         raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")
     if match == "math":
-        same = mathematical(str(right), tolerance=spec.get("tolerance"), ready=ready)
+        same = maths_verifier(str(right), tolerance=spec.get("tolerance"), ready=ready)
     else:
         same = _MATCHES[match](spec)
     return lambda text: float(same(text))
 
 
-def _code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
+def _code_verifier(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
     read_task(spec)
     open_sandbox(settings.isolation)
 
@@ -247,7 +251,7 @@ def _code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
     return verify
 
 
-def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+def _exact_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     expected = normalise(spec["answer"])
     longest = max(_MAX_CHARACTERS, 4 * len(spec["answer"]))
 
@@ -261,7 +265,7 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     return same
 
 
-def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+def _regex_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     """Build a verifier that matches a regular expression against the whole answer. A timeout counts
     as wrong."""
     # Imported late to keep workers light.
@@ -289,7 +293,7 @@ def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 _ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re.MULTILINE)
 
 
-def _schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
+def _schema_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     r"""Build a verifier that checks an answer against the JSON schema in `spec["answer"]`.
 
     If the whole answer is JSON, all of it is checked. Otherwise, the marked text (`\boxed{}`,
@@ -318,7 +322,7 @@ def _schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
         ) from error
     resource = Resource[Any].from_contents(expected, default_specification=DRAFT202012)
     registry = Registry[Any]().with_resource("", resource).crawl()
-    for reference in _references(expected):
+    for reference in _find_references(expected):
         try:
             registry.resolver().lookup(reference)
         except Unresolvable as error:
@@ -330,9 +334,13 @@ def _schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     def same(text: str) -> bool:
         if len(text) > _MAX_CHARACTERS:
             return False
-        for part in _parts(text.strip().lstrip("\ufeff").strip()):
+        for part in _json_candidates(text.strip().lstrip("\ufeff").strip()):
             try:
-                value = json.loads(part, parse_constant=_once, object_pairs_hook=_once)
+                value = json.loads(
+                    part,
+                    parse_constant=_reject_duplicate_keys,
+                    object_pairs_hook=_reject_duplicate_keys,
+                )
             except (ValueError, RecursionError):
                 continue
             return bool(validator.is_valid(value))
@@ -341,9 +349,9 @@ def _schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     return same
 
 
-def _parts(text: str) -> Iterator[str]:
+def _json_candidates(text: str) -> Iterator[str]:
     yield text
-    blocks = _fenced(text)
+    blocks = _fenced_blocks(text)
     outside = text
     for block in blocks:
         outside = outside.replace(block.strip(), "")
@@ -355,14 +363,14 @@ def _parts(text: str) -> Iterator[str]:
         yield text.removeprefix("<answer>").removesuffix("</answer>")
     marked = marked_answer(text) or ""
     yield marked
-    yield from reversed(_fenced(marked))
+    yield from reversed(_fenced_blocks(marked))
 
 
-def _fenced(text: str) -> list[str]:
+def _fenced_blocks(text: str) -> list[str]:
     return code_blocks(text) or [match[1] for match in _ONE_LINE.finditer(text)]
 
 
-def _references(value: Any) -> Iterator[str]:
+def _find_references(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         items = cast(dict[str, Any], value)
         if isinstance(items.get("$ref"), str):
@@ -370,21 +378,21 @@ def _references(value: Any) -> Iterator[str]:
         value = list(items.values())
     if isinstance(value, list):
         for item in cast(list[Any], value):
-            yield from _references(item)
+            yield from _find_references(item)
 
 
-def _once(pairs: list[tuple[str, Any]] | str) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]] | str) -> dict[str, Any]:
     if isinstance(pairs, str) or len(dict(pairs)) < len(pairs):
         raise ValueError("a key appears twice or there is a NaN, which parsers read differently")
     return dict(pairs)
 
 
 _MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
-    "math": lambda spec: mathematical(spec["answer"]),
-    "exact": _exact,
-    "choice": _choice,
-    "schema": _schema,
-    "regex": _regex,
+    "math": lambda spec: maths_verifier(spec["answer"]),
+    "exact": _exact_verifier,
+    "choice": _choice_verifier,
+    "schema": _schema_verifier,
+    "regex": _regex_verifier,
 }
 
 
@@ -397,7 +405,7 @@ def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
     chat templates put it at the end of the prompt.
     """
     final = outside_think(raw)
-    if not finished or blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:
+    if not finished or is_blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:
         return False
     opened, closed = raw.count(THINK.open), raw.count(THINK.close)
     if not thinking:

@@ -33,11 +33,11 @@ class IsolationError(ValueError):
     """Raised if this machine cannot isolate programs."""
 
 
-def namespaces(root: bool, *, network: bool = False) -> list[str]:
+def namespace_args(root: bool, *, network: bool = False) -> list[str]:
     """Return the bubblewrap arguments that run a program in new namespaces without capabilities.
 
     If `root` is set, bubblewrap keeps the capabilities that it needs to switch to another user (see
-    `unprivileged`).
+    `drop_privileges_args`).
     """
     words = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
@@ -51,13 +51,13 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
     return words
 
 
-def system(folders: Sequence[str] = ()) -> list[str]:
+def system_args(folders: Sequence[str] = ()) -> list[str]:
     """Return the bubblewrap arguments that mount folders of /usr read-only. Without `folders`, all
     of /usr is mounted."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]
-        words += make_folders(str(Path("/usr", f).parent) for f in folders if "/" in f)
+        words += folder_args(str(Path("/usr", f).parent) for f in folders if "/" in f)
         for name in folders:
             words += ["--ro-bind-try", f"/usr/{name}", f"/usr/{name}"]
     for name in ("bin", "lib", "lib64"):
@@ -68,7 +68,7 @@ def system(folders: Sequence[str] = ()) -> list[str]:
     return words
 
 
-def make_folders(folders: Iterable[str]) -> list[str]:
+def folder_args(folders: Iterable[str]) -> list[str]:
     """Return the bubblewrap arguments that create mount points. Folders that bubblewrap creates on
     its own are accessible only to root."""
     words: list[str] = []
@@ -81,15 +81,15 @@ def make_folders(folders: Iterable[str]) -> list[str]:
     return words
 
 
-def devices(names: Sequence[str] = (*DEVICES, "zero")) -> list[str]:
+def device_args(names: Sequence[str] = (*DEVICES, "zero")) -> list[str]:
     return [word for n in names for word in ("--dev-bind", f"/dev/{n}", f"/dev/{n}")]
 
 
-def private_folder(folder: str, mib: int) -> list[str]:
+def private_folder_args(folder: str, mib: int) -> list[str]:
     return ["--perms", "1777", "--size", str(mib << 20), "--tmpfs", folder]
 
 
-def unprivileged(root: bool) -> list[str]:
+def drop_privileges_args(root: bool) -> list[str]:
     """Return a command prefix that drops root privileges inside the sandbox."""
     if not root:
         return []
@@ -174,7 +174,7 @@ os._exit(0)
 """
 
 
-def probe(*, network: str, processes: int, strict: bool) -> str:
+def probe_code(*, network: str, processes: int, strict: bool) -> str:
     """Return Python code that tries to break out of the sandbox, and prints `isolated` if it
     cannot.
 
@@ -186,14 +186,14 @@ def probe(*, network: str, processes: int, strict: bool) -> str:
 _Numbers = Mapping[str, tuple[int, ...]]
 
 
-def _table(text: str) -> _Numbers:
+def _parse_table(text: str) -> _Numbers:
     """Parse a table with entries `name number number;`, the numbers of a system call on x86_64 and
     aarch64 (-1: none). They come from the kernel's syscall_64.tbl and asm-generic/unistd.h."""
     rows = (row.split() for row in text.split(";"))
     return {name: tuple(map(int, numbers)) for name, *numbers in rows}
 
 
-_DENIED = _table("""
+_DENIED = _parse_table("""
 acct 163 89; add_key 248 217; bpf 321 280; chroot 161 51; delete_module 176 106;
 fanotify_init 300 262; finit_module 313 273; fsconfig 431 431; fsmount 432 432; fsopen 430 430;
 fspick 433 433; init_module 175 105; io_uring_enter 426 426; io_uring_register 427 427;
@@ -209,14 +209,14 @@ shmctl 31 195; shmget 29 194; socket 41 198; swapoff 168 225; swapon 167 224; sy
 umount2 166 39; unshare 272 97; userfaultfd 323 282; vmsplice 278 75
 """)
 _UNKNOWN = 453  # first number after these tables (Linux 6.6). C libraries fall back to older calls.
-_UNCOUNTED = _table("""
+_UNCOUNTED = _parse_table("""
 ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setparam 142 118;
 sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
 setsockopt 54 208
 """)
 """System calls that are rejected if memory and CPU time are measured from outside. A socket pair
 holds about 200 KiB that are not counted, and more with larger buffers or sockets in transit."""
-_PRETENDED = _table("""
+_PRETENDED = _parse_table("""
 futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
 """)
 """System calls that succeed without doing anything, because they would change timestamps of
@@ -263,20 +263,20 @@ def seccomp_filter(
     missing = _ERRNO | errno.ENOSYS
     program = [
         (_LOAD, 0, 0, _ARCH),
-        *_unless(_EQUAL, _AUDIT_ARCH[column], _KILL),
+        *_return_unless(_EQUAL, _AUDIT_ARCH[column], _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":
-        program += _when(_AT_LEAST, _X32, missing)
-    program += _when(_AT_LEAST, _UNKNOWN, missing)
+        program += _return_if(_AT_LEAST, _X32, missing)
+    program += _return_if(_AT_LEAST, _UNKNOWN, missing)
     for name, numbers in _DENIED.items():
         if name not in permitted and (name != "socket" or not sockets):
-            program += _when(_EQUAL, numbers[column], refused)
+            program += _return_if(_EQUAL, numbers[column], refused)
     # Its flags are behind a pointer that a filter cannot follow; C libraries fall back to clone.
-    program += _when(_EQUAL, _CLONE3[column], missing)
+    program += _return_if(_EQUAL, _CLONE3[column], missing)
     if sockets:
         allowed = [
-            instruction for family in sockets for instruction in _when(_EQUAL, family, _ALLOW)
+            instruction for family in sockets for instruction in _return_if(_EQUAL, family, _ALLOW)
         ]
         # The family is an `int`: the kernel also reads only the lower half of the argument. The
         # error says that the family is missing: ZeroMQ aborts at any other.
@@ -284,11 +284,11 @@ def seccomp_filter(
         check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *allowed, (_RETURN, 0, 0, absent)]
         program += [(_EQUAL, 0, len(check), _DENIED["socket"][column]), *check]
     if counted:
-        program += _counted(column, refused)
+        program += _accounting_rules(column, refused)
     program += [
         (_EQUAL, 0, 3, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        *_when(_BITS, _NEW_NAMESPACES, refused),
+        *_return_if(_BITS, _NEW_NAMESPACES, refused),
         (_RETURN, 0, 0, _ALLOW),
     ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
@@ -297,28 +297,32 @@ def seccomp_filter(
 _Instruction = tuple[int, int, int, int]
 
 
-def _counted(column: int, refused: int) -> list[_Instruction]:
+def _accounting_rules(column: int, refused: int) -> list[_Instruction]:
     program: list[_Instruction] = []
     for numbers in _UNCOUNTED.values():
-        program += _when(_EQUAL, numbers[column], refused)
+        program += _return_if(_EQUAL, numbers[column], refused)
     for numbers in _PRETENDED.values():
         if numbers[column] >= 0:
-            program += _when(_EQUAL, numbers[column], _ERRNO)
+            program += _return_if(_EQUAL, numbers[column], _ERRNO)
     # The CPU time of children is lost if their parent ignores SIGCHLD.
-    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_when(_EQUAL, signal.SIGCHLD, refused)]
+    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_return_if(_EQUAL, signal.SIGCHLD, refused)]
     program += [(_EQUAL, 0, len(check) + 1, _RT_SIGACTION[column]), *check, (_RETURN, 0, 0, _ALLOW)]
     # Shared anonymous memory counts for no process once it is unmapped.
     both = _SHARED | _ANONYMOUS
-    check = [(_LOAD, 0, 0, _FOURTH_ARGUMENT), (_AND, 0, 0, both), *_when(_EQUAL, both, refused)]
+    check = [
+        (_LOAD, 0, 0, _FOURTH_ARGUMENT),
+        (_AND, 0, 0, both),
+        *_return_if(_EQUAL, both, refused),
+    ]
     program += [(_EQUAL, 0, len(check) + 1, _MMAP[column]), *check, (_RETURN, 0, 0, _ALLOW)]
-    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_unless(_EQUAL, 0, refused)]
+    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_return_unless(_EQUAL, 0, refused)]
     program += [(_EQUAL, 0, len(check) + 1, _PRLIMIT64[column]), *check, (_RETURN, 0, 0, _ALLOW)]
     return program
 
 
-def _when(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:
+def _return_if(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:
     return (test, 0, 1, value), (_RETURN, 0, 0, action)
 
 
-def _unless(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:
+def _return_unless(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:
     return (test, 1, 0, value), (_RETURN, 0, 0, action)

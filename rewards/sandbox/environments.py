@@ -33,8 +33,8 @@ from keel.rewards.sandbox.bubblewrap import (
     NETWORK,
     TMP,
     IsolationError,
-    make_folders,
-    private_folder,
+    folder_args,
+    private_folder_args,
     seccomp_filter,
     tool,
 )
@@ -85,7 +85,7 @@ class EnvironmentSandbox:
         for folder in self.writable:
             if not folder.is_dir():
                 raise ValueError(f"environment sandbox: writable folder {folder} does not exist")
-            if os.geteuid() == 0 and not _others_may(folder, 0o7):
+            if os.geteuid() == 0 and not _others_have_mode(folder, 0o7):
                 raise ValueError(
                     f"environment sandbox: {folder} is not writable by others, but under root an "
                     f"environment runs as another user: chmod o+rwx {folder}"
@@ -120,7 +120,7 @@ class EnvironmentSandbox:
 
     @property
     def probe(self) -> str:
-        return bubblewrap.probe(network=self.network, processes=self.processes, strict=False)
+        return bubblewrap.probe_code(network=self.network, processes=self.processes, strict=False)
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
         return hold(pid, self.memory_mib, inside=inside)
@@ -135,12 +135,12 @@ class EnvironmentSandbox:
     ) -> Generator[_SandboxLaunch]:
         root = os.geteuid() == 0
         host = self.network == "host"
-        program = runtime(command[0])
+        program = find_runtime(command[0])
         # If the machine runs out of memory, the kernel kills an episode before an engine.
         words = [tool("choom"), "-n", "1000", "--", tool("bwrap"), "--as-pid-1"]
-        words += [*bubblewrap.namespaces(root, network=host), *bubblewrap.system()]
-        words += private_folder(TMP, self.files_mib)
-        words += make_folders(["/etc"]) + bubblewrap.SYSTEM_FILES
+        words += [*bubblewrap.namespace_args(root, network=host), *bubblewrap.system_args()]
+        words += private_folder_args(TMP, self.files_mib)
+        words += folder_args(["/etc"]) + bubblewrap.SYSTEM_FILES
         for path in _LANGUAGE_FILES:
             words += ["--ro-bind-try", path, path]
         if host:
@@ -151,21 +151,27 @@ class EnvironmentSandbox:
         if forking and root:
             # A /proc mounted by root's bubblewrap is partly covered, so nested namespaces could not
             # mount theirs. The program's user can write to none of what would be covered.
-            words += ["--cap-add", "CAP_SYS_ADMIN", *make_folders(["/proc"])]
+            words += ["--cap-add", "CAP_SYS_ADMIN", *folder_args(["/proc"])]
             mount_proc = "mount -t proc -o nosuid,nodev,noexec proc /proc && "
         elif self.mounts:
             words += ["--proc", "/proc"]
         if self.mounts:
-            words += ["--dev", "/dev", *private_folder("/dev/shm", self.files_mib)]
+            words += ["--dev", "/dev", *private_folder_args("/dev/shm", self.files_mib)]
             words += ["--remount-ro", "/dev"]
         else:
-            words += [*make_folders(["/dev"]), *bubblewrap.devices(), "--symlink", TMP, "/dev/shm"]
+            words += [
+                *folder_args(["/dev"]),
+                *bubblewrap.device_args(),
+                "--symlink",
+                TMP,
+                "/dev/shm",
+            ]
         with ExitStack() as stack:
             filter = self._seccomp(*FORKING) if forking else self._seccomp()
             fd = bubblewrap.memory_file(stack, filter)
             words += ["--remount-ro", "/", "--seccomp", str(fd), "--"]
             words += ["/bin/sh", "-c", mount_proc + '"$@"; exit $?', "sh"]
-            words += bubblewrap.unprivileged(root)
+            words += bubblewrap.drop_privileges_args(root)
             words += [tool("prlimit"), "--core=0", f"--nofile={_OPEN_FILES}"]
             if self.memory_mib is not None:
                 words.append(f"--as={self.memory_mib << 20}")
@@ -186,27 +192,27 @@ class EnvironmentSandbox:
         """Return the bubblewrap arguments that mount readable and writable folders and cover hidden
         ones. For nested folders, the innermost one takes precedence."""
         binds: dict[Path, str] = {}
-        for path in _with_targets(readable):
+        for path in _with_link_targets(readable):
             if path in _RESERVED:
                 raise PermissionError(
                     f"a sandboxed environment cannot read {path}; name a folder within it"
                 )
             if not path.exists():
                 raise FileNotFoundError(f"the environment's readable folder {path} does not exist")
-            if root and not _others_may(path, 0o5 if path.is_dir() else 0o4):
+            if root and not _others_have_mode(path, 0o5 if path.is_dir() else 0o4):
                 raise PermissionError(
                     f"{path} is readable by its owner only, but under root a sandboxed environment "
                     f"runs as another user: chmod -R o+rX {path}"
                 )
             if not path.is_relative_to("/usr"):
                 binds[path] = "--ro-bind"
-        binds.update(dict.fromkeys(_with_targets(self.writable), "--bind"))
-        hidden = _with_targets(self.hidden)
+        binds.update(dict.fromkeys(_with_link_targets(self.writable), "--bind"))
+        hidden = _with_link_targets(self.hidden)
         words, last, mounted = list[str](), list[str](), set[Path]()
         for path in sorted({*binds, *hidden}, key=lambda path: len(path.parts)):
             above = next((p for p in path.parents if p in binds or p in hidden), None)
             if path in hidden:
-                if _through_link(path, mounted):
+                if _is_reached_through_link(path, mounted):
                     continue  # its target is hidden under its real name
                 # All of /usr is mounted too.
                 visible = above in binds or (above is None and path.is_relative_to("/usr"))
@@ -218,7 +224,7 @@ class EnvironmentSandbox:
             elif above not in binds or binds[above] != binds[path]:
                 folder = path if path.is_dir() else path.parent
                 if above not in binds:
-                    words += make_folders([str(folder)])
+                    words += folder_args([str(folder)])
                 words += [binds[path], str(path), str(path)]
                 mounted.add(path)
         return words + last
@@ -249,7 +255,7 @@ def environment_wrap(
     raise IsolationError(f"{knob or isolation!r} does not work here: {problem}. {cure}")
 
 
-def _through_link(path: Path, mounted: Set[Path]) -> bool:
+def _is_reached_through_link(path: Path, mounted: Set[Path]) -> bool:
     for folder in (path, *path.parents):
         if folder in mounted:
             return False
@@ -258,12 +264,12 @@ def _through_link(path: Path, mounted: Set[Path]) -> bool:
     return False
 
 
-def _with_targets(paths: Sequence[Path]) -> list[Path]:
+def _with_link_targets(paths: Sequence[Path]) -> list[Path]:
     absolute = [Path(os.path.abspath(path)) for path in paths]
     return list(dict.fromkeys(name for path in absolute for name in (path, path.resolve())))
 
 
-def _others_may(path: Path, mode: int) -> bool:
+def _others_have_mode(path: Path, mode: int) -> bool:
     return path.stat().st_mode & mode == mode
 
 
@@ -303,7 +309,7 @@ class _Runtime(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def runtime(program: str) -> _Runtime:
+def find_runtime(program: str) -> _Runtime:
     """Find the files that an executable needs: a Python interpreter, or a script with a `#!` line.
     Raises FileNotFoundError if the program does not exist."""
     executable = shutil.which(program)
@@ -311,20 +317,20 @@ def runtime(program: str) -> _Runtime:
         raise FileNotFoundError(f"there is no program {program}")
     path = Path(executable).absolute()
     if _PYTHON.fullmatch(path.name):
-        return _python(path)
+        return _python_runtime(path)
     with path.open("rb") as file:
         first = file.readline(512)
-    paths = tuple(_names(path))
+    paths = tuple(_link_chain(path))
     if first.startswith(b"#!"):
         words = shlex.split(first[2:].decode(errors="replace"))
         if words and Path(words[0]).name == "env":
             words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
         if words:
-            paths += runtime(words[0]).paths
+            paths += find_runtime(words[0]).paths
     return _Runtime(str(path), paths)
 
 
-def _python(path: Path) -> _Runtime:
+def _python_runtime(path: Path) -> _Runtime:
     # Without `site`: nothing from the environment runs outside the sandbox.
     command = [str(path), "-I", "-S", "-c", _QUERY]
     env = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
@@ -344,12 +350,12 @@ def _python(path: Path) -> _Runtime:
         for folder in dict.fromkeys(folders)
         for name in _PARTS
         if (folder / name).exists()
-        for part in _names(folder / name)
+        for part in _link_chain(folder / name)
     ]
-    return _Runtime(executable, tuple(dict.fromkeys([*paths, *_names(Path(executable))])))
+    return _Runtime(executable, tuple(dict.fromkeys([*paths, *_link_chain(Path(executable))])))
 
 
-def _names(path: Path) -> Iterator[Path]:
+def _link_chain(path: Path) -> Iterator[Path]:
     """Yield a path, each symbolic link on the way to its target, and the target itself. Paths in
     /usr are skipped."""
     names, real = [path], path.resolve()

@@ -29,7 +29,7 @@ class _ProcessUsage(NamedTuple):
     processes: int
 
 
-def usage(root: int, *, include_root: bool = True) -> _ProcessUsage:
+def measure_processes(root: int, *, include_root: bool = True) -> _ProcessUsage:
     """Measure the memory, CPU time and number of the processes below `root`, and of `root` itself
     if `include_root` is set. Raises OSError if this process has no file descriptors or memory left.
     """
@@ -96,7 +96,7 @@ _subreaper_lock = threading.Lock()
 
 
 @contextmanager
-def subreaper() -> Generator[None]:
+def adopt_orphans() -> Generator[None]:
     """Make this process adopt orphaned descendants. In many containers, the first process never
     reaps them."""
     global _subreapers
@@ -199,7 +199,7 @@ class _MemoryLimiter:
             self._idle.wait(max(_POLL_S, (time.monotonic() - started) / _CPU_SHARE))
 
     def _poll(self, pid: int, limit: _Limit) -> None:
-        used = usage(pid, include_root=not limit.inside)
+        used = measure_processes(pid, include_root=not limit.inside)
         over = used.resident > limit.memory_mib << 20
         with self._lock:
             if self._limits.get(pid) is not limit:

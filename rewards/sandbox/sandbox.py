@@ -29,7 +29,7 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from keel.rewards.sandbox import bubblewrap
 from keel.rewards.sandbox.bubblewrap import TMP, IsolationError, seccomp_filter
-from keel.rewards.sandbox.processes import kill_descendants, reap, subreaper, usage
+from keel.rewards.sandbox.processes import adopt_orphans, kill_descendants, measure_processes, reap
 
 _FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')  # in bubblewrap's status
 Status = Literal["exited", "time", "memory", "output"]
@@ -89,7 +89,7 @@ class SandboxOutcome:
         return f"exit status {self.exit_code}{quote}"
 
 
-class _Watch:
+class _RunMonitor:
     """Reads the output of a run, and kills the run if it exceeds a limit. If `lines` is set, the
     run ends after that many lines of output."""
 
@@ -183,7 +183,7 @@ class _Watch:
             self._kill()
             return
         try:
-            used = usage(self._process.pid)
+            used = measure_processes(self._process.pid)
         except OSError:  # out of open files or memory, which is not the run's fault
             return
         # The files in the private folder. Until that is mounted, it is the machine's own folder.
@@ -293,7 +293,7 @@ class Sandbox:
             alive, alive_end = _pipe(stack)
             fds: list[int] = []
             if self._isolated:
-                stack.enter_context(subreaper())
+                stack.enter_context(adopt_orphans())
                 fds += [status_end.fileno(), alive_end.fileno()]
 
                 def share(data: bytes) -> str:
@@ -302,7 +302,7 @@ class Sandbox:
 
                 box, start = _BOX, self._bwrap_command(files, stdin, limits, share)
                 start += ["--json-status-fd", str(fds[0]), "--sync-fd", str(fds[1]), "--"]
-                start += bubblewrap.unprivileged(self._root)
+                start += bubblewrap.drop_privileges_args(self._root)
             else:
                 root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
                 box, folder = str(root / "box"), root / "tmp"
@@ -334,7 +334,7 @@ class Sandbox:
             status_end.close()
             alive_end.close()
             watched = (status.fileno(), alive.fileno())
-            watch = _Watch(process, watched, limits, lines, started + within_s)
+            watch = _RunMonitor(process, watched, limits, lines, started + within_s)
             outcome = watch.outcome()
             if self._isolated:
                 first = watch.first_process()
@@ -370,22 +370,22 @@ class Sandbox:
         share: Callable[[bytes], str],
     ) -> list[str]:
         python = self._python
-        words = [bubblewrap.tool("bwrap"), *bubblewrap.namespaces(self._root)]
-        words += bubblewrap.system(bubblewrap.PROGRAMS)
+        words = [bubblewrap.tool("bwrap"), *bubblewrap.namespace_args(self._root)]
+        words += bubblewrap.system_args(bubblewrap.PROGRAMS)
         parents = [str(Path(part).parent) for part in python.parts]
-        words += bubblewrap.make_folders(("/etc", "/dev", _BOX, *parents))
+        words += bubblewrap.folder_args(("/etc", "/dev", _BOX, *parents))
         words += bubblewrap.SYSTEM_FILES
         for part in python.parts:
             words += ["--ro-bind", part, part]
         for name in python.hidden:
             words += ["--perms", "0555", "--size", "4096", "--tmpfs", name, "--remount-ro", name]
         # Without /dev/zero: a shared mapping of it is memory that counts for no process.
-        words += bubblewrap.devices(bubblewrap.DEVICES)
+        words += bubblewrap.device_args(bubblewrap.DEVICES)
         # A copy, since there is no /proc for the usual symbolic link.
         words += ["--perms", "0444", "--file", share(stdin), "/dev/stdin"]
         for name, content in files.items():
             words += ["--perms", "0555", "--file", share(content), f"{_BOX}/{name}"]
-        words += bubblewrap.private_folder(TMP, limits.files_mib)
+        words += bubblewrap.private_folder_args(TMP, limits.files_mib)
         return [*words, "--remount-ro", "/", "--chdir", TMP, "--seccomp", share(self._filter)]
 
 
@@ -398,7 +398,7 @@ def open_sandbox(isolation: str) -> Sandbox:
     failure = f"{_KNOB} = {isolation!r} does not work here"
     try:
         sandbox, isolated = Sandbox(isolation), isolation == "bubblewrap"
-        source = bubblewrap.probe(network="none", processes=4, strict=True) if isolated else ""
+        source = bubblewrap.probe_code(network="none", processes=4, strict=True) if isolated else ""
         outcome = sandbox.run(
             ["{python}", "-S", "{box}/probe.py"],
             files={"probe.py": source.encode()},

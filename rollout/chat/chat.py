@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from keel.rl.turns import THINK, USER_ROLES, Malformed, Message, Parsed, ToolCall, ToolSpec
-from keel.rollout.chat.parsing import ParsedTurn, Written, format_of, marks_of
+from keel.rollout.chat.parsing import ParsedTurn, Written, detect_format, find_thinking_marks
 from keel.rollout.chat.render import (
     Encoder,
     Renderer,
     call_message,
     check_shown,
+    drop_old_thinking,
     map_strings,
-    retained,
     unmark,
 )
 
@@ -54,9 +54,9 @@ class TemplateChat:
         """
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
-        self.format = format_of(tokenizer, self.encoder)
+        self.format = detect_format(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
-        self.marks = marks_of(tokenizer, marks) or THINK
+        self.marks = find_thinking_marks(tokenizer, marks) or THINK
         controls = self.encoder.controls
         others = (self.encoder.text_of.get(index) for index in ends)
         known = {*self.format.ends, tokenizer.eos_token, *others}
@@ -106,7 +106,9 @@ class TemplateChat:
         if self.tools_in_thinking:  # an earlier turn may have opened it
             inside = (from_user or not closed) and self.marks.ends_open(self.decode(ids))
         else:
-            inside = self._parse(turn, (), opened=self.opened(thinking=thinking)).is_open
+            inside = self._parse(
+                turn, (), opened=self.prompt_opens_thinking(thinking=thinking)
+            ).is_open
             if inside and closed:
                 return None  # the format closes thinking before a turn ends
         if from_user:
@@ -138,7 +140,7 @@ class TemplateChat:
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._end_ids
         text = self.decode(sampled[:-1] if closed else sampled)
-        opened = inside or self.opened(thinking=thinking)
+        opened = inside or self.prompt_opens_thinking(thinking=thinking)
         parsed = self._parse(text, tools, opened=opened, inside=self.tools_in_thinking)
         calls: list[ToolCall | Malformed] = []
         for item in parsed.items:
@@ -152,8 +154,8 @@ class TemplateChat:
                 why = unmark(item.why)[:_MAX_SHOWN]
                 calls.append(Malformed(call_id=call_id, text=shown, why=why))
         return Parsed(
-            content=unmark(self.encoder.without_special(parsed.content)).strip(),
-            reasoning=unmark(self.encoder.without_special(parsed.reasoning)).strip(),
+            content=unmark(self.encoder.remove_special(parsed.content)).strip(),
+            reasoning=unmark(self.encoder.remove_special(parsed.reasoning)).strip(),
             closed=closed,
             calls=tuple(calls),
             inside=self.tools_in_thinking and parsed.is_open,
@@ -175,7 +177,9 @@ class TemplateChat:
                 f"format of {_KNOWN}, or set model.chat_template to such a template"
             )
         specs = [tool.as_json() for tool in tools]
-        return self.renderer.render(retained(messages), specs, thinking=thinking, speak=speak)
+        return self.renderer.render(
+            drop_old_thinking(messages), specs, thinking=thinking, speak=speak
+        )
 
     def turn_ids(
         self,
@@ -219,7 +223,7 @@ class TemplateChat:
             self._prefixes[thinking] = text.rpartition(word)[2]
         return self._prefixes[thinking]
 
-    def opened(self, *, thinking: bool) -> bool:
+    def prompt_opens_thinking(self, *, thinking: bool) -> bool:
         """Return whether the prompt already opens the thinking, so that the policy only has to
         close it."""
         return self.marks.ends_open(self._prefix(thinking))

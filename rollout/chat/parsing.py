@@ -30,7 +30,7 @@ _FAMILIES = (
 )
 
 
-def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
+def find_thinking_marks(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
     """Return the strings that open and close thinking, or None if they are unknown. They come from
     `named` (`model.thinking_marks`), the chat template or the added tokens."""
     if named:
@@ -158,7 +158,7 @@ class _Format:
     calls: bool = True
 
 
-def format_of(tokenizer: Any, encoder: Encoder) -> _Format:
+def detect_format(tokenizer: Any, encoder: Encoder) -> _Format:
     """Detect the chat format from the tokenizer's template and control tokens."""
     template, controls = str(tokenizer.chat_template or ""), encoder.controls
     signs = {
@@ -208,11 +208,11 @@ def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
     def read(body: str) -> _Item:
         try:
-            return _from_value(strict_json.load(body), "arguments", body)
+            return _parse_call_object(strict_json.load(body), "arguments", body)
         except ValueError as error:
             return Broken(body, f"it is not JSON: {error}")
 
-    return _blocks(text, "<tool_call>", "</tool_call>", read)
+    return _parse_blocks(text, "<tool_call>", "</tool_call>", read)
 
 
 def _deepseek_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
@@ -239,10 +239,10 @@ def _deepseek_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
             except ValueError as error:
                 return Broken(body, f"the parameter {key} is not JSON: {error}")
             position = match.end()
-        return _named(name[1], arguments, body)
+        return _make_call(name[1], arguments, body)
 
-    content, items = _blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
-    return _without_marks(content, items, f"<{mark}function_calls>", f"</{mark}function_calls>")
+    content, items = _parse_blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
+    return _remove_call_marks(content, items, f"<{mark}function_calls>", f"</{mark}function_calls>")
 
 
 def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
@@ -251,13 +251,13 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
         name, separator, arguments = body.partition("<｜tool▁sep｜>")
         if not separator:
             return Broken(body, "no <｜tool▁sep｜> between the name and the arguments")
-        return _checked(name, arguments)
+        return _parse_call(name, arguments)
 
-    content, items = _blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
-    return _without_marks(content, items, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    content, items = _parse_blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
+    return _remove_call_marks(content, items, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _without_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
+def _remove_call_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
     """Remove the marks around tool calls from a turn. An opening mark without a call becomes a
     malformed call."""
     if not items and begin in content:
@@ -291,10 +291,10 @@ def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
                 return Broken(body, "its <arg_key> and <arg_value> do not come in closed pairs")
             schemas = [t.parameters.get("properties", {}) for t in tools if t.name == name.strip()]
             schema = schemas[0].get(key.strip()) if schemas else None
-            arguments[key.strip()] = _by_schema(value, schema)
-        return _named(name, arguments, body)
+            arguments[key.strip()] = _parse_argument(value, schema)
+        return _make_call(name, arguments, body)
 
-    return _blocks(text, "<tool_call>", "</tool_call>", read)
+    return _parse_blocks(text, "<tool_call>", "</tool_call>", read)
 
 
 _LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:')
@@ -322,7 +322,7 @@ def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
         except (ValueError, RecursionError) as error:
             items.append(Broken(body, f"it is not JSON: {error}"))
             break
-        items.append(_from_value(value, "parameters", body[:end]))
+        items.append(_parse_call_object(value, "parameters", body[:end]))
         body = body[end:].strip().removeprefix(";").strip()
     return content if tag else "", items
 
@@ -362,7 +362,7 @@ def read_harmony(
         channel = re.search(r"<\|channel\|>\s*(\w+)", head)
         recipient = re.search(r"to=(\S+?)(?=[\s<]|$)", head)
         if recipient and (inside or not channel or channel[1] != "analysis"):
-            items.append(_checked(recipient[1].removeprefix("functions."), body))
+            items.append(_parse_call(recipient[1].removeprefix("functions."), body))
         elif channel and channel[1] == "analysis":
             reasoning.append(body)
         else:
@@ -370,7 +370,7 @@ def read_harmony(
     return ParsedTurn("\n".join(content).strip(), "\n".join(reasoning).strip(), items)
 
 
-def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
+def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
     """Parse every block between `start` and `end` with `read`. A block that is not closed extends
     to the start of the next one and is malformed."""
     before, *blocks = text.split(start)
@@ -386,7 +386,7 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _C
     return "".join(around), items
 
 
-def _from_value(value: Any, key: str, body: str) -> _Item:
+def _parse_call_object(value: Any, key: str, body: str) -> _Item:
     """Parse a tool call from a JSON object. Arguments can be missing, and can be under `arguments`
     or `parameters`. `key` is the one that this format uses."""
     form = f'a call is a JSON object with "name" and "{key}"'
@@ -399,18 +399,18 @@ def _from_value(value: Any, key: str, body: str) -> _Item:
         return Broken(body, f'it has both "arguments" and "parameters"; {form}')
     if others and not keys:
         return Broken(body, f'its arguments must be an object in "{key}"; {form}')
-    return _named(call.get("name"), call[keys[0]] if keys else {}, body)
+    return _make_call(call.get("name"), call[keys[0]] if keys else {}, body)
 
 
-def _checked(name: str, arguments: str) -> _Item:
+def _parse_call(name: str, arguments: str) -> _Item:
     try:
         value = strict_json.load(arguments) if arguments.strip() else {}
-        return _named(name, value, name + arguments)
+        return _make_call(name, value, name + arguments)
     except ValueError as error:
         return Broken(name + arguments, f"its arguments are not JSON: {error}")
 
 
-def _named(name: Any, arguments: Any, body: str) -> _Item:
+def _make_call(name: Any, arguments: Any, body: str) -> _Item:
     if not isinstance(name, str) or not name.strip():
         return Broken(body, "it names no tool")
     if not isinstance(arguments, dict):
@@ -418,10 +418,10 @@ def _named(name: Any, arguments: Any, body: str) -> _Item:
     return Written(name.strip(), arguments)
 
 
-def _by_schema(value: str, schema: Any) -> Any:
+def _parse_argument(value: str, schema: Any) -> Any:
     """Parse an argument as JSON. Keep it as text if its schema allows strings but not the type of
     the parsed value."""
-    kinds = _kinds(schema)
+    kinds = _allowed_types(schema)
     try:
         parsed = strict_json.load(value)
     except ValueError:
@@ -430,7 +430,7 @@ def _by_schema(value: str, schema: Any) -> Any:
     return value if "string" in kinds and not _KINDS[type(parsed)] & others else parsed
 
 
-def _kinds(schema: Any) -> set[str]:
+def _allowed_types(schema: Any) -> set[str]:
     """Return the JSON types that a schema allows, or an empty set if it allows all."""
     if not isinstance(schema, Mapping):
         return set()
@@ -439,7 +439,9 @@ def _kinds(schema: Any) -> set[str]:
         return {kind for value in keys["enum"] for kind in _KINDS[type(value)]}
     if kind := keys.get("type"):
         return {kind} if isinstance(kind, str) else set(kind)
-    branches = [_kinds(branch) for key in ("anyOf", "oneOf") for branch in keys.get(key, ())]
+    branches = [
+        _allowed_types(branch) for key in ("anyOf", "oneOf") for branch in keys.get(key, ())
+    ]
     return {kind for kinds in branches for kind in kinds} if all(branches) else set()
 
 
@@ -458,14 +460,14 @@ def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> _Item:
     return Written(name, {key: value for key, value in arguments.items() if value is not None})
 
 
-def _tagged(find_calls: _FindCalls, *bounds: Any) -> Callable[..., ParsedTurn]:
+def _tagged_reader(find_calls: _FindCalls, *bounds: Any) -> Callable[..., ParsedTurn]:
     return partial(_read_tagged, find_calls=find_calls, bounds=_CallBounds(*bounds))
 
 
 _FORMATS = {
     known.name: known
     for known in (
-        _Format("tiny", _tagged(_tiny_calls, "^@", "\n")),
+        _Format("tiny", _tagged_reader(_tiny_calls, "^@", "\n")),
         _Format(
             "harmony",
             read_harmony,
@@ -473,24 +475,26 @@ _FORMATS = {
             message="<|message|>",
             message_end="<|end|>",
         ),
-        _Format("deepseek-v3.2", _tagged(_deepseek_calls, "<｜DSML｜invoke", "</｜DSML｜invoke>")),
+        _Format(
+            "deepseek-v3.2", _tagged_reader(_deepseek_calls, "<｜DSML｜invoke", "</｜DSML｜invoke>")
+        ),
         _Format(
             "deepseek-v3.1",
-            _tagged(_deepseek_v31_calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            _tagged_reader(_deepseek_v31_calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
         ),
         # The policy ends its turn with the mark that begins the next message.
         _Format(
             "glm",
-            _tagged(_glm_calls, "<tool_call>", "</tool_call>"),
+            _tagged_reader(_glm_calls, "<tool_call>", "</tool_call>"),
             ends=("<|user|>", "<|observation|>"),
         ),
         _Format(
             "llama3",
-            _tagged(_llama3_calls, r"<\|python_tag\|>", "", _LLAMA3_JSON),
+            _tagged_reader(_llama3_calls, r"<\|python_tag\|>", "", _LLAMA3_JSON),
             ends=("<|eot_id|>", "<|eom_id|>"),
             equal_ends=True,
         ),
-        _Format("hermes", _tagged(_json_calls, "<tool_call>", "</tool_call>")),
-        _Format("plain", _tagged(_no_calls), calls=False),
+        _Format("hermes", _tagged_reader(_json_calls, "<tool_call>", "</tool_call>")),
+        _Format("plain", _tagged_reader(_no_calls), calls=False),
     )
 }

@@ -69,7 +69,7 @@ class Encoder:
         self._special = re.compile("|".join(special) or r"(?!)")
         self._swallows_left = {text for text, (_, token) in added.items() if token.lstrip}
         self._swallows_right = {text for text, (_, token) in added.items() if token.rstrip}
-        self._plain = _without_added_tokens(written, self.controls)
+        self._plain = _remove_added_tokens(written, self.controls)
         longest_first = sorted(self.controls, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._heads = {text[:size] for text in self.controls for size in range(1, len(text))}
@@ -136,7 +136,7 @@ class Encoder:
                 parts.append(self.text_of[index])
         return "".join(parts)
 
-    def without_special(self, text: str) -> str:
+    def remove_special(self, text: str) -> str:
         """Remove special tokens from a text, such as those that Command A puts around answers."""
         return self._special.sub("", text)
 
@@ -147,7 +147,7 @@ class Encoder:
         return self._plain.encode(text, add_special_tokens=False).ids if text else []
 
 
-def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
+def _remove_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
     """Build a copy of a tokenizer without its control tokens. `written` is its tokenizer.json."""
     spec = json.loads(written)
     spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
@@ -177,7 +177,7 @@ def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
 _DEVELOPER = re.compile("[\"']developer[\"']")  # in a template that knows this role
 
 
-def retained(messages: Sequence[Message]) -> list[Message]:
+def drop_old_thinking(messages: Sequence[Message]) -> list[Message]:
     """Drop the thinking of all turns before the last user message.
 
     Thinking that is followed only by tool results is kept, and so are all tool calls and results
@@ -242,7 +242,7 @@ class Renderer:
         shielded = [self._shield_message(message) for message in messages]
         offered: Any = map_strings(tools, self._encoder.shield)
         if offered and self._omits_tools:
-            shielded, offered = _with_tools(shielded, offered), ()
+            shielded, offered = _add_tools(shielded, offered), ()
         try:
             return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
         except (TemplateError, TypeError, ValueError) as error:
@@ -319,7 +319,7 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
             )
 
 
-def _with_tools(
+def _add_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Add the tool descriptions and the call format to the system message, for DeepSeek-V3.1."""
@@ -349,16 +349,18 @@ def _deepseek_v32(
         renamed[0]["tools"] = list(tools)
     elif tools:
         renamed.insert(0, {"role": "system", "tools": list(tools)})
-    # `retained` has already dropped old thinking; the code would also drop developer messages.
+    # `drop_old_thinking` has dropped old thinking; the code would also drop developer messages.
     mode = "thinking" if thinking else "chat"
     try:
-        return _deepseek_code().encode_messages(renamed, thinking_mode=mode, drop_thinking=False)
+        return _load_deepseek_code().encode_messages(
+            renamed, thinking_mode=mode, drop_thinking=False
+        )
     except ValueError as error:
         raise ValueError(f"DeepSeek-V3.2's encoding refuses these messages: {error}") from error
 
 
 @cache
-def _deepseek_code() -> Any:
+def _load_deepseek_code() -> Any:
     """Load vLLM's copy of DeepSeek's encoding code, without importing vLLM, which takes seconds."""
     vllm = importlib.util.find_spec("vllm")
     place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"

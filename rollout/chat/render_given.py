@@ -99,7 +99,7 @@ def _check_shown(
     roles and rendering mode. `first` is the index of the first message.
     """
     roles = tuple(
-        str(one["role"]) if _plain(one.get("content")) else "" for one in messages
+        str(one["role"]) if _strip_text(one.get("content")) else "" for one in messages
     )  # an empty message loses nothing
     checked = _CHECKED.setdefault(chat, set())
     if (way, roles) in checked:
@@ -133,28 +133,28 @@ def _check_read_back(
         for call in parsed.calls
     ]
     for name, value, expected in (
-        ("reasoning", parsed.reasoning, _plain(message.get("reasoning_content"))),
-        ("content", parsed.content, _plain(message.get("content"))),
-        ("calls", calls, [_call(call) for call in message.get("tool_calls") or ()]),
+        ("reasoning", parsed.reasoning, _strip_text(message.get("reasoning_content"))),
+        ("content", parsed.content, _strip_text(message.get("content"))),
+        ("calls", calls, [_parse_call(call) for call in message.get("tool_calls") or ()]),
     ):
         if value != expected:
             raise ValueError(
-                f"{chat.label} would parse its {name} as {_short(value)} instead of "
-                f"{_short(expected)}. Set model.chat_template to one that shows all of a turn"
+                f"{chat.label} would parse its {name} as {_shorten(value)} instead of "
+                f"{_shorten(expected)}. Set model.chat_template to one that shows all of a turn"
             )
 
 
-def _call(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _parse_call(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     function: Mapping[str, Any] = call.get("function") or call
     arguments = function.get("arguments") or {}
     parsed = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
     return str(function["name"]), parsed
 
 
-def _plain(text: Any) -> str:
+def _strip_text(text: Any) -> str:
     return str(text or "").strip()
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"

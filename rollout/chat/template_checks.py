@@ -50,8 +50,8 @@ def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _
     `chat` must have `tools_in_thinking` set and pass `check_prefix_law`.
     """
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
-    reply = _reply(0, 1, tools, thinking=True)
-    after, close = _answers(reply), chat.marks.close
+    reply = _make_reply(0, 1, tools, thinking=True)
+    after, close = _tool_results(reply), chat.marks.close
     ids = chat.opening(messages, tools, thinking=True)
     outside = chat.turn_ids(messages, reply, after, tools, thinking=True)
     text = chat.decode(outside)
@@ -92,8 +92,8 @@ def _check_conversation(
         del messages[0]
         ids = chat.opening(messages, tools, thinking=thinking)
     for turn, count in enumerate((*calls, 0)):
-        reply = _reply(turn, count, tools, thinking=thinking)
-        after = _answers(reply) or [{"role": "user", "content": "And then?"}]
+        reply = _make_reply(turn, count, tools, thinking=thinking)
+        after = _tool_results(reply) or [{"role": "user", "content": "And then?"}]
         try:
             sampled = chat.turn_ids(messages, reply, after, tools, thinking=thinking)
         except ValueError as error:
@@ -108,7 +108,7 @@ def _check_conversation(
         whole = chat.opening([*messages, reply, *after], tools, thinking=thinking)
         for name, turn_end in (("ended", sampled), ("cut", sampled[:-1])):
             extended = chat.extend([*ids, *turn_end], after, thinking=thinking)
-            if extended is not None and not _same(chat, extended, whole):
+            if extended is not None and not _same_ids(chat, extended, whole):
                 ours, once = chat.decode(extended), chat.decode(whole)
                 at = next(
                     (i for i, (a, b) in enumerate(zip(ours, once, strict=False)) if a != b), 0
@@ -144,7 +144,9 @@ def _check_controls(chat: TemplateChat, tools: Sequence[ToolSpec], *, thinking: 
         raise _failure(chat, thinking, problem, _WRITES_TOOLS)
 
 
-def _reply(turn: int, count: int, tools: Sequence[ToolSpec], *, thinking: bool) -> dict[str, Any]:
+def _make_reply(
+    turn: int, count: int, tools: Sequence[ToolSpec], *, thinking: bool
+) -> dict[str, Any]:
     reply: dict[str, Any] = {"role": "assistant", "content": "" if count else f"Said{turn}z"}
     if thinking:
         reply["reasoning_content"] = f"Thought{turn}z"
@@ -157,7 +159,7 @@ def _reply(turn: int, count: int, tools: Sequence[ToolSpec], *, thinking: bool) 
     return reply
 
 
-def _answers(reply: Message) -> list[Message]:
+def _tool_results(reply: Message) -> list[Message]:
     return [
         {
             "role": "tool",
@@ -169,7 +171,7 @@ def _answers(reply: Message) -> list[Message]:
     ]
 
 
-def _same(chat: TemplateChat, ids: Sequence[int], others: Sequence[int]) -> bool:
+def _same_ids(chat: TemplateChat, ids: Sequence[int], others: Sequence[int]) -> bool:
     if list(ids) == list(others):
         return True
     opened, closed = map(re.escape, (chat.marks.open, chat.marks.close))

@@ -36,7 +36,7 @@ _RESERVE = 2**30  # bytes for CUDA graphs, which are captured after the cache is
 
 
 @contextmanager
-def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
+def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
     """Cap the KV cache of engines built inside this context at the size that their completions can
     use.
 
@@ -56,7 +56,7 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
             layers, one = spec.values(), 0
             if len({type(layer) for layer in layers}) == 1:  # otherwise nothing is known
                 one = sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers)
-            room = _enough(memory, one, _free_memory)
+            room = _worker_cache_bytes(memory, one, _free_memory)
             if room > memory:
                 _LOG.warning(
                     "rollout.gpu_memory_utilization leaves no room for the keys and values of one "
@@ -77,7 +77,7 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
         _core.get_kv_cache_configs = original
 
 
-def _enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
+def _worker_cache_bytes(memory: int, one: float | int, free: Callable[[], int]) -> int:
     """Return the cache size of a worker in bytes: `memory`, or `one` if `memory` has no room for a
     single completion but the free GPU memory does.
 
@@ -97,7 +97,7 @@ def _free_memory() -> int:
 
 
 @contextmanager
-def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
+def shorten_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
     """Skip the parts of vLLM's warm-up that Keel does not need, about 40 of 112 seconds on an H100
     host.
 
@@ -170,7 +170,7 @@ _wide_outputs: list[_SummedLinearMethod] = []  # linear methods of the engine th
 
 
 @contextmanager
-def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
+def patch_residual_stream(layers: int, *, wide: bool) -> Iterator[None]:
     """Build engines inside this context with a float32 residual stream, if `wide` is set
     (`keel.model.layers.residual`).
 

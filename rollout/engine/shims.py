@@ -103,16 +103,16 @@ def _gated_delta_rule(original: Any) -> Any:
         begun = batch.has_initial_state
         rows = mixed_qkv, b, a, core_attn_out
         if decodes:
-            _advance(layer, slots[:decodes], None, *(x[:decodes] for x in rows))
+            _process_tokens(layer, slots[:decodes], None, *(x[:decodes] for x in rows))
         for i in range(decodes, sequences):
             own, tokens = slice(i, i + 1), slice(int(ends[i]), int(ends[i + 1]))
-            _advance(layer, slots[own], begun[own], *(x[tokens] for x in rows))
+            _process_tokens(layer, slots[own], begun[own], *(x[tokens] for x in rows))
         return None
 
     return core
 
 
-def _advance(
+def _process_tokens(
     layer: Any,
     slots: Tensor,
     begun: Tensor | None,

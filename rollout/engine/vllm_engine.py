@@ -35,7 +35,7 @@ from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing import is_moe
 from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, TurnRequest
-from keel.rollout.chat.parsing import marks_of
+from keel.rollout.chat.parsing import find_thinking_marks
 from keel.rollout.engine.conversion import (
     Completion,
     GroupJob,
@@ -46,10 +46,10 @@ from keel.rollout.engine.conversion import (
     render_prompt,
 )
 from keel.rollout.engine.patches import (
-    bounded_kv_cache,
+    cap_kv_cache,
     install_invariant_kernels,
-    residual_layers,
-    short_warm_up,
+    patch_residual_stream,
+    shorten_warm_up,
 )
 from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
 from keel.rollout.spec import EngineError, EngineSpec, RecordingError, SampleRequest, captured_sizes
@@ -88,7 +88,7 @@ class VllmEngine:
         self.sampled_tokens = self.steps = 0
         self.updating = False  # True while the weights are incomplete or the engine is asleep
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
-        self._marks = marks_of(self._tokenizer, spec.thinking_marks) or THINK
+        self._marks = find_thinking_marks(self._tokenizer, spec.thinking_marks) or THINK
         self._jobs: dict[int, Job] = {}
         self._owners: dict[str, int] = {}
         self._asleep = False
@@ -114,9 +114,9 @@ class VllmEngine:
             install_invariant_kernels()
         in_process = config.architectures or () if spec.config.tensor_parallel == 1 else ()
         with (
-            residual_layers(text.num_hidden_layers, wide=spec.wide_residual),
-            short_warm_up(in_process, gpu=not cpu),
-            bounded_kv_cache(spec.conversations),
+            patch_residual_stream(text.num_hidden_layers, wide=spec.wide_residual),
+            shorten_warm_up(in_process, gpu=not cpu),
+            cap_kv_cache(spec.conversations),
         ):
             self._llm = LLMEngine.from_engine_args(engine_args(spec, self._recorder, text))
         self._llm.set_weight_version("0")
@@ -244,7 +244,7 @@ class VllmEngine:
             number = self._owners.pop(name)
             job = self._jobs[number]
             job.add(job.requests.pop(name), self._completion(job, output, texts.get(name, "")))
-            self._requests.ended(name)
+            self._requests.store_hashes(name)
             if not job.requests:
                 yield number, self._jobs.pop(number).result()
 
@@ -280,7 +280,7 @@ class VllmEngine:
         for name in names:
             del self._owners[name], job.requests[name]
             self._recorder.forget(name)
-            self._requests.ended(name)
+            self._requests.store_hashes(name)
 
     def sleep(self) -> list[tuple[int, Result]]:
         """Release GPU memory until the next update, and pause running completions. Returns the jobs
@@ -440,7 +440,7 @@ class _TemplatedRequests:
         self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []  # stored hashes for the prompt that is being added
         if (hasher := self._core.request_block_hasher) is not None:
-            self._core.request_block_hasher = partial(self._hash, hasher)
+            self._core.request_block_hasher = partial(self._hash_new_blocks, hasher)
 
     def add(
         self,
@@ -471,7 +471,7 @@ class _TemplatedRequests:
         core_request.sampling_params = copy(template.sampling_params)
         for key, value in varying.items():
             setattr(core_request.sampling_params, key, value)
-        self._known = self._hashes.prefix(conversation, ids)
+        self._known = self._hashes.matching_hashes(conversation, ids)
         try:
             prepared, wave = self._core.preprocess_add_request(core_request)
         finally:  # they must not reach another request
@@ -481,7 +481,7 @@ class _TemplatedRequests:
         if conversation:
             self._open[name] = conversation, ids, prepared
 
-    def ended(self, name: str) -> None:
+    def store_hashes(self, name: str) -> None:
         """Store the block hashes of a finished or aborted request for the conversation's next
         turn."""
         if (entry := self._open.pop(name, None)) is not None:
@@ -489,7 +489,7 @@ class _TemplatedRequests:
             sampled = np.array(list(request.output_token_ids), np.int32)
             self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
 
-    def _hash(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
+    def _hash_new_blocks(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
         """Hash only the blocks of a request that have no hash yet. Replaces vLLM's block hasher."""
         if self._known:
             request.block_hashes += self._known
@@ -504,7 +504,7 @@ class _PrefixHashes:
         self._entries: OrderedDict[str, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
         self._tokens = 0
 
-    def prefix(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
+    def matching_hashes(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
         """Return the hashes of a conversation's leading blocks whose token ids are unchanged."""
         if (entry := self._entries.get(conversation)) is None:
             return []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
     from vllm.outputs import CompletionOutput
 
-_Read = Callable[[Sequence[int], int, int], NDArray[Any]]
+_ReadRows = Callable[[Sequence[int], int, int], NDArray[Any]]
 """`read(blocks, first, tokens)` returns the rows [tokens − first, …] of the request with these
 cache blocks, starting at position `first`."""
 
@@ -102,7 +102,7 @@ class Recorder(ABC):
         """Return the number of requests for which the recorder still holds data."""
         return len(self._options)
 
-    def _save_before_preemption(self, scheduler: Any, read: _Read, *, group: int = 0) -> None:
+    def _save_before_preemption(self, scheduler: Any, read: _ReadRows, *, group: int = 0) -> None:
         """Save the routes or selections of requests just before vLLM preempts them.
 
         A preempted request loses its keys and values. They are computed again later, possibly with
@@ -126,7 +126,7 @@ class Recorder(ABC):
         scheduler._preempt_request = patched
 
     def _rows(
-        self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _Read
+        self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _ReadRows
     ) -> NDArray[Any]:
         """Return the rows [tokens − first, …] of a request, and delete those saved before a
         preemption.

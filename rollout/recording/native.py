@@ -71,7 +71,7 @@ class NativeRecorder(Recorder):
         return self._engine.collective_rpc("keel_selections", args=(blocks, first, tokens))[0]
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
-        bound = bounded_top_k(sampling, options) if self._masks else {}
+        bound = default_top_k(sampling, options) if self._masks else {}
         start = {"routed_experts_prompt_start": options.routes_from} if options.routes else {}
         return {"logprobs": 0, "flat_logprobs": True, **bound, **start}
 
@@ -99,7 +99,7 @@ class NativeRecorder(Recorder):
             sizes = np.fromiter(map(len, spans), np.int64, len(spans))
             ids = np.fromiter(chain.from_iterable(spans), np.int32, int(sizes.sum()))
             offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-            masks = checked_masks(request_id, SamplingMasks(ids=ids, offsets=offsets), output)
+            masks = sort_masks(request_id, SamplingMasks(ids=ids, offsets=offsets), output)
         if options.routes:
             if output.routed_experts is None:
                 raise RecordingError(f"request {request_id}: the engine returned no routes")
@@ -122,7 +122,7 @@ class NativeRecorder(Recorder):
         self._blocks.pop(request_id, None)
 
 
-def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
+def default_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
     """Return the top_k for a request that does not set one, on an engine that returns masks. Raises
     ValueError if the request is recorded."""
     if sampling.top_k > 0:
@@ -135,7 +135,7 @@ def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[s
     return {"top_k": WIDEST_MASK}
 
 
-def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
+def sort_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
     """Sort the ids in each mask, so that the trainer can check the masks in one pass. Raises
     RecordingError if a mask does not contain the sampled token."""
     check_count(request_id, "sampling masks", len(masks), len(output.token_ids))

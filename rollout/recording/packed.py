@@ -22,7 +22,7 @@ from keel.rollout.recording.base import (
     check_count,
     check_routed,
 )
-from keel.rollout.recording.native import bounded_top_k, checked_masks
+from keel.rollout.recording.native import default_top_k, sort_masks
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler
 from keel.rollout.vllm_fast.step_arrays import UNMASKED, PackedRecording
 from keel.rollout.vllm_internals import scheduler_of
@@ -62,7 +62,7 @@ class PackedRecorder(Recorder):
         if not self._masks:
             return {"logprobs": 0}
         unmasked = {} if options.sampling_mask else {"extra_args": {UNMASKED: True}}
-        return {"logprobs": 0, **unmasked, **bounded_top_k(sampling, options)}
+        return {"logprobs": 0, **unmasked, **default_top_k(sampling, options)}
 
     def expect(self, request_id: str, options: RecordingOptions) -> None:
         super().expect(request_id, options)
@@ -88,7 +88,7 @@ class PackedRecorder(Recorder):
             check_count(request_id, "rows of routes", len(routes), tokens - first)
             check_routed(request_id, routes)
         if options.sampling_mask:
-            masks = checked_masks(request_id, packed.sampling_masks(), output)
+            masks = sort_masks(request_id, packed.sampling_masks(), output)
         return Recording(logp=np.asarray(logp, np.float32), sampling_mask=masks, routes=routes)
 
     def _finished_rows(self, request_id: str, first: int) -> NDArray[np.int16]:

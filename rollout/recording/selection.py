@@ -76,7 +76,9 @@ _attention: Any = attention
 _select = _attention.sparse_attn_indexer
 
 
-def _recorded(query: Tensor, layer: str, cache: Tensor, *args: Any, **options: Any) -> Tensor:
+def _select_and_record(
+    query: Tensor, layer: str, cache: Tensor, *args: Any, **options: Any
+) -> Tensor:
     """Call vLLM's indexer and store its selection. `args[8]` is the engine's longest context."""
     chosen = _select(query, layer, cache, *args, **options)
     slots = get_forward_context().slot_mapping
@@ -88,7 +90,7 @@ def _recorded(query: Tensor, layer: str, cache: Tensor, *args: Any, **options: A
     return chosen
 
 
-_attention.sparse_attn_indexer = _recorded
+_attention.sparse_attn_indexer = _select_and_record
 
 
 class SelectionExtension(WeightsExtension):

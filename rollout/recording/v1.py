@@ -99,7 +99,7 @@ class _RouteTable:
         return self._slots[torch.from_numpy(begins + positions % self._block)].numpy()
 
 
-class _Draws(NamedTuple):
+class _SampledTokens(NamedTuple):
     """The tokens sampled in one step, one for each row of the batch."""
 
     tokens: list[int]
@@ -114,7 +114,7 @@ class V1Recorder(Recorder):
 
     def attach(self, engine: LLMEngine) -> None:
         runner = self._runner = engine.model_executor.driver_worker.model_runner
-        self._live: dict[str, list[tuple[_Draws, int]]] = {}
+        self._live: dict[str, list[tuple[_SampledTokens, int]]] = {}
         """Maps each unfinished request to the draws of its steps, with the request's row in
         each."""
         runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
@@ -137,12 +137,12 @@ class V1Recorder(Recorder):
             return
         tokens = sampled.long()
         logp = logprobs.gather(1, tokens[:, None])[:, 0]
-        step = _Draws(tokens.tolist(), logp.tolist(), self._supports(logprobs, names))
+        step = _SampledTokens(tokens.tolist(), logp.tolist(), self._kept_ids(logprobs, names))
         for row, draws in live:
             if draws is not None:
                 draws.append((step, row))
 
-    def _supports(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
+    def _kept_ids(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
         """Return the ids with a finite log-probability in each row, for requests with truncated
         sampling. Returns None if no request is truncated."""
         options = [self._options.get(name) for name in names[: len(logprobs)]]

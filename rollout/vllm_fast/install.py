@@ -106,7 +106,7 @@ class FastExtension(WeightsExtension):
             sampler.install_graphs(runner)
         if routes:
             self._store_routes()
-        if _covers(runner):
+        if _can_reuse_steps(runner):
             runner.execute_model = _StepReuse(runner).execute_model
 
     def _store_routes(self) -> None:
@@ -184,7 +184,7 @@ class _StepReuse:
         plain = not named and all(each is None for each in rest)
         if plain and known is not None and known.repeats_in(scheduler_output):
             with torch.inference_mode():
-                self._known = self._again(known, scheduler_output)
+                self._known = self._run_next_token(known, scheduler_output)
             self.reused += 1
             return None
         output = self._original(scheduler_output, *rest, **named)
@@ -220,7 +220,7 @@ class _StepReuse:
             state=state,
         )
 
-    def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
+    def _run_next_token(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
         runner, cached = self._runner, output.scheduled_cached_reqs
         batch = copy.copy(known.state.input_batch)
         tables, buffers, states = runner.block_tables, runner.input_buffers, runner.req_states
@@ -238,7 +238,7 @@ class _StepReuse:
             runner.aux_output_connector.begin_step(output.aux_output_connector_metadata)
         if runner.sampler is not None:
             runner.sampler.apply_staged_writes()  # of processors that have some in every step
-        advance(
+        advance_inputs(
             batch.idx_mapping,
             computed=states.num_computed_tokens.gpu,
             sampled=states.last_sampled_tokens,
@@ -277,7 +277,7 @@ class _StepReuse:
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 
-def advance(
+def advance_inputs(
     requests: Tensor,
     *,
     computed: Tensor,
@@ -298,13 +298,13 @@ def advance(
     is only compiled.
     """
     rows = len(requests)
-    _advance[(triton.cdiv(rows, _BLOCK),)](requests, computed, sampled, table, table.stride(0),
-        positions, lengths, ids, slots, rows, PAGE=page, BLOCK=_BLOCK,
+    _advance_kernel[(triton.cdiv(rows, _BLOCK),)](requests, computed, sampled, table,
+        table.stride(0), positions, lengths, ids, slots, rows, PAGE=page, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "table_row"])
-def _advance(
+def _advance_kernel(
     requests_ptr, computed_ptr, sampled_ptr, table_ptr, table_row, positions_ptr, lengths_ptr,
     ids_ptr, slots_ptr, rows, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -320,7 +320,7 @@ def _advance(
     tl.store(slots_ptr + row, block.to(tl.int64) * PAGE + position % PAGE, mask=there)
 
 
-def _covers(runner: Any) -> bool:
+def _can_reuse_steps(runner: Any) -> bool:
     """Return whether steps can be reused: for a text model with full attention on one GPU with CUDA
     graphs."""
     groups = runner.kv_cache_config.kv_cache_groups

@@ -41,7 +41,7 @@ _LAST_BIT = tl.constexpr(10)  # of the bound; an error of 2^-13 adds only a few 
 
 
 @triton.jit
-def _order(logits_ptr, ids, inside, temperature):
+def _ordered_ints(logits_ptr, ids, inside, temperature):
     """Divide logits by the temperature and convert them to integers that sort in the same order.
     NaN becomes infinity, so that the log-probability becomes NaN and is detected."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
@@ -53,13 +53,13 @@ def _order(logits_ptr, ids, inside, temperature):
 
 
 @triton.jit
-def _logits(order):
+def _restore_logits(order):
     bits = tl.where(order >= 0, order, order ^ _ALL_BUT_SIGN)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _maxima(
+def _group_maxima(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, maxima_ptr, vocab_size,
     groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -71,12 +71,12 @@ def _maxima(
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
         ids = tl.arange(0, GROUP)[:, None] * groups + group[None, :]
         logits = logits_ptr + row.to(tl.int64) * logits_row
-        order = _order(logits, ids, ids < vocab_size, temperature)
+        order = _ordered_ints(logits, ids, ids < vocab_size, temperature)
         tl.store(maxima_ptr + row * groups + group, tl.max(order, axis=0))
 
 
 @triton.jit
-def _bound(
+def _find_threshold(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -96,13 +96,13 @@ def _bound(
 
 
 @triton.jit
-def _keys(order, ids):
+def _sort_keys(order, ids):
     """Return sort keys that put larger logits first and, among equal logits, lower ids first."""
     return (order.to(tl.int64) << 32) | (ids ^ _ALL_BUT_SIGN).to(tl.int64)
 
 
 @triton.jit
-def _file(
+def _collect_candidates(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, bounds_ptr, keys_ptr,
     found_ptr, vocab_size, ROOM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -113,56 +113,58 @@ def _file(
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
         ids = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
         logits = logits_ptr + row.to(tl.int64) * logits_row
-        order = _order(logits, ids, ids < vocab_size, temperature)
+        order = _ordered_ints(logits, ids, ids < vocab_size, temperature)
         reach = order >= tl.load(bounds_ptr + row)
         # Few do, so one atomic each is cheaper than a sum over the block.
         place = tl.atomic_add(found_ptr + row + ids * 0, 1, mask=reach, sem="relaxed")
         mine = reach & (place < ROOM)
-        tl.store(keys_ptr + row.to(tl.int64) * ROOM + place, _keys(order, ids), mask=mine)
+        tl.store(keys_ptr + row.to(tl.int64) * ROOM + place, _sort_keys(order, ids), mask=mine)
 
 
 @triton.jit
-def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
+def _count_at_least(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
     count = 0
     for first in range(0, vocab_size, SIZE):
         ids = first + tl.arange(0, SIZE)
-        order = _order(logits_ptr, ids, ids < vocab_size, temperature)
+        order = _ordered_ints(logits_ptr, ids, ids < vocab_size, temperature)
         count += tl.sum((order >= bound).to(tl.int32))
     return count
 
 
 @triton.jit
-def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
+def _collect_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
     """Collect the sort keys of a row's top_k largest logits in many passes. Used for flat
     distributions, whose candidates do not fit into the buffer."""
-    least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, _LEAST)
+    least = tl.where(
+        _count_at_least(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, _LEAST
+    )
     for step in range(31):
         higher = least + (1 << (30 - step))
-        enough = _count(logits_ptr, vocab_size, temperature, higher, SIZE) >= top_k
+        enough = _count_at_least(logits_ptr, vocab_size, temperature, higher, SIZE) >= top_k
         least = tl.where(enough, higher, least)
-    equals = top_k - _count(logits_ptr, vocab_size, temperature, least + 1, SIZE)
+    equals = top_k - _count_at_least(logits_ptr, vocab_size, temperature, least + 1, SIZE)
     filed = 0
     for first in range(0, vocab_size, SIZE):
         ids = first + tl.arange(0, SIZE)
-        order = _order(logits_ptr, ids, ids < vocab_size, temperature)
+        order = _ordered_ints(logits_ptr, ids, ids < vocab_size, temperature)
         equal = (order == least).to(tl.int32)
         mine = (order > least) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= equals))
         equals -= tl.sum(equal)
         number = mine.to(tl.int32)
         place = filed + tl.cumsum(number, axis=0) - number
-        tl.store(keys_ptr + place, _keys(order, ids), mask=mine)
+        tl.store(keys_ptr + place, _sort_keys(order, ids), mask=mine)
         filed += tl.sum(number)
 
 
 @triton.jit
-def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
+def _sort_and_truncate(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
     """Sort the candidates of a row, apply top_k and top_p, and store the ids that remain. Returns
     their number."""
     place = tl.arange(0, SIZE)
     keys = tl.load(keys_ptr + place, mask=place < found, other=-0x7FFFFFFFFFFFFFFF)
     keys = tl.sort(keys, descending=True)
     inside = place < tl.minimum(found, top_k)
-    logits = _logits((keys >> 32).to(tl.int32))
+    logits = _restore_logits((keys >> 32).to(tl.int32))
     top = tl.max(tl.where(inside, logits, -float("inf")), axis=0)
     weights = tl.where(inside, tl.exp(logits - top), 0.0)
     # An id stays while the ids before it hold less than top_p, so the first always does.
@@ -176,7 +178,7 @@ def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _cut(
+def _truncate_row(
     logits_ptr, logits_row, states_ptr, temperature_ptr, top_k_ptr, top_p_ptr, keys_ptr,
     found_ptr, ids_ptr, counts_ptr, vocab_size, width, LIKELY: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr,
@@ -192,13 +194,13 @@ def _cut(
     if found > ROOM:
         temperature = tl.load(temperature_ptr + state)
         logits = logits_ptr + row.to(tl.int64) * logits_row
-        _file_exactly(logits, vocab_size, temperature, top_k, keys, SIZE)
+        _collect_exactly(logits, vocab_size, temperature, top_k, keys, SIZE)
         tl.debug_barrier()  # other threads load these stores
         found = top_k
     if found > LIKELY:
-        count = _cut_sorted(keys, found, top_k, top_p, ids, ROOM)
+        count = _sort_and_truncate(keys, found, top_k, top_p, ids, ROOM)
     else:
-        count = _cut_sorted(keys, found, top_k, top_p, ids, LIKELY)
+        count = _sort_and_truncate(keys, found, top_k, top_p, ids, LIKELY)
     tl.store(counts_ptr + row, count)
 
 
@@ -233,15 +235,15 @@ def _truncate(
     bounds, found, counts = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(3))
     keys = torch.empty((rows, room), dtype=torch.int64, device=device)
     ids = torch.empty((rows, width), dtype=torch.int32, device=device)
-    _maxima[(rows, blocks)](logits, logits.stride(0), states, temperature, sampled, maxima,
+    _group_maxima[(rows, blocks)](logits, logits.stride(0), states, temperature, sampled, maxima,
         vocab_size, groups, GROUP=group, GROUPS=block_groups,
     )  # fmt: skip
     size = triton.next_power_of_2(groups)
-    _bound[(rows,)](states, top_k, sampled, maxima, bounds, found, groups, SIZE=size)
-    _file[(rows, blocks)](logits, logits.stride(0), states, temperature, sampled, bounds,
-        keys, found, vocab_size, ROOM=room, SIZE=_BLOCK, num_warps=8,
+    _find_threshold[(rows,)](states, top_k, sampled, maxima, bounds, found, groups, SIZE=size)
+    _collect_candidates[(rows, blocks)](logits, logits.stride(0), states, temperature, sampled,
+        bounds, keys, found, vocab_size, ROOM=room, SIZE=_BLOCK, num_warps=8,
     )  # fmt: skip
-    _cut[(rows,)](logits, logits.stride(0), states, temperature, top_k, top_p, keys, found,
+    _truncate_row[(rows,)](logits, logits.stride(0), states, temperature, top_k, top_p, keys, found,
         ids, counts, vocab_size, width, LIKELY=likely, ROOM=room, SIZE=_BLOCK, num_warps=8,
     )  # fmt: skip
     return ids, counts
@@ -254,7 +256,7 @@ _ROWS = 1024  # minimum rows to compile for, so that smaller batches need no com
 
 
 @triton.jit(do_not_specialize=["vocab_size", "width", "bits_row"])
-def _find(
+def _collect_kept_ids(
     logits_ptr, logits_row, sampled_ptr, ids_ptr, counts_ptr, bits_ptr, bits_row, vocab_size,
     width, RECORD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -284,7 +286,7 @@ def _find(
 
 
 @triton.jit
-def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
+def _load_logits(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
     """Load logits. If `SCALE` is set, divide them by the temperature."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     if SCALE:
@@ -293,7 +295,7 @@ def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _start(counts_ptr, row, width, ROWS: tl.constexpr):
+def _ids_before_row(counts_ptr, row, width, ROWS: tl.constexpr):
     """Return the total number of kept ids in the rows before this one."""
     every = tl.arange(0, ROWS)
     counts = tl.load(counts_ptr + every, mask=every < row, other=0)
@@ -301,7 +303,7 @@ def _start(counts_ptr, row, width, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _draw_filed(
+def _draw_from_ids(
     logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
     RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -313,7 +315,7 @@ def _draw_filed(
     ids = tl.sort(tl.load(ids_ptr + place, mask=inside, other=2147483647))
     if RECORD:
         tl.store(flat_ptr + start + place, ids, mask=inside & (start + place < room))
-    logits = _load(logits_ptr, ids, inside, temperature, SCALE)
+    logits = _load_logits(logits_ptr, ids, inside, temperature, SCALE)
     _, best = gumbel_noised_argmax(
         logits, ids, inside, seed, position, temperature, False, False, False
     )
@@ -323,7 +325,7 @@ def _draw_filed(
 
 
 @triton.jit
-def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
+def _draw_from_logits(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
     """Draw the token of a row that keeps more ids than are stored, from its logits. Returns the
     token, the largest logit and the sum of exponentials."""
     token = 0
@@ -347,7 +349,7 @@ def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.co
 
 
 @triton.jit(do_not_specialize=["vocab_size", "width", "room"])
-def _draw(
+def _draw_row(
     logits_ptr, logits_row, states_ptr, temperature_ptr, seed_ptr, position_ptr, ids_ptr,
     counts_ptr, token_ptr, logp_ptr, flat_ptr, vocab_size, width, room, RECORD: tl.constexpr,
     SCALE: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr,
@@ -365,20 +367,20 @@ def _draw(
     count = tl.load(counts_ptr + row)
     start = 0
     if RECORD:
-        start = _start(counts_ptr, row, width, ROWS)
+        start = _ids_before_row(counts_ptr, row, width, ROWS)
     if count > width:  # only rows that vLLM truncated
-        token, top, total = _draw_whole(logits, vocab_size, seed, position, temperature, SIZE)
+        token, top, total = _draw_from_logits(logits, vocab_size, seed, position, temperature, SIZE)
     elif count > NARROW:
-        token, top, total = _draw_filed(
+        token, top, total = _draw_from_ids(
             logits, ids, flat_ptr, start, count, room, seed, position, temperature, RECORD, SCALE,
             WIDTH,
         )  # fmt: skip
     else:
-        token, top, total = _draw_filed(
+        token, top, total = _draw_from_ids(
             logits, ids, flat_ptr, start, count, room, seed, position, temperature, RECORD, SCALE,
             NARROW,
         )  # fmt: skip
-    logp = _load(logits, token, True, temperature, SCALE) - top - tl.log(total)
+    logp = _load_logits(logits, token, True, temperature, SCALE) - top - tl.log(total)
     tl.store(token_ptr + row, token)
     tl.store(logp_ptr + row, logp)
 
@@ -441,7 +443,7 @@ def draw(
         ids = torch.empty((rows, width), dtype=torch.int32, device=device)
         if record:
             bits = torch.zeros((rows, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
-        _find[(rows, -(-vocab_size // _BLOCK))](logits, logits.stride(0), sampled, ids,
+        _collect_kept_ids[(rows, -(-vocab_size // _BLOCK))](logits, logits.stride(0), sampled, ids,
             counts, ids if bits is None else bits, 0 if bits is None else bits.shape[1],
             vocab_size, width, RECORD=record, SIZE=_BLOCK,
         )  # fmt: skip
@@ -453,7 +455,7 @@ def draw(
         flat = torch.empty(copied, dtype=torch.int32, device=device)
         masks = StepMasks(counts, flat, ids, bits)
     widest = max(_NARROWEST, triton.next_power_of_2(width))
-    _draw[(rows,)](logits, logits.stride(0), states, temperature, seeds, positions, ids,
+    _draw_row[(rows,)](logits, logits.stride(0), states, temperature, seeds, positions, ids,
         counts, tokens, logp, masks.flat if masks else ids, vocab_size, width,
         len(masks.flat) if masks else 0, RECORD=record, SCALE=truncation is not None,
         ROWS=max(_ROWS, triton.next_power_of_2(rows)), NARROW=min(_NARROW, widest), WIDTH=widest,

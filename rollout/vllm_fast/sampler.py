@@ -61,7 +61,7 @@ class _StepLogprobs(NamedTuple):
         return LogprobsLists(unknown, logp, unknown[:, 0], None)
 
 
-class _KeptSampler(Sampler):
+class _OneTokenSampler(Sampler):
     """Samples one token per request, and computes the log-probability of that token only."""
 
     one_and_none: Tensor  # [2, requests] int32, sampled (1) and rejected (0). Never written.
@@ -129,7 +129,7 @@ class _KeptSampler(Sampler):
             record=self.masks(requests),
             truncation=truncation,
         )
-        return _as_vllm(sampled_rows, sampled, rejected)
+        return _to_sampler_output(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
         """Return whether these requests use only temperature > 0, top-p and a small top-k."""
@@ -150,7 +150,7 @@ class _KeptSampler(Sampler):
         )
 
 
-def _as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
+def _to_sampler_output(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
     logprobs: Any = _StepLogprobs(rows.logp)
     masks: Any = rows.masks
     return SamplerOutput(
@@ -169,7 +169,7 @@ def install(runner: Any) -> bool:
     if type(sampler) is not Sampler:
         return False
     counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
-    sampler.__class__ = _KeptSampler
+    sampler.__class__ = _OneTokenSampler
     most = sampler.sampling_states.max_num_reqs
     runner.sampler.one_and_none = counts.repeat(1, most)
     runner.sampler.unmasked = np.zeros(most, bool)
@@ -191,7 +191,7 @@ class _SamplingRows(NamedTuple):
     sampled: Tensor  # 1 for a row that samples a token, 0 for padding
 
     @staticmethod
-    def of(rows: int, device: torch.device) -> _SamplingRows:
+    def allocate(rows: int, device: torch.device) -> _SamplingRows:
         kinds = (torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)
         return _SamplingRows(*(torch.zeros(rows, dtype=kind, device=device) for kind in kinds))
 
@@ -199,7 +199,7 @@ class _SamplingRows(NamedTuple):
         return _SamplingRows(*(each[:rows] for each in self))
 
 
-def _fill(
+def _fill_rows(
     into: _SamplingRows,
     requests: Tensor,
     size: int,
@@ -243,7 +243,7 @@ class _SampleGraphs:
         self._copy = 0
         self._last: tuple[Tensor, _Graphs] | None = None  # rows in the fixed buffers
         self._failed = False
-        self._rows = _SamplingRows.of(runner.max_num_reqs, runner.device)
+        self._rows = _SamplingRows.allocate(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
         self._most = runner.max_num_reqs
         self._stream = torch.cuda.Stream()
@@ -252,7 +252,7 @@ class _SampleGraphs:
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        if grammar_output is None and (graphs := self._for(hidden_states, input_batch)):
+        if grammar_output is None and (graphs := self._prepare_graphs(hidden_states, input_batch)):
             self._copy = (self._copy + 1) % _COPIES
             graph, result = graphs[self._copy]
             graph.replay()
@@ -260,13 +260,13 @@ class _SampleGraphs:
             sampled, rejected = self._runner.sampler.one_and_none[:, :rows]
             masks = self._runner.sampler.masks(input_batch.idx_mapping_np)
             return (
-                _as_vllm(_first_rows(result, rows, masks=masks), sampled, rejected),
+                _to_sampler_output(_first_rows(result, rows, masks=masks), sampled, rejected),
                 sampled,
                 rejected,
             )
         return self._original(hidden_states, input_batch, grammar_output)
 
-    def _for(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
+    def _prepare_graphs(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
         """Fill the fixed buffers and return the graphs for a batch, or [] if it is not
         supported."""
         last, self._last = self._last, None
@@ -277,7 +277,7 @@ class _SampleGraphs:
             return []
         states, size = self._runner.sampler.sampling_states, batch.num_tokens_after_padding
         width = int(states.top_k.np[batch.idx_mapping_np].max())
-        _fill(  # before a graph is made, too: its first pass is over these rows
+        _fill_rows(  # before a graph is made, too: its first pass is over these rows
             self._rows,
             batch.idx_mapping,
             self._most,
@@ -286,13 +286,13 @@ class _SampleGraphs:
             top_p=states.top_p.gpu,
             seeds=states.seeds.gpu,
         )
-        graphs = self._of(size, width)
+        graphs = self._get_graphs(size, width)
         self._last = batch.idx_mapping, graphs
         return graphs
 
     def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
-        kept: _KeptSampler = self._runner.sampler
-        fixed = self._fixed()
+        kept: _OneTokenSampler = self._runner.sampler
+        fixed = self._graph_inputs()
         return (
             fixed is not None
             and hidden_states.data_ptr() == fixed.data_ptr()
@@ -304,13 +304,13 @@ class _SampleGraphs:
             and kept.only_truncates(batch.idx_mapping_np)
         )
 
-    def _fixed(self) -> Any:
+    def _graph_inputs(self) -> Any:
         return self._runner.cudagraph_manager.hidden_states
 
-    def _of(self, size: int, width: int) -> _Graphs:
+    def _get_graphs(self, size: int, width: int) -> _Graphs:
         """Return the graphs for a batch size, capturing them if necessary, or [] if capturing
         failed."""
-        fixed = self._fixed()
+        fixed = self._graph_inputs()
         if self._at != fixed.data_ptr():
             self._at = fixed.data_ptr()
             self._graphs.clear()
@@ -333,7 +333,7 @@ class _SampleGraphs:
         return self._graphs[size, width]
 
     def _draw(self, size: int, width: int) -> SampledRows:
-        runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
+        runner, rows, fixed = self._runner, self._rows.first(size), self._graph_inputs()
         return draw(
             runner.model.compute_logits(fixed[:size]),
             self._places[:size],
@@ -348,7 +348,7 @@ class _SampleGraphs:
 
     def _capture(self, size: int, width: int) -> _Graphs:
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), _no_collection():
+        with torch.cuda.stream(self._stream), _disable_gc():
             trial = self._draw(size, width)  # compiles kernels outside of the graph
             made = [(torch.cuda.CUDAGraph(), _empty_like(trial)) for _ in range(_COPIES)]
             for graph, result in made:
@@ -362,7 +362,7 @@ class _SampleGraphs:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _disable_gc() -> Iterator[None]:
     """Disable garbage collection inside the context, because freeing a tensor would abort a
     capture."""
     enabled = gc.isenabled()

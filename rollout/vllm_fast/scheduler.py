@@ -77,13 +77,13 @@ class _DecodeBatch:
         self._num_ids = 0
         self._with_logp = self._with_masks = False
         self._order: tuple[list[str], list[str], NDArray[np.int64]] | None = None
-        self.settle()
+        self.refresh()
 
     @property
     def scheduled(self) -> int:
         return self.received + len(self.in_flight)
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Update everything that depends on which requests are in the batch. Call this after
         requests joined or left."""
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
@@ -94,7 +94,7 @@ class _DecodeBatch:
         self.end = int(self.room.min())
 
     def join(self, request: Request, *, window: int, block: int) -> None:
-        """Add a request, starting with the next step. Call `settle` afterwards. `window` is the
+        """Add a request, starting with the next step. Call `refresh` afterwards. `window` is the
         size of the context window, and `block` the number of tokens per KV block."""
         place, now = self.requests.index(None), self.scheduled
         params: Any = request.sampling_params
@@ -116,7 +116,7 @@ class _DecodeBatch:
         self.requests[place], self.stops[place], self.live[place] = None, frozenset(), False
         self.due[place] = self.room[place] = _NEVER
 
-    def as_cached(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
+    def to_cached_requests(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
         """Return the requests of the next step in vLLM's format. `blocks` contains the new KV
         blocks of each request in `ids`."""
         now = self.scheduled
@@ -156,7 +156,7 @@ class _DecodeBatch:
         for place in gone:
             self.leave(place)
         if gone:
-            self.settle()
+            self.refresh()
 
     def finished(self) -> list[int]:
         """Return the batch slots of requests that have finished but are still in the batch."""
@@ -166,7 +166,7 @@ class _DecodeBatch:
         """Write a request's counters and its new `tokens` back to vLLM's `Request`. With scheduling
         ahead, `step` is the number of its last step."""
         request = self.requests[place]
-        in_flight = self.scheduled - max(self._known(place), int(self.first[place]))
+        in_flight = self.scheduled - max(self._steps_received(place), int(self.first[place]))
         request.num_computed_tokens = int(self.computed[place]) + self.scheduled
         request.num_in_flight_tokens += in_flight
         if step is not None:
@@ -191,11 +191,11 @@ class _DecodeBatch:
         self._tokens[column, places] = tokens
         if output.logprobs is not None:
             self._with_logp = True
-            at = _positions(rows, output.logprobs.cu_num_generated_tokens)
+            at = _token_positions(rows, output.logprobs.cu_num_generated_tokens)
             self._logp[column, places] = output.logprobs.logprobs[at, 0]
         if output.sampling_masks is not None:
             masks: Any = output.sampling_masks
-            at = _positions(rows, masks.cu_num_generated_tokens)
+            at = _token_positions(rows, masks.cu_num_generated_tokens)
             begins, ends = masks.offsets[at], masks.offsets[at + 1]
             self._keep_masks(column, places, masks.token_ids, begins, ends)
         self.in_flight.pop(0)
@@ -235,15 +235,15 @@ class _DecodeBatch:
         self._sizes[column, places] = ends - begins
         self._num_ids = total
 
-    def _known(self, place: int) -> int:
+    def _steps_received(self, place: int) -> int:
         """Return the number of steps received for a request, up to its end."""
         return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
-        return self._tokens[self.first[place] : self._known(place), place].tolist()
+        return self._tokens[self.first[place] : self._steps_received(place), place].tolist()
 
     def record(self, place: int, recording: PackedRecording) -> None:
-        steps = slice(int(self.first[place]), self._known(place))
+        steps = slice(int(self.first[place]), self._steps_received(place))
         if steps.start >= steps.stop:
             return
         if self._with_logp:
@@ -256,7 +256,7 @@ class _DecodeBatch:
             recording.sizes.append(sizes)
 
 
-def _positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
+def _token_positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
     """Return the index of each row's token in a flat array. Without `firsts`, it is the row
     itself."""
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]
@@ -317,11 +317,11 @@ class _FastPath(Scheduler):
             if finished is None:
                 self.keel_flush()
             else:
-                other, outputs = step.other, self._finish(batch, finished)
+                other, outputs = step.other, self._report_finished(batch, finished)
         if other is not None:
             for client, theirs in super().update_from_output(other, model_runner_output).items():
                 for output in theirs.outputs:
-                    self._complete(output)
+                    self._add_undelivered(output)
                 mine = outputs.setdefault(client, theirs)
                 if mine is not theirs:
                     mine.outputs.extend(theirs.outputs)
@@ -405,7 +405,7 @@ class _FastPath(Scheduler):
     def _join(self, batch: _DecodeBatch, requests: Iterable[Request]) -> None:
         for request in requests:
             batch.join(request, window=self.max_model_len, block=self._block_size)
-        batch.settle()
+        batch.refresh()
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(batch.ids)
 
@@ -432,12 +432,12 @@ class _FastPath(Scheduler):
             return None
         self.kv_cache_manager.new_step_starts()
         ahead = _BLOCKS_AHEAD if free >= 2 * _BLOCKS_AHEAD * len(batch.ids) else 1
-        cached = batch.as_cached(self._allocate(batch, due.tolist(), ahead))
+        cached = batch.to_cached_requests(self._allocate(batch, due.tolist(), ahead))
         self.finished_blocks.clear()
         if joined:
-            other, output = self._with_others(batch, cached, throttle_prefills)
+            other, output = self._merge_with_others(batch, cached, throttle_prefills)
         else:
-            other, output = None, self._alone(batch, cached)
+            other, output = None, self._schedule_batch_only(batch, cached)
             self.fast_steps += 1
         batch.in_flight.append(_ScheduledStep(output, other, batch.ids, batch.places))
         return output
@@ -451,7 +451,9 @@ class _FastPath(Scheduler):
         cost = _JOIN_COST * len(batch.ids)
         return self._idle >= cost or finished > _MAX_FINISHED * len(batch.ids)
 
-    def _alone(self, batch: _DecodeBatch, cached: CachedRequestData) -> SchedulerOutput:
+    def _schedule_batch_only(
+        self, batch: _DecodeBatch, cached: CachedRequestData
+    ) -> SchedulerOutput:
         self.current_step += 1
         output = SchedulerOutput(
             scheduled_new_reqs=[],
@@ -468,7 +470,7 @@ class _FastPath(Scheduler):
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         return output
 
-    def _with_others(
+    def _merge_with_others(
         self, batch: _DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
         """Let vLLM schedule all other requests with the remaining capacity, and merge its step with
@@ -524,7 +526,9 @@ class _FastPath(Scheduler):
         batch.due[due] += size * ahead
         return [new.get(place) for place in batch.places.tolist()]
 
-    def _finish(self, batch: _DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
+    def _report_finished(
+        self, batch: _DecodeBatch, places: list[int]
+    ) -> dict[int, EngineCoreOutputs]:
         """Report the requests that ended with the last tokens. They keep their KV blocks until
         other requests join, because steps in flight still use these blocks."""
         outputs: dict[int, EngineCoreOutputs] = {}
@@ -549,7 +553,7 @@ class _FastPath(Scheduler):
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
-            self._complete(output)
+            self._add_undelivered(output)
             mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
             mine.outputs.append(output)
         if places and not batch.live.any():
@@ -562,7 +566,7 @@ class _FastPath(Scheduler):
         requests = {it for place in places if (it := batch.requests[place]) is not None}
         for place in places:
             batch.leave(place)
-        batch.settle()
+        batch.refresh()
         self.running = [request for request in self.running if request not in requests]
         for request in requests:
             super()._free_request(request)
@@ -588,7 +592,7 @@ class _FastPath(Scheduler):
     def _write_back(self, batch: _DecodeBatch, place: int, tokens: list[int]) -> None:
         batch.write_back(place, tokens, self.current_step if self._ahead else None)
 
-    def _complete(self, output: EngineCoreOutput) -> None:
+    def _add_undelivered(self, output: EngineCoreOutput) -> None:
         if (recording := self.recordings.get(output.request_id)) is not None:
             recording.take(output)
         if before := self._undelivered.pop(output.request_id, None):

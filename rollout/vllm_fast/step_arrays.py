@@ -47,7 +47,7 @@ class StepMasks(NamedTuple):
         if offsets[-1] <= len(self.flat) and (counts <= width).all():
             # A copy frees the pinned block behind it.
             return SamplingMaskLists(self.flat.cpu().numpy()[: offsets[-1]].copy(), offsets, None)
-        ids = _fetch(self.ids)
+        ids = _copy_to_cpu(self.ids)
         parts = [
             np.sort(ids[row, :count]) if count <= width else self._from_bits(row)
             for row, count in enumerate(counts)
@@ -56,11 +56,11 @@ class StepMasks(NamedTuple):
 
     def _from_bits(self, row: int) -> Any:
         assert self.bits is not None
-        bits = np.unpackbits(_fetch(self.bits[row]), bitorder="little")
+        bits = np.unpackbits(_copy_to_cpu(self.bits[row]), bitorder="little")
         return np.flatnonzero(bits).astype(np.int32)
 
 
-def _fetch(tensor: Tensor) -> NDArray[Any]:
+def _copy_to_cpu(tensor: Tensor) -> NDArray[Any]:
     """Copy a finished result to the CPU, without waiting for later steps on the GPU."""
     if not tensor.is_cuda:
         return tensor.numpy()

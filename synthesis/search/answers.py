@@ -210,4 +210,4 @@ async def _score(judge: Author, rubric: Rubric, request: str, text: str, passes:
     samples = await gather_or_cancel(
         *(rubric.sample(ask, task, material, "", number) for number in range(passes))
     )
-    return rubric.judged(material, samples).value
+    return rubric.combine(material, samples).value

@@ -18,7 +18,7 @@ from keel.agents.environments.search.documents import (
 from keel.agents.environments.search.environment import Search, explain_invalid_quote
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.specs import Rubric
-from keel.rewards.language import detected
+from keel.rewards.language import detect_language
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author, object_schema
@@ -143,7 +143,7 @@ async def write_draft(
             if isinstance(desk.library, SearchIndex):  # others do not know which terms are rare
                 _check_chain(draft.evidence, search, desk.library)
             _check_answer(draft, desk.library, depth=desk.config.depth)
-        best, likely = detected(draft.text)
+        best, likely = detect_language(draft.text)
         if best != start.language and likely.get(start.language, 0.0) < _UNLIKELY:
             raise Rejected("language", f"the question is in {best!r} instead of {start.language!r}")
         accepted.check(draft.text, draft.answer, draft.documents)

@@ -14,7 +14,7 @@ from keel.agents.environments.search.documents import Library
 from keel.agents.environments.search.environment import Search
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import SearchTasksConfig
-from keel.rewards.judge.prompts import as_json, fenced, inert, new_fence
+from keel.rewards.judge.prompts import add_fence, as_json, escape_text, new_fence
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.synthesis.author import Author, ToolLoopResult, run_tool_loop, tool_spec_of
 from keel.synthesis.ledger import Rejected
@@ -69,19 +69,19 @@ class Workspace:
                 try:
                     # A search API may take seconds.
                     found = await asyncio.to_thread(at_hand[one.name], dict(one.arguments))
-                    return ToolResult(text=inert(found))
+                    return ToolResult(text=escape_text(found))
                 except Exception as error:  # a search API raises anything
-                    return ToolResult(text=inert(str(error)), failed=True)
+                    return ToolResult(text=escape_text(str(error)), failed=True)
             try:
                 hand_in[1](one.arguments, search)
             except Rejected as error:
                 refused.append(error)
                 if len(refused) >= self.config.tries:
                     raise
-                return ToolResult(text=inert(error.reason), failed=True)
+                return ToolResult(text=escape_text(error.reason), failed=True)
             return ToolResult(text="Accepted.", done=True)
 
-        shown = fenced(as_json(dict(material)), new_fence())
+        shown = add_fence(as_json(dict(material)), new_fence())
         worked = await run_tool_loop(
             author,
             [

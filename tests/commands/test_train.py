@@ -22,7 +22,7 @@ from keel.data.jsonl import load_jsonl
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.checks import check_prompts, check_spec
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.custom import load_function, passing
+from keel.rewards.custom import load_function, pickle_functions
 from keel.rewards.scorer import Scorer
 from keel.rl.types import FUNCTIONS
 from keel.trainer.prepare import prepare
@@ -231,7 +231,7 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
     (item,) = load_jsonl(source, check_spec).items
     assert item.prompt.reward == {"kind": FUNCTIONS, "columns": {"most": 3}}
     scoring = {"workers": 1, "timeout_s": PATIENCE_S}
-    with passing([short, unlike]), Scorer({"made": rewards}, **scoring) as scorer:
+    with pickle_functions([short, unlike]), Scorer({"made": rewards}, **scoring) as scorer:
         check_prompts([item.prompt], rewards, code=CodeSettings())
         (scored,) = scorer.score([group("hi", "hi", "hello", prompt=item.prompt)])
     assert [parts["python.unlike"] for parts in scored.parts_G] == [0.5, 0.5, 1.0]

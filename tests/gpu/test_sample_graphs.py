@@ -20,9 +20,9 @@ GRAPH = pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA g
 
 
 def test_rows_are_gathered_and_the_rest_padded() -> None:
-    from keel.rollout.vllm_fast.sampler import _fill, _SamplingRows
+    from keel.rollout.vllm_fast.sampler import _fill_rows, _SamplingRows
 
-    into = _SamplingRows.of(7, DEVICE)
+    into = _SamplingRows.allocate(7, DEVICE)
     for each in into:
         each.fill_(9)
     of = {
@@ -31,7 +31,7 @@ def test_rows_are_gathered_and_the_rest_padded() -> None:
         "top_p": torch.tensor([0.1, 0.2, 0.3], device=DEVICE),
         "seeds": torch.tensor([11, 12, -13], device=DEVICE),
     }
-    _fill(into, torch.tensor([2, 0, 1], device=DEVICE), 5, **of)
+    _fill_rows(into, torch.tensor([2, 0, 1], device=DEVICE), 5, **of)
     assert into.temperature.tolist() == pytest.approx([0.7, 0.5, 0.6, 1, 1, 9, 9])
     assert into.top_k.tolist() == [7, 5, 6, 1, 1, 9, 9]
     assert into.top_p.tolist() == pytest.approx([0.3, 0.1, 0.2, 1, 1, 9, 9])

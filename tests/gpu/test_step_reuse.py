@@ -41,17 +41,17 @@ class Fields:
     def places(self) -> list[list[int]]:
         return [it.tolist() for it in (self.positions, self.lengths, self.ids, self.slots)]
 
-    def advance(self, requests: torch.Tensor) -> None:
-        from keel.rollout.vllm_fast.install import advance
+    def advance_inputs(self, requests: torch.Tensor) -> None:
+        from keel.rollout.vllm_fast.install import advance_inputs
 
-        advance(requests, page=PAGE, **vars(self))
+        advance_inputs(requests, page=PAGE, **vars(self))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 255, 257])
 def test_each_row_gets_its_next_token(rows: int) -> None:
     made = Fields()
     requests = torch.randperm(REQUESTS)[:rows]
-    made.advance(requests.to(DEVICE))
+    made.advance_inputs(requests.to(DEVICE))
     computed = made.computed.cpu()[requests]
     block = made.table.cpu()[requests, (computed // PAGE).long()].long()
     expected = [computed, computed + 1, made.sampled.cpu()[requests, 0]]
@@ -68,7 +68,7 @@ def take_steps(take: bool) -> tuple[int, list[str]]:
         runner = engine._llm.model_executor.driver_worker.worker.model_runner
         if not STEPS:
             STEPS[""] = runner.execute_model.__self__
-            again = STEPS[""]._again
+            again = STEPS[""]._run_next_token
 
             def observed(known: Any, output: Any) -> Any:
                 batch, blocks = known.state.input_batch, output.scheduled_cached_reqs.new_block_ids
@@ -76,7 +76,7 @@ def take_steps(take: bool) -> tuple[int, list[str]]:
                 SEEN.add(f"new blocks {any(it is not None for it in blocks)}")
                 return again(known, output)
 
-            STEPS[""]._again = observed
+            STEPS[""]._run_next_token = observed
         runner.execute_model = STEPS[""].execute_model if take else STEPS[""]._original
         return STEPS[""].reused, sorted(SEEN)
 

@@ -17,9 +17,9 @@ from keel.rewards.compose import check_weights
 from keel.rewards.custom import (
     BadReward,
     TextTrajectory,
-    function,
+    function_verifier,
     load_function,
-    passing,
+    pickle_functions,
     prompt_fields,
 )
 from keel.rewards.scorer import Scorer
@@ -64,8 +64,8 @@ def test_a_dotted_name_is_a_part(workers: int) -> None:
 def test_any_number_is_accepted() -> None:
     numbers = (True, 1, np.float32(1), np.True_, np.array(1.0), torch.tensor(1.0), Fraction(1))
     for value in (*numbers, 1.0000001):
-        with passing([returning(value)]):
-            verify = function({"name": "python.always", "prompt": FIELDS})
+        with pickle_functions([returning(value)]):
+            verify = function_verifier({"name": "python.always", "prompt": FIELDS})
             assert verify(text("3")) == 1.0, value
 
 
@@ -73,9 +73,9 @@ def test_other_values_are_errors_worth_nothing() -> None:
     weights = {"maths": {"correct": 1.0, "python.always": 0.5}}
     texts = ("0.5", b"0.5", bytearray(b"1"), np.str_("0.5"))
     for value in (None, math.nan, -0.5, 7, 1.00001, *texts, [1.0, 0.0]):
-        with passing([returning(value)]):
+        with pickle_functions([returning(value)]):
             with pytest.raises(BadReward):
-                function({"name": "python.always", "prompt": FIELDS})(text("3"))
+                function_verifier({"name": "python.always", "prompt": FIELDS})(text("3"))
             with Scorer(weights, workers=0, say=lambda _: None) as scorer:
                 (scored,) = scorer.score([group("</think>3")])
         assert scored.rewards_G.tolist() == [1.0]
@@ -85,10 +85,10 @@ def test_other_values_are_errors_worth_nothing() -> None:
 
 @pytest.mark.parametrize("values", ["11", {0: 1.0, 1: 0.5}, {1.0, 0.5}, 1.0, [1.0], ["1", 1.0]])
 def test_a_group_function_must_return_a_list(values: Any) -> None:
-    with passing([reward := returning(values)]):
+    with pickle_functions([reward := returning(values)]):
         spec = {"name": f"python.{reward.__name__}", "prompt": FIELDS, "group": True}
         with pytest.raises(BadReward):
-            function(spec)(json.dumps([text("3")] * 2))
+            function_verifier(spec)(json.dumps([text("3")] * 2))
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,13 @@ def test_a_prompt_always_has_columns() -> None:
 
 
 def in_two_verifiers(reward: Any) -> list[Any]:
-    with passing([reward]):
+    with pickle_functions([reward]):
         spec = {"name": f"python.{reward.__name__}", "prompt": FIELDS}
-        return [verify(text("3")) for verify in (function(spec), function(spec)) for _ in range(2)]
+        return [
+            verify(text("3"))
+            for verify in (function_verifier(spec), function_verifier(spec))
+            for _ in range(2)
+        ]
 
 
 def test_async_functions_share_one_loop() -> None:
@@ -149,7 +153,7 @@ def test_a_passed_function_keeps_its_globals_within_a_run() -> None:
         return 1.0
 
     assert in_two_verifiers(loaded) == [0.0, 1.0, 1.0, 1.0]
-    with passing([loaded]):
+    with pickle_functions([loaded]):
         again = load_function("python.loaded")
         assert again is load_function("python.loaded") is not loaded
         assert again(None, None) == 0.0, "another run"
@@ -160,7 +164,7 @@ def test_a_group_function_sees_whole_groups() -> None:
         return [1 / len(trajectories)] * len(trajectories)
 
     functions = replace(PROMPT, prompt_id="file/2", reward={"kind": "functions"})
-    with passing([alike]), Scorer({"maths": {"python.alike": 1.0}}, workers=0) as scorer:
+    with pickle_functions([alike]), Scorer({"maths": {"python.alike": 1.0}}, workers=0) as scorer:
         scored = scorer.score([group("3", "4"), group("3", prompt=functions)])
     assert [one.rewards_G.tolist() for one in scored] == [[0.5, 0.5], [1.0]]
     assert scored[1].parts_G[0]["correct"] == 1.0

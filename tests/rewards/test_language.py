@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language import _language_share, _words_of, language
+from keel.rewards.language import _language_share, _remove_non_prose, language_verifier
 
 FOLDER = Path(__file__).with_name("language")
 SAMPLES: dict[str, list[str]] = json.loads((FOLDER / "samples.json").read_text())
@@ -63,12 +63,12 @@ def test_too_little_text_costs_nothing() -> None:
 
 
 def test_code_and_formulas_are_set_aside() -> None:
-    assert _words_of("a `code` b $x+y$ word").split() == ["word"]
-    assert _words_of("one ~~~\nall of\n\nthis").split() == ["one"]
-    prices = _words_of("cost $5, and\n\nanother $ sign").split()
+    assert _remove_non_prose("a `code` b $x+y$ word").split() == ["word"]
+    assert _remove_non_prose("one ~~~\nall of\n\nthis").split() == ["one"]
+    prices = _remove_non_prose("cost $5, and\n\nanother $ sign").split()
     assert prices == ["cost", ",", "and", "another", "sign"]
-    assert _words_of("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
-    assert _words_of("`open and\n\nclosed`").split() == ["open", "and", "closed"]
+    assert _remove_non_prose("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
+    assert _remove_non_prose("`open and\n\nclosed`").split() == ["open", "and", "closed"]
 
 
 def test_a_foreign_word_costs_its_share() -> None:
@@ -80,9 +80,12 @@ def test_answer_and_thinking_apart() -> None:
     raw = "<think>Zuerst addieren wir die beiden Zahlen, dann teilen wir.</think>So it is seven."
     message = {"role": "assistant", "content": "", "raw": raw}
     text = TextTrajectory(messages=[message], finish_reason="stop", sampled_tokens=1).dumps()
-    of = {name: language({"prompt": PROMPT, "of": name})(text) for name in ("answer", "thinking")}
+    of = {
+        name: language_verifier({"prompt": PROMPT, "of": name})(text)
+        for name in ("answer", "thinking")
+    }
     assert of == {"answer": 1.0, "thinking": 0.0}
-    assert language({"prompt": PROMPT, "of": "both"})(text) == 0.5
+    assert language_verifier({"prompt": PROMPT, "of": "both"})(text) == 0.5
 
 
 def test_hostile_texts_take_linear_time() -> None:
@@ -166,15 +169,20 @@ def test_marks_around_each_word_gain_nothing(mark: str) -> None:
 def test_running_text_in_code_is_kept() -> None:
     wrapped = "$\\text{Das ist die Antwort}$"
     for text in (wrapped, "$Das ist die Antwort$", "$Das$ $ist$ $die$ $Antwort$"):
-        assert _words_of(text).split() == [".", "Das", "ist", "die", "Antwort."]
-    assert _words_of("`return value`, `the sum`").split() == [","]
-    assert _words_of("$苹果的数量是七$").split() == [".", "苹果的数量是七."]
-    assert _words_of("$面积$ and $Δx$").split() == ["and"]
-    assert "ANTWORT" in _words_of("DAS IST DIE ANTWORT")
-    assert _words_of("CPU and GPU").split() == ["and"]
-    assert _words_of("\\alpha \\beta \\gamma \\delta").split() == []
-    assert _words_of("\\Das \\ist \\die \\Antwort").split() == ["Das", "ist", "die", "Antwort"]
-    assert "answer" in _words_of("`so it is clear that the answer is seven`")
-    assert _words_of("`build essential cmake ninja curl wget the`").split() == []
+        assert _remove_non_prose(text).split() == [".", "Das", "ist", "die", "Antwort."]
+    assert _remove_non_prose("`return value`, `the sum`").split() == [","]
+    assert _remove_non_prose("$苹果的数量是七$").split() == [".", "苹果的数量是七."]
+    assert _remove_non_prose("$面积$ and $Δx$").split() == ["and"]
+    assert "ANTWORT" in _remove_non_prose("DAS IST DIE ANTWORT")
+    assert _remove_non_prose("CPU and GPU").split() == ["and"]
+    assert _remove_non_prose("\\alpha \\beta \\gamma \\delta").split() == []
+    assert _remove_non_prose("\\Das \\ist \\die \\Antwort").split() == [
+        "Das",
+        "ist",
+        "die",
+        "Antwort",
+    ]
+    assert "answer" in _remove_non_prose("`so it is clear that the answer is seven`")
+    assert _remove_non_prose("`build essential cmake ninja curl wget the`").split() == []
     few = "alder birch cedar elm fir gum hazel iris juniper kauri the larch its maple nutmeg"
-    assert _words_of(f"`{few}`").split() == []  # too few function words
+    assert _remove_non_prose(f"`{few}`").split() == []  # too few function words

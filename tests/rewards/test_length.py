@@ -90,9 +90,9 @@ def _dapo(tokens: int, limit: int, cache: int) -> float:
 
 
 def test_costs_by_length() -> None:
-    linear = rule(linear=0.2, target=200).cost(np.array([0, 200, 600, 1000]))
+    linear = rule(linear=0.2, target=200).penalty(np.array([0, 200, 600, 1000]))
     np.testing.assert_allclose(linear, [0, 0, 0.1, 0.2])
-    overlong = rule(overlong=1.0).cost(np.array([100, 800, 900, 1000, 5000]))
+    overlong = rule(overlong=1.0).penalty(np.array([100, 800, 900, 1000, 5000]))
     np.testing.assert_allclose(overlong, [0, 0, 0.5, 1, 1])
 
 

@@ -27,7 +27,7 @@ from keel.configs.schema import (
     TinyModelConfig,
 )
 from keel.model.ray_timeouts import NAME
-from keel.rewards.custom import passing
+from keel.rewards.custom import pickle_functions
 from keel.rewards.scorer import Scorer
 from keel.rl.turns import ToolCall
 from keel.rl.types import Group, Prompt
@@ -133,7 +133,7 @@ def test_work_survives_the_loss_of_a_node(cluster: Cluster, folder: Path) -> Non
             return group.result(PATIENCE_S)
 
     alone = played(None)
-    with passing([elsewhere]):
+    with pickle_functions([elsewhere]):
         nodes = WorkNodes(recipe, say=said.append, log=None, runs_code=False)
         with Scorer(weights, pool=nodes) as scorer:
             first = scorer.score(groups(3))
@@ -180,7 +180,7 @@ def nap(prompt: Any, trajectory: Any) -> float:
 def test_nodes_add_up(cluster: Cluster, folder: Path) -> None:
     """Two workers per node take 1 s per completion, so a node scores two completions a second."""
     rates, said = dict[int, float](), list[str]()
-    with passing([nap]):
+    with pickle_functions([nap]):
         nodes = WorkNodes(config(folder), say=said.append, log=None, runs_code=False)
         with Scorer({"maths": {f"python.{nap.__name__}": 1.0}}, pool=nodes) as scorer:
             nodes.start()

@@ -324,18 +324,18 @@ def test_cache_is_bounded_by_completions() -> None:
 
     before, core.get_kv_cache_configs = core.get_kv_cache_configs, record
     try:
-        with cache.bounded_kv_cache():
+        with cache.cap_kv_cache():
             both, mixed = {"0": full, "1": full}, {"0": full, "1": window}
             memory = [int(10 * _enough), int(_enough / 2), 10**12]
             built = core.get_kv_cache_configs(config, [both, both, mixed], memory)
-        with cache.bounded_kv_cache(conversations=20):
+        with cache.cap_kv_cache(conversations=20):
             core.get_kv_cache_configs(config, [both], memory[:1])
         assert core.get_kv_cache_configs is record
     finally:
         core.get_kv_cache_configs = before
     assert built == "configs" and calls[0] == [_enough, int(_enough / 2), 10**12]
     # A share too small for one completion uses other free memory if that suffices.
-    sizes = [cache._enough(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
+    sizes = [cache._worker_cache_bytes(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
     assert sizes == [60, 50, 19, -10]
-    assert cache._enough(60, 50, lambda: pytest.fail("it asks the GPU")) == 60
+    assert cache._worker_cache_bytes(60, 50, lambda: pytest.fail("it asks the GPU")) == 60
     assert calls[1:] == [[_enough * 20 / 8]], "room for conversations that wait for a tool"

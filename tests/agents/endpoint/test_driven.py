@@ -29,7 +29,7 @@ from keel.agents.endpoint.requests import read_request
 from keel.agents.endpoint.server import Endpoint, McpTools
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import NoEnvironment
-from keel.rewards.sandbox.environments import runtime
+from keel.rewards.sandbox.environments import find_runtime
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
 from tests.agents.endpoint import kit
@@ -431,7 +431,7 @@ def test_sandbox_reaches_only_its_endpoint() -> None:
     # A service of this machine, at an address where the sandbox's endpoint has no port.
     with socket.create_server(("127.0.0.2", 0)) as service:
         place = f"127.0.0.2:{service.getsockname()[1]}"
-        paths = runtime(sys.executable).paths
+        paths = find_runtime(sys.executable).paths
         ended, finished = drive(ASK + spy, place, wrap=wrap, readable=paths, policy=policy)
     facts = {"machine": "ConnectionRefusedError", "world": "OSError", "tools": 7}
     assert ended.verdict == Verdict(parts={"correct": 1.0}, facts=facts), ended

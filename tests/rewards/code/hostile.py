@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from keel.rewards.code.verifier import CodeSettings, verify_code
-from keel.rewards.sandbox.processes import subreaper
+from keel.rewards.sandbox.processes import adopt_orphans
 from keel.rewards.sandbox.sandbox import Limits
 
 ADD_STDIN = {"stdin": "20 22\n", "stdout": "42\n"}
@@ -72,7 +72,7 @@ def main() -> None:
                 rewarded.append(name)
 
     # A private folder and a subreaper, so that everything the rounds leave behind is counted.
-    with tempfile.TemporaryDirectory(prefix="keel-rounds-") as folder, subreaper():
+    with tempfile.TemporaryDirectory(prefix="keel-rounds-") as folder, adopt_orphans():
         tempfile.tempdir = folder
         verify(runs[::6])
         before = footprint()

@@ -61,7 +61,7 @@ def test_bad_specs_are_refused(fields: dict[str, Any], match: str) -> None:
 
 def test_a_prompt_may_set_limits() -> None:
     task = read_task({"kind": "code", "tests": [ADD_STDIN], "time_limit_s": 5, "memory_mib": 64})
-    assert task.within(Limits()) == Limits(time_s=5, memory_mib=64)
+    assert task.apply_limits(Limits()) == Limits(time_s=5, memory_mib=64)
 
 
 def test_the_driver_encodes_values() -> None:
@@ -148,14 +148,14 @@ def test_sets_are_equal_in_some_order(
 
 def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
-    close = verifier._close
+    close = verifier._numbers_match
 
     def counted(*numbers: Any) -> bool:
         nonlocal compared
         compared += 1
         return close(*numbers)
 
-    monkeypatch.setattr(verifier, "_close", counted)
+    monkeypatch.setattr(verifier, "_numbers_match", counted)
     monkeypatch.setattr(verifier, "_MAX_COMPARISONS", 5_000)
     expected = [[1.0, number] for number in range(2_000)]
     reversed_ = [[1.0 - number * 1e-14, number] for number in range(2_000)]

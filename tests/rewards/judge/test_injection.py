@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keel.configs.schema import JudgeConfig
-from keel.rewards.judge.prompts import as_json, fenced, meta_question, new_fence
+from keel.rewards.judge.prompts import add_fence, as_json, meta_question, new_fence
 from keel.rewards.judge.service import JudgeService
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import (
@@ -103,7 +103,11 @@ def test_encoding_is_one_line_and_lossless(text: str) -> None:
     encoded.encode()
     assert not re.search(r"<[|/a-zA-Z｜]|\[/?INST\]", encoded)
     fence = new_fence()
-    assert fenced(encoded, fence).split("\n") == [f"<<<DATA {fence}", encoded, f"DATA {fence}>>>"]
+    assert add_fence(encoded, fence).split("\n") == [
+        f"<<<DATA {fence}",
+        encoded,
+        f"DATA {fence}>>>",
+    ]
 
 
 TOKENS = (

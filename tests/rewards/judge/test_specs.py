@@ -63,7 +63,7 @@ def test_bad_specs_are_refused(spec: dict[str, Any], match: str) -> None:
 def test_weights_sum_up_to_rounding() -> None:
     rubric = Rubric.parse(weighted(0.333, 0.333, 0.333))
     everything = {f"c{i}": (1.0, "") for i in range(3)}
-    assert rubric.judged({}, [everything]).value == pytest.approx(1.0, abs=1e-12)
+    assert rubric.combine({}, [everything]).value == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def sample(score: float, *, verifier: float | None = None, own: float = 1.0) -> 
 
 
 def reward(claimed: float, *samples: _ProofSample, alpha: float = 0.75) -> float:
-    return ProofSpec(alpha=alpha).judged(Proof("y", "z", claimed), samples).value
+    return ProofSpec(alpha=alpha).combine(Proof("y", "z", claimed), samples).value
 
 
 def test_the_composed_reward() -> None:

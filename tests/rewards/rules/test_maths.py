@@ -106,7 +106,7 @@ def test_fractions_are_compared_exactly(top: int, bottom: int, factor: int) -> N
     ],
 )
 def test_formulas_are_equal_by_value(one: str, other: str, alike: bool) -> None:
-    assert formula.equal(formula.read(one), formula.read(other)) is alike
+    assert formula.equal(formula.parse_formula(one), formula.parse_formula(other)) is alike
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_formulas_are_equal_by_value(one: str, other: str, alike: bool) -> None:
 )
 def test_malformed_formulas_are_unreadable(text: str) -> None:
     with pytest.raises(formula.Unreadable):
-        formula.read(text)
+        formula.parse_formula(text)
 
 
 PARTS = [

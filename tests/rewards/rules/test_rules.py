@@ -13,7 +13,7 @@ import pytest
 from keel.configs.schema import SourceConfig
 from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
 from keel.rewards.checks import check_spec
-from keel.rewards.rules.reasoning_gym import _EVALUATED_TASKS, _SYMBOLIC_TASKS, _may_be_verified
+from keel.rewards.rules.reasoning_gym import _EVALUATED_TASKS, _SYMBOLIC_TASKS, _is_safe_to_verify
 from keel.rewards.rules.verifiers import _MATCH_TIMEOUT_S, Verifier, keeps_format, verifier_for
 from keel.rewards.workers.pool import WorkerPool
 from keel.rewards.workers.worker import reply_to
@@ -85,9 +85,9 @@ REFUSED = ["9**9**9", "(9**999)**999", "2**(10**6)", "2**99999", "exec(x)", "x.y
 
 
 def test_only_literals_and_formulas_are_evaluated() -> None:
-    assert all(_may_be_verified(task, text, "") for task, text in EVALUATED)
-    assert not any(_may_be_verified("countdown", text, "") for text in REFUSED)
-    assert not _may_be_verified("spiral_matrix", "[0] * 10**10", "")
+    assert all(_is_safe_to_verify(task, text, "") for task, text in EVALUATED)
+    assert not any(_is_safe_to_verify("countdown", text, "") for text in REFUSED)
+    assert not _is_safe_to_verify("spiral_matrix", "[0] * 10**10", "")
 
 
 HOSTILE = [

@@ -17,7 +17,12 @@ import yaml
 from keel.rewards.sandbox import processes
 from keel.rewards.sandbox import sandbox as module
 from keel.rewards.sandbox.environments import environment_wrap
-from keel.rewards.sandbox.processes import _descendants, _MemoryLimiter, _ProcessUsage, usage
+from keel.rewards.sandbox.processes import (
+    _descendants,
+    _MemoryLimiter,
+    _ProcessUsage,
+    measure_processes,
+)
 from keel.rewards.sandbox.sandbox import (
     IsolationError,
     Limits,
@@ -76,7 +81,7 @@ def test_partial_isolation_is_refused(stand_in) -> None:
 def test_a_reused_pid_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int] = []
     excess = _ProcessUsage(resident=65 << 20, cpu_s=0.0, processes=2)
-    monkeypatch.setattr(processes, "usage", lambda pid, include_root: excess)
+    monkeypatch.setattr(processes, "measure_processes", lambda pid, include_root: excess)
     monkeypatch.setattr(processes, "_kill_sandbox", lambda pid, inside: pids.append(pid))
     own = os.getpid()
     for exited, killed in ((True, []), (False, [own])):
@@ -254,7 +259,7 @@ ctypes.CDLL(None).pthread_exit(None)
         try:
             stat = Path(f"/proc/{process.pid}/stat")
             wait_for(lambda: b") Z " in stat.read_bytes())
-            assert usage(process.pid).resident > 90 << 20
+            assert measure_processes(process.pid).resident > 90 << 20
             assert _descendants(os.getpid())[process.pid]  # alive
         finally:
             process.kill()

@@ -14,7 +14,7 @@ from keel.agents.endpoint.requests import read_request
 from keel.rl.turns import Message
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.render import Encoder, _deepseek_code, call_message, retained
+from keel.rollout.chat.render import Encoder, _load_deepseek_code, call_message, drop_old_thinking
 from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.engine.conversion import render_prompt
@@ -185,8 +185,10 @@ OTHERS = st.fixed_dictionaries(
 @settings(deadline=None)
 @given(st.lists(st.one_of(ASSISTANT, OTHERS), max_size=12))
 def test_thinking_is_retained_as_in_deepseeks_own_code(messages: list[dict[str, Any]]) -> None:
-    oracle = _deepseek_code().drop_thinking_messages(messages)
-    ours = retained([{k.replace("ing", "ing_content"): v for k, v in m.items()} for m in messages])
+    oracle = _load_deepseek_code().drop_thinking_messages(messages)
+    ours = drop_old_thinking(
+        [{k.replace("ing", "ing_content"): v for k, v in m.items()} for m in messages]
+    )
     ours = [{k.replace("_content", ""): v for k, v in message.items()} for message in ours]
     assert len(ours) == len(messages)
     assert [m for m in ours if m["role"] != "developer"] == [

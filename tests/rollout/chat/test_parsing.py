@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import answer_in, final_text, raw_text, thinking_text
 from keel.rl.turns import THINK, Malformed, Parsed, ThinkingMarks, ToolCall, ToolSpec
-from keel.rollout.chat.parsing import _split_thinking, marks_of
+from keel.rollout.chat.parsing import _split_thinking, find_thinking_marks
 from keel.rollout.chat.render import call_message
 from keel.rollout.engine.conversion import _split_message, decode_all, render_prompt
 from tests.rl.rollouts import prompt
@@ -205,7 +205,7 @@ def test_one_broken_call_spoils_no_other() -> None:
 )
 def test_calls_in_thinking_are_opt_in(name: str, call: str) -> None:
     text = f"I could {call} and </think>\n\nNo."
-    text = text if chat_of(name).opened(thinking=True) else f"<think>{text}"
+    text = text if chat_of(name).prompt_opens_thinking(thinking=True) else f"<think>{text}"
     parsed = parse(name, text, thinking=True)
     assert (parsed.content, parsed.calls) == ("No.", ())
     assert "I could" in parsed.reasoning
@@ -300,7 +300,7 @@ LITERALS = {name: "</think>" for name in MARKS if name != "qwen3"}
 
 def completed(name: str, text: str) -> dict[str, Any]:
     tokenizer = tokenizer_of(name)
-    marks = marks_of(tokenizer)
+    marks = find_thinking_marks(tokenizer)
     assert marks is not None
     ids = tokenizer.encode(text, add_special_tokens=False)
     (raw,) = decode_all(tokenizer, [ids], marks)
@@ -335,10 +335,12 @@ def test_a_box_in_unfinished_thinking_never_scores(name: str, made: Any) -> None
 
 
 def test_order_of_mark_sources() -> None:
-    assert marks_of(tokenizer_of("seed"), ("<a>", "</a>")) == ThinkingMarks("<a>", "</a>")
+    assert find_thinking_marks(tokenizer_of("seed"), ("<a>", "</a>")) == ThinkingMarks(
+        "<a>", "</a>"
+    )
     tokenizer = copy.deepcopy(tokenizer_of("seed"))
     tokenizer.chat_template = tokenizer_of("chatml").chat_template
-    assert marks_of(tokenizer) == ThinkingMarks("<seed:think>", "</seed:think>")
+    assert find_thinking_marks(tokenizer) == ThinkingMarks("<seed:think>", "</seed:think>")
     tokenizer.chat_template = tokenizer_of("qwen3").chat_template
-    assert marks_of(tokenizer) == THINK
-    assert marks_of(tokenizer_of("chatml")) is None
+    assert find_thinking_marks(tokenizer) == THINK
+    assert find_thinking_marks(tokenizer_of("chatml")) is None
