@@ -266,7 +266,7 @@ class EndpointTurns:
     """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it.
 
     The token ids are unknown, so each part of a conversation is represented by placeholder ids: its
-    number, padded to its length in tokens.
+    number, then filler ids up to its length in tokens.
     """
 
     stop_ids: tuple[int, ...] = ()

@@ -116,7 +116,7 @@ class Counts:
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
 
     def since(self, previous: Counts) -> dict[str, Metric]:
-        """Return metrics for the time since the counters were `previous`."""
+        """Return metrics for the time since the counters had the values in `previous`."""
         metrics: dict[str, Metric] = {
             f"judge/{name}": Sum(count - getattr(previous, name))
             for name in self.__slots__

@@ -62,7 +62,8 @@ def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
 
 
 def _stat(name: str) -> list[bytes]:
-    """Return the fields of `/proc/…/stat` after the process name, which can be any text."""
+    """Read the fields of `/proc/…/stat` that follow the process name. The name itself can be any
+    text."""
     return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 

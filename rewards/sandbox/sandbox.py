@@ -43,7 +43,7 @@ GRACE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resource limits for one run."""
+    """Resource limits for one run of a program."""
 
     time_s: float = 2.0  # CPU seconds of all processes. The wall-time limit is 2 · time_s + 1.
     memory_mib: int = 512  # limit on each address space, and on all resident memory together

@@ -24,7 +24,7 @@ _chunked: Any = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
 
 
 def install() -> None:
-    """Patch vLLM's classes, once per process."""
+    """Apply these fixes to vLLM's classes, once per process."""
     for kind, name, shim in (
         (UnquantizedFusedMoEMethod, "_setup_kernel", _prepack_experts),
         (RotaryEmbedding, "forward_cpu", _rotate_3d_queries),

@@ -73,8 +73,9 @@ class RolloutPool:
         update_timeout_s: float | None = None,
         translate: Translate = lambda future: future,
     ) -> None:
-        """`build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
-        update and defaults to `rollout.update_timeout_s`."""
+        """Create the pool without starting its engines. `build(i)` begins to start engine i.
+        `update_timeout_s` is the time limit for a weight update and defaults to
+        `rollout.update_timeout_s`."""
         self.say: Callable[[str], Any] = lambda _: None  # for warnings, on the pool's thread
         self._config = config
         self._numbers = itertools.count()

@@ -108,7 +108,7 @@ class _SampledTokens(NamedTuple):
 
 
 class V1Recorder(Recorder):
-    """Recorder for the V1 runner, which must run in this process."""
+    """Records on vLLM's V1 model runner, which must run in this process."""
 
     _table: _RouteTable | None = None
 

@@ -80,8 +80,8 @@ def _find_threshold(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find a threshold such that at least top_k logits of a row are not below it. If fewer logits
-    are finite, all finite ones are above it."""
+    """Find a threshold such that at least top_k logits of a row are greater than or equal to it. If
+    fewer logits are finite, this holds for all finite ones."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:

@@ -50,7 +50,8 @@ class _ScheduledStep:
 
 
 class _DecodeBatch:
-    """Counters and recorded arrays of a batch, [P] by batch slot. Columns correspond to steps."""
+    """A batch of requests that sample one token per step, with their counters and recorded arrays.
+    Arrays are [P] by batch slot, and columns correspond to steps."""
 
     def __init__(self, places: int) -> None:
         self.requests: list[Any] = [None] * places  # [P] vLLM's `Request`s, or None
@@ -271,7 +272,7 @@ _BLOCKS_AHEAD = 4  # KV blocks to allocate at once if twice as many are free for
 
 
 class _FastPath(Scheduler):
-    """Adds the fast path to a scheduler (see the module docstring)."""
+    """Mixin that adds the fast path to a vLLM scheduler (see the module docstring)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -572,7 +573,8 @@ class _FastPath(Scheduler):
             super()._free_request(request)
 
     def keel_flush(self) -> None:
-        """Write the batch's state back to its requests, as if vLLM had run the steps."""
+        """Write the state of the fast path's batch back to its requests, as if vLLM had run the
+        steps."""
         batch, self._batch = self._batch, None
         self._outside = []
         if batch is None or not batch.scheduled:
