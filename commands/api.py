@@ -13,8 +13,9 @@
     )
     run.metrics[-1]["reward/mean"], run.model
 
-The run is the same as with `keel train`, with the same checks, folder, checkpoints and view, but in
-this process. Repeating the call resumes the run. Prompts are written to the run folder as JSONL.
+This is the same as `keel train` (checks, run folder, checkpoints and progress view), but runs in
+the current process. Repeating the call resumes the run. Prompts are saved to the run folder as
+JSONL.
 """
 
 from __future__ import annotations

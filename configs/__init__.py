@@ -1,1 +1,1 @@
-"""Defines every knob of a run (`schema`), and loads recipes into these knobs (`load`)."""
+"""Define every knob of a run (`schema`), and load recipes into them (`load`)."""

@@ -1,4 +1,4 @@
-"""Loads a recipe (YAML) and `key=value` overrides into a `Config`. Only this file uses OmegaConf.
+"""Load a recipe (YAML) and `key=value` overrides into a `Config`. Only this file uses OmegaConf.
 
     defaults: base.yaml          # optional base recipe: a path relative to this file, or the bare
                                  # name of a recipe that comes with Keel

@@ -336,9 +336,8 @@ class Config(Section):
 
     @property
     def _environment_timeout_s(self) -> float:
-        """Maximum time in seconds that an episode needs besides its own sampling: opening the
-        environment, its replies and grading, plus the wait for an engine if there are more open
-        episodes than engine slots."""
+        """Maximum time in seconds that an environment adds to an episode: opening, replies and
+        grading, plus the wait for an engine if there are more open episodes than engine slots."""
         times = [
             source.environment.open_s
             + source.environment.verdict_s

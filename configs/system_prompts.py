@@ -43,8 +43,9 @@ def system_prompt(
 ) -> str:
     """Return a built-in system prompt, or "" for the template "none".
 
-    `tools` holds the names of the available tools; `python` adds a paragraph about it. `calls` is
-    the maximum number of calls inside the thinking block, and `seconds` the time limit per cell.
+    `tools` holds the names of the available tools. If `python` is one of them, a paragraph explains
+    it. `calls` is the maximum number of calls inside the thinking block, and `seconds` the time
+    limit per cell.
     """
     prompt = {
         "none": "",

@@ -19,8 +19,8 @@ class WorkFolder:
     """A context manager that creates and locks the output folder of a command."""
 
     def __init__(self, path: Path, knob: str, work: str) -> None:
-        """Set up the object without creating the folder. `knob` and `work` appear in error
-        messages: the name of the folder's setting, and a noun for the work done in it."""
+        """Set up the object without creating the folder. Error messages name the setting `knob` and
+        describe the command's activity as `work`."""
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Manages the folder in which `keel eval` stores its results.
+"""Read and write the results folder of `keel eval`.
 
 Results are saved after each prompt, so that a stopped evaluation can resume.
 

@@ -1,4 +1,4 @@
-"""Reads prompts from the rows of data files.
+"""Read prompts from the rows of data files.
 
 Each row has one prompt, and the answer, tests or criteria used to judge completions.
 
@@ -14,8 +14,8 @@ Each row has one prompt, and the answer, tests or criteria used to judge complet
 
 docs/data.md, docs/rewards.md and docs/rubrics.md describe the keys. The object `environment` is
 passed only to the source's environment. All other keys are available to templates, and to the
-user's reward functions in `prompt.reward["columns"]`. A source with such a function needs no other
-way to judge completions. Keys that nothing uses are reported.
+user's reward functions in `prompt.reward["columns"]`. With such a function, a row needs no other
+way to judge completions. Unused keys are reported.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Row(NamedTuple):
     as_text: dict[str, Any]
     """Values of the known keys, with numbers written as in the file."""
     unmapped: dict[str, Any]
-    """Columns that no key uses."""
+    """Columns that are not mapped to any key."""
     record: dict[str, Any]
     """The whole row for templates, with numbers written as in the file."""
     of_table: bool

@@ -1,4 +1,4 @@
-"""Computes pass rates and reads the table of `keel filter`, which has one JSON line per prompt.
+"""Compute pass rates and read the table of `keel filter`, which has one JSON line per prompt.
 
     {"id": "sums/7", "source": "sums", "domain": "maths", "samples": 100, "passes": 12,
      "pass_rate": 0.12, "score": 0.15, "unscored": 1, "dropped": {"late: …": 1}, "digest": "…"}

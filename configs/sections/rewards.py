@@ -129,11 +129,11 @@ class JudgeConfig(Section):
         return self.server.replicas * self.server.tensor_parallel if self.serve else 0
 
     def check_used(self, *, judged: bool, gpu: bool) -> None:
-        """Raise ConfigError if prompts need a judge and none is set, or if a served judge has no
-        prompts.
+        """Raise ConfigError if prompts need a judge and none is set, or if a served judge has
+        nothing to judge.
 
-        `judged` says whether any prompt has criteria or is a proof, or any rewards include
-        `refusal`. `gpu` says whether the run has GPUs.
+        `judged` is True if any prompt has criteria or is a proof, or if any rewards include
+        `refusal`. `gpu` is True if the run has GPUs.
         """
         if judged and not self.model:
             raise ConfigError(

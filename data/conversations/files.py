@@ -44,7 +44,7 @@ _PARSED = frozenset({"messages", "conversations", "tools"})
 """Keys whose values may be stored as JSON text in a table."""
 R = TypeVar("R")
 _Placed = tuple[str, dict[str, Any]]
-"""An object read from a file and its location, such as `file:line`."""
+"""An object read from a file, and its location (such as `file:line`)."""
 
 
 def read_rows(

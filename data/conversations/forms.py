@@ -1,4 +1,4 @@
-"""Reads conversations in common formats and converts them to one format.
+"""Read conversations in common formats and convert them to a single one.
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
     {"messages": […, {"role": "assistant", "reasoning_content": "…", "content": "…"}]}

@@ -31,7 +31,7 @@ class _Report:
     sampled: int
     """Number of conversations that keep the exact tokens sampled by a policy."""
     left_out: Mapping[str, int]
-    """Number of omitted conversations for each reason."""
+    """Number of excluded conversations for each reason."""
     skipped: Sequence[str]
     unread: frozenset[str]
 
@@ -103,11 +103,10 @@ def load_lessons(
     """Read every source, remove duplicates, and split off the held-out conversations.
 
     A question held out by one source is not trained on in any other. If a document is too long for
-    the held-out set, only its last windows are held out. `reserved` contains the questions of the
-    recipe's held-out prompts, and `reserved_ids` their IDs, because an environment may change the
-    first message. `tokenizer` is a digest of the model's tokenizer, `solve` is described in
-    `_Solve`, and `encoded` tokenizes text sources. If `hub_answers` returns False, no hub is
-    contacted.
+    the held-out set, only its last windows are held out. Prompts held out by the recipe are
+    excluded by question (`reserved`) and by ID (`reserved_ids`), because an environment may change
+    the first message. `tokenizer` is a digest of the model's tokenizer, and `encoded` tokenizes
+    text sources. If `hub_answers` returns False, no hub is contacted.
 
     Raises ConfigError if a source is empty or cannot be read, or if a conversation cannot be
     rendered with the chat template or is too long (under `long_conversations: error`).

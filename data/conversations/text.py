@@ -1,4 +1,4 @@
-"""Reads text sources: splits documents into token windows, and generates texts with known answers.
+"""Read text sources: split documents into token windows, and generate texts with known answers.
 
 Each window is a separate context. Consecutive windows of a document overlap by one token, so that
 every token except the first is trained on exactly once.
