@@ -89,12 +89,12 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
         assert parsed.closed and parsed.reasoning == "hm"
         (answer,) = answers(parsed, hostile)
         assert answer["name"] == kind
-        conversation.answer([answer])
+        conversation.append_messages([answer])
     assert conversation.forks == 0, "tools only: one segment"
     last = {"harmony": "<|return|>", "glm": "<|user|>"}.get(name, end)
     parsed = say(conversation, name, thought + ANSWER.get(name, "Rome.") + last)
     assert (parsed.content, parsed.calls) == ("Rome.", ())
-    conversation.answer([{"role": "user", "content": "And then?"}])
+    conversation.append_messages([{"role": "user", "content": "And then?"}])
     assert conversation.forks == 1, "thinking goes, and a new segment begins"
     say(conversation, name, thought + ANSWER.get(name, "Rome.") + last)
 
