@@ -139,8 +139,8 @@ def pickled_functions() -> dict[str, bytes]:
 
 
 def store_functions(functions: Mapping[str, bytes]) -> None:
-    """Store functions pickled on another node (see `pickled_functions`) for the worker processes
-    that this process starts."""
+    """Write functions that were pickled on another node (see `pickled_functions`) to a folder, for
+    the worker processes that this process starts."""
     if functions:
         folder = os.environ[FOLDER] = mkdtemp(prefix="keel-functions-")
         for name, pickled in functions.items():

@@ -46,7 +46,7 @@ from keel.rl.types import (
 
 @dataclass(slots=True)
 class _Draft:
-    """Collects the reward components of a trajectory while its group is being scored."""
+    """The reward components of a trajectory, collected while its group is being scored."""
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})

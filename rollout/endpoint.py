@@ -110,8 +110,8 @@ class EndpointCompletions:
             self._thread.join(_CLOSE_S)
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """Start sampling a group of completions. The group lists the reason for each failed one.
-        The future raises RuntimeError if the endpoint does not work at all."""
+        """Start sampling a group of completions. The group lists the reason for each failed
+        completion. The future raises RuntimeError if the endpoint is unusable."""
 
         async def group() -> Group:
             options: dict[str, Any] = {"max_tokens": sampling.max_tokens}
@@ -147,7 +147,7 @@ class EndpointCompletions:
         failed.
 
         Raises TimeoutError after `within_s` seconds, counted from when the request gets one of the
-        `endpoint.max_concurrent` slots, and RuntimeError if the endpoint does not work at all.
+        `endpoint.max_concurrent` slots, and RuntimeError if the endpoint is unusable.
         """
         import openai  # noqa: PLC0415  as above
 
@@ -312,7 +312,7 @@ class EndpointTurns:
 
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
         """Start sampling a turn. The future raises _TurnLost if the endpoint returns none, and
-        RuntimeError if the endpoint does not work at all."""
+        RuntimeError if the endpoint is unusable."""
         return self._completions.schedule(self._turn(request, self._sampling[purpose]))
 
     def forget(self, prompt: Prompt) -> Future[None]:

@@ -297,5 +297,5 @@ def new_fence() -> str:
 
 
 def add_fence(text: str, fence: str) -> str:
-    """Enclose a line of text in two lines that contain the fence."""
+    """Put a line of text between two lines that contain the fence."""
     return f"<<<DATA {fence}\n{text}\nDATA {fence}>>>"

@@ -30,24 +30,24 @@ from keel.rl.strict_json import allow_long_integers
 _START_TIMEOUT_S = 120.0
 """Time limit in seconds for a worker to start and import its libraries."""
 _CODE_GRACE_S = 30.0
-"""Time for starting and stopping sandboxes, in addition to `rewards.code.completion_s`."""
+"""Seconds for starting and stopping sandboxes, in addition to `rewards.code.completion_s`."""
 GRACE_S = 30.0
-"""How long to wait for the worker's own timer after a deadline, and for a killed worker to exit."""
+"""Seconds to wait for the worker's own timer after a deadline, and for a killed worker to exit."""
 _FIRST_CALL_S = 30.0
 """Minimum time limit for the first call of a function in a worker, because that call may load a
 model."""
 _POLL_S = 1.0
-"""Time between two checks of a worker that has not answered."""
+"""Seconds between two checks of a worker that has not answered."""
 _STOPPED_POLLS = 5
 """Number of consecutive checks that must find a worker stopped (SIGSTOP) before it is replaced."""
 _MAX_REASSIGNMENTS = 3
-"""Maximum number of times that a batch is retried if it did not cause the failure of its worker."""
+"""Maximum number of retries of a batch that did not cause the failure of its worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierScore:
-    """The result for one completion: a score from 0 to 1. If there is an `error`, the score is
-    0."""
+    """A verifier's result for one completion: a score from 0 to 1. If there is an `error`, the
+    score is 0."""
 
     score: float
     error: str = ""
@@ -71,10 +71,9 @@ class WorkerPool:
     ) -> None:
         """Start the workers, which import their libraries in the background.
 
-        `timeout_s` is the time limit for one completion. It is enforced only if there are workers.
-        `code` contains the fields of `CodeConfig`. Its `completion_s` is the time limit for
-        programs. Each worker prints to a file in the folder `log`, or to standard error if `log` is
-        None.
+        `timeout_s` is the time limit for one completion, enforced only if there are workers. `code`
+        contains the fields of `CodeConfig`, whose `completion_s` is the time limit for programs.
+        Each worker prints to a file in the folder `log`, or to standard error if `log` is None.
         """
         allow_long_integers()  # in tests of programs, which travel as JSON
         self._code = dict(code or {})
@@ -94,7 +93,7 @@ class WorkerPool:
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> Future[list[VerifierScore]]:
-        """Start verifying completions. The future returns one result for each completion, or raises
+        """Start verifying completions. The future returns one result per completion, or raises
         ValueError if the spec is malformed."""
         return self._threads.submit(self._verify, spec, completions)
 
@@ -127,7 +126,8 @@ class WorkerPool:
 
 
 class _WorkerLost(Exception):
-    """Raised if a worker was lost. `blameless` is True if this was not caused by a completion."""
+    """Raised if a worker died or stopped responding. `blameless` is True if no completion caused
+    this."""
 
     def __init__(self, message: str, *, blameless: bool = False) -> None:
         super().__init__(message)
@@ -232,7 +232,7 @@ class _Worker:
         self, spec: Mapping[str, Any], completions: Sequence[str], limits: Mapping[str, float]
     ) -> None:
         """Send a batch to the worker and wait until it has built the verifier. Raises ValueError if
-        the worker rejects the spec."""
+        it rejects the spec."""
         request = {"spec": dict(spec), "completions": list(completions), "code": self._code}
         self._socket.settimeout(_START_TIMEOUT_S)
         try:

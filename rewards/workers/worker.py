@@ -40,18 +40,20 @@ from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to all processes of a job. Workers ignore them, so that only the
-parent reacts. If a worker were killed by such a signal, a completion would seem to have crashed it.
-"""
+"""Signals that a scheduler sends to all processes of a job. Workers ignore them, because a
+completion would seem to have crashed a worker that such a signal killed. Only the parent reacts."""
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
 """Size of the address space that verifiers may use in addition to the memory already allocated."""
 
 
 def _limit_memory(extra: int | None) -> None:
-    """Allow `extra` more bytes of address space. None means no limit. User functions have
-    no limit, because they may load a model, and GPU drivers reserve more address space than they
-    use."""
+    """Limit the address space of this process to the current size plus `extra` bytes, or remove the
+    limit if `extra` is None.
+
+    User functions have no limit, because they may load a model, and GPU drivers reserve more
+    address space than they use.
+    """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard
     if extra is not None:
@@ -63,7 +65,7 @@ def _limit_memory(extra: int | None) -> None:
 
 
 def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
-    """Verify a completion and return the reply to send to the parent process."""
+    """Verify a completion. Returns the JSON reply for the parent process."""
     try:
         score = verifier(completion)
         if not isinstance(score, Mapping):

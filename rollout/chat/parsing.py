@@ -387,8 +387,8 @@ def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Item])
 
 
 def _parse_call_object(value: Any, key: str, body: str) -> _Item:
-    """Parse a tool call from a JSON object. Arguments can be missing, and can be under `arguments`
-    or `parameters`. `key` is the one that this format uses."""
+    """Parse a tool call from a JSON object. This format stores the arguments under `key`, but both
+    `arguments` and `parameters` are accepted, and the arguments can be missing."""
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
         return Broken(body, form)

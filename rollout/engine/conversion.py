@@ -134,7 +134,7 @@ class Completion:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """One or more requests that together produce one result."""
+    """A job of the engine: one or more requests that together produce one result."""
 
     label: str
     context: Sequence[int] | NDArray[np.int32]

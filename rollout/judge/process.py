@@ -43,10 +43,13 @@ class VllmServer:
         port: int = 0,
         key: str = "",
     ) -> None:
-        """Start the server without waiting until it answers. `name` is used in error messages.
-        `environment` is added to this process's environment variables. If `port` is 0, a free port
-        is chosen. `key` is the API key that clients must send; if it is empty, `VLLM_API_KEY` from
-        the environment applies. Raises OSError if the address cannot be bound."""
+        """Start the server, without waiting until it answers. Raises OSError if the address cannot
+        be bound.
+
+        `name` is used in error messages. `environment` is added to this process's environment
+        variables. If `port` is 0, a free port is chosen. `key` is the API key that clients must
+        send. If it is empty, `VLLM_API_KEY` from the environment applies.
+        """
         self._name, self._host, self._log = name, host, log
         # Bound but not listening: reserves the port until the server listens on it.
         self._reserved = socket.socket()
@@ -71,8 +74,8 @@ class VllmServer:
         return f"http://{self._host}:{self._port}/v1"
 
     def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server answers requests. `knob` names the setting that determines
-        `timeout_s`. Raises RuntimeError with the end of the server's log if it does not start."""
+        """Wait until the server answers requests. `knob` names the setting of `timeout_s` in error
+        messages. Raises RuntimeError with the end of the server's log if it does not start."""
         end = time.monotonic() + timeout_s
         while not self._is_healthy():
             reason = self.ended()
@@ -88,7 +91,7 @@ class VllmServer:
         self._reserved.close()
 
     def ended(self) -> str:
-        """The reason the server ended, with the end of its log. Empty while the server is
+        """The reason the server ended, with the end of its log, or "" while the server is
         running."""
         output = self._reaper.stdout
         assert output is not None
@@ -151,7 +154,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def environment(*, gpu: bool, threads: int) -> dict[str, str]:
-    """Return the environment variables to add for the server. `threads` is used only on CPUs."""
+    """Return the environment variables to set for the server. `threads` is used only on CPUs."""
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if gpu:
         return common

@@ -27,7 +27,7 @@ from pathlib import Path
 _GRACE_S = 5.0
 """Seconds to wait between SIGTERM and SIGKILL."""
 _KILLED_S = 10.0
-"""Seconds to wait for killed processes. One that hangs in the kernel may never end."""
+"""Seconds to wait for killed processes. A process that hangs in the kernel may never end."""
 _POLL_S, _KILL_POLL_S = 1.0, 0.02
 _MAX_STOPPED_POLLS = 5
 """Number of consecutive polls that must find the command suspended before the reaper kills it."""
@@ -79,8 +79,8 @@ def _stopped(pid: int) -> bool:
 
 
 def _kill_children(server: subprocess.Popen[bytes]) -> None:
-    """Kill all children. This process then adopts their children, which are killed in the next
-    round."""
+    """Kill all children. Their own children are then adopted by this process, and killed in the
+    next round."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     end = time.monotonic() + _KILLED_S
     while (pids := children.read_text().split()) and time.monotonic() < end:

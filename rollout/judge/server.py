@@ -22,13 +22,13 @@ from keel.model import ray_timeouts
 from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer, common_options, environment
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
-"""Maximum number of restarts within `RECENT_S` seconds. If the server dies again within that time,
-the run fails."""
+"""Maximum number of restarts within `RECENT_S` seconds. The run fails if the server dies once more
+within that time."""
 _REPLY_S = 30.0
 """Time limit in seconds for a call to the actor. Also added to the server's startup timeout."""
 _PLACED_S = 1.0
-"""If an actor does not answer within this many seconds, Ray has not scheduled it yet, so it has no
-server."""
+"""Seconds after which an actor that does not answer counts as not yet scheduled by Ray. It then has
+no server."""
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +73,13 @@ class _JudgeActor(VllmServer):
 
 
 class JudgeServer:
-    """One of the judge's servers for a run. Implements `keel.rewards.judge.specs.ServedJudge`."""
+    """One of a run's judge servers. Implements `keel.rewards.judge.specs.ServedJudge`."""
 
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Begin starting the server, without waiting until it is ready. Ray must be running.
-        `options` are Ray options for the actor and override the defaults."""
+        """Start the server, without waiting until it is ready. Ray must be running. `options` are
+        Ray options for the actor and override the defaults."""
         self._config, self._gpu, self._options = config, gpu, options or {}
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()
@@ -94,8 +94,8 @@ class JudgeServer:
         return len(self._times)
 
     def url(self) -> str:
-        """URL of the running server. If the server has died, it is restarted first. Raises
-        RuntimeError with the end of the server's log if the server cannot be started."""
+        """Return the URL of the running server, restarting it first if it has died. Raises
+        RuntimeError with the end of the server's log if it cannot be started."""
         with self._lock:
             if self._url:
                 reason = self._ended()

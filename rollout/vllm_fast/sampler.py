@@ -83,7 +83,7 @@ class _OneTokenSampler(Sampler):
 
     @property
     def only_known(self) -> bool:
-        """True if all logits processors are vLLM's own, whose state changes only when requests are
+        """True if all logits processors are vLLM's own. Their state changes only when requests are
         added or removed."""
         return [type(processor) for processor in self.logits_processors] == _PROCESSORS
 
