@@ -65,7 +65,6 @@ _EXTRA_REWARD = 0.2
 """Weight of a reward function used in addition to a correctness check."""
 _STOPPED = 130
 _MAX_ROWS = 2_000
-"""Maximum number of rows to inspect."""
 _PROMPTS = (
     *("prompt", "messages", "question", "problem", "query", "instruction", "input", "task"),
     *("conversation", "conversations", "text"),

@@ -60,7 +60,6 @@ class SampledPolicy:
     """Identifies the policy in saved results, so that results of different policies are not
     mixed."""
     label: str
-    """Name of the policy in messages."""
     name: str
     """Name of the results folder."""
     text: str

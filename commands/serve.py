@@ -43,7 +43,6 @@ class _ServedModel:
 
     path: Path
     name: str
-    """Model name in requests."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of the parameters in `SAMPLING`. Missing ones come from generation_config.json."""
     thinking: bool | None = None

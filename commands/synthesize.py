@@ -118,9 +118,7 @@ class _Pipeline(Protocol):
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def make(self, key: str) -> Sequence[Rejected] | None:
-        """Create the task for a key, as described in `MakeTask`."""
-        ...
+    async def make(self, key: str) -> Sequence[Rejected] | None: ...
 
 
 def _open_pipeline(

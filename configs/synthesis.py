@@ -153,7 +153,6 @@ class GeneralConfig(Section):
 
 
 def slug(category: str) -> str:
-    """Return the folder name of a category."""
     return re.sub(r"\W+", "_", category.lower()).strip("_")[:48]
 
 

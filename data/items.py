@@ -51,8 +51,6 @@ def question_digest(messages: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """All prompts from one source."""
-
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()
     """Reason for skipping each malformed line."""

@@ -35,7 +35,6 @@ class _PassRate:
     source: str
     domain: str
     samples: int
-    """Number of requested completions."""
     passes: int
     score: float | None
     """Mean of `correct` over the completions, or None without completions."""
@@ -63,7 +62,6 @@ class _PassRate:
 
 
 def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> _PassRate:
-    """Compute the pass rate of a prompt from all its groups of completions."""
     result = evaluation(groups)
     score, passes = result["score"].value, result["pass@1"]
     samples = sum(len(group.parts_G) + len(group.group.dropped) for group in groups)

@@ -147,7 +147,6 @@ def _sets_of(asked: Sequence[SampledPrompt]) -> dict[str, list[int]]:
 
 
 def format_results(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Format a summary from `results` as a table."""
     names = dict.fromkeys(name for sets in result.values() for of in sets.values() for name in of)
     at_k = ("pass@", "maj@", "fewest@")
     more = [name for name in names if name.startswith(at_k) and "_" not in name][1:]
@@ -217,7 +216,6 @@ def compare_pass_rates(
 
 
 def format_comparison(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) -> list[str]:
-    """Format the result of `compare_pass_rates` as a table."""
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
     for variant, sets in result.items():
         for name, (pairs, of) in sets.items():

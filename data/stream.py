@@ -112,8 +112,6 @@ class Stream(Generic[T]):
 
 
 class PromptStream(Stream[Prompt]):
-    """A stream of prompts to sample from."""
-
     def __init__(
         self, sources: Mapping[str, Sequence[Prompt]], *, weights: Mapping[str, float], seed: int
     ) -> None:

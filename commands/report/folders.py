@@ -56,7 +56,6 @@ class _Group:
     line: int
     """Line number in the chunk, counted from 0."""
     prompt: str
-    """Prompt ID."""
     question: str
     """Start and end of the prompt's last message, on one line."""
     domain: str

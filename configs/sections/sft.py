@@ -139,7 +139,6 @@ class SftConfig(Section):
 
     @property
     def step_contexts(self) -> int:
-        """Number of full-length contexts per step."""
         if self.tokens_per_step:
             return max(1, self.tokens_per_step // self.max_context_tokens)
         return self.conversations_per_step

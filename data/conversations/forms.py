@@ -212,7 +212,6 @@ def content_text(value: Any, at: str) -> str:
 
 
 def parse_tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a message with parsed arguments."""
     parsed: list[dict[str, Any]] = []
     for call, place in parse_messages(calls, at):
         function = _object(call.get("function", call), f"{place}.function")
@@ -263,7 +262,6 @@ class Example:
     trained: tuple[int, ...] = ()
     """Indices of the messages to train on."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools in the format that chat templates expect."""
     thinking: bool = False
     segments: tuple[Segment, ...] = ()
     """Known tokens: sampled by a policy with the same tokenizer, or the window of a text."""
@@ -296,8 +294,6 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSource:
-    """The conversations read from one source."""
-
     examples: tuple[Example, ...]
     skipped: tuple[str, ...] = ()
     """Reason for skipping each malformed line."""

@@ -85,7 +85,6 @@ class _Part(NamedTuple):
     left_out: Mapping[str, int]
     skipped: list[str]
     held: set[str]
-    """Keys to hold out."""
 
 
 def load_lessons(

@@ -36,7 +36,6 @@ _SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "eval"), "test"),
 }
-"""Valid split names."""
 _METADATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 

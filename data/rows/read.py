@@ -42,8 +42,6 @@ class BadLine(ValueError):
 
 
 class Row(NamedTuple):
-    """One row of a data file."""
-
     at: str
     """Location of the row: `file:line`, or `file, row 3` in a list or a table."""
     number: int
@@ -293,7 +291,6 @@ MISSING: Any = object()
 
 
 def check_keys(columns: Mapping[str, str], known: Collection[str], knob: str) -> None:
-    """Raise ConfigError if `columns` contains an unknown key."""
     for key in columns:
         if key not in known:
             raise ConfigError(f"{knob}.columns.{key}: unknown key; use {', '.join(sorted(known))}")
