@@ -199,7 +199,7 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Build the request for the next turn. Repeated calls return the same request until a turn
+        """Build the request for the next turn. Repeated calls return equal requests until a turn
         is appended, so a turn can be retried after an engine failure."""
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")

@@ -50,6 +50,12 @@ _SLOWDOWN, _MIN_S = 10.0, 300.0
 this many seconds."""
 
 
+def _error_name(error: BaseException) -> str:
+    """Return the class name of a rank's own error, or "" for an error of Ray, which has an
+    `OutOfMemoryError` too, for a node that ran out of host memory."""
+    return "" if isinstance(error, RayError) else type(error).__name__
+
+
 @dataclass(frozen=True, slots=True)
 class _StepDeadline:
     """Deadline for a call to the ranks, and the knob to name in the error message if it passes."""
@@ -333,7 +339,7 @@ class Learner:
                         # The death of another rank first shows as an error of collectives
                         # (RuntimeError) or sockets (OSError).
                         cause = ray_timeouts.cause(error)
-                        own = type(cause).__name__ in _OWN_FAILURES
+                        own = _error_name(cause) in _OWN_FAILURES
                         lost = isinstance(cause, RuntimeError | OSError) and not own
                         remaining = ray_timeouts.Deadline(_LOST_S if lost else GRACE_S)
                     failures[rank] = error
@@ -372,8 +378,7 @@ class Learner:
             place = self._describe_rank(rank)
             text = f"trainer rank {rank} died during {what}{why and ': '}{why}{place}\n"
             text += last_lines(self._locations[rank].log)
-        # By name, since the driver does not import torch.
-        if what == STEP and type(cause).__name__ == "OutOfMemoryError":
+        if what == STEP and _error_name(cause) == "OutOfMemoryError":
             kind: type[RuntimeError] = OutOfMemory
         elif lost:
             kind = WorkerLost

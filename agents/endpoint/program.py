@@ -245,8 +245,8 @@ class DrivenEpisode(Episode):
             budget=self.budget,
         )
         tools = McpTools(self.environment, opening.tools, budget=self.budget)
-        address = self.endpoint.add(recorder, tools if opening.tools else None)
         await self.starting.acquire()
+        address = self.endpoint.add(recorder, tools if opening.tools else None)
         begun = asyncio.create_task(recorder.begun.wait())
         begun.add_done_callback(lambda _: self.starting.release())
         late, seed = recorder.overdue(self.program.open_s), self.environment_seed

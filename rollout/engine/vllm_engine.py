@@ -101,6 +101,11 @@ class VllmEngine:
         top_k = getattr(text, "index_topk", 0)
         self._selection = spec.keep_selection and 0 < top_k < spec.max_model_len
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
+        if self._selection and name != "native":
+            raise ValueError(
+                f"algorithm.keep_selection = true: the {name} recorder does not record selections. "
+                "Leave rollout.recorder out, or set keep_selection: false"
+            )
         kind: type[Recorder] = getattr(
             import_module(f"keel.rollout.recording.{name}"), f"{name.capitalize()}Recorder"
         )

@@ -89,6 +89,7 @@ class NativeRecorder(Recorder):
             )
         logp = np.asarray(flat.logprobs, np.float32)[first]
         if not np.isfinite(logp).all():
+            self.forget(request_id)
             return Recording(logp=logp, sampling_mask=None, routes=None)
         masks = routes = None
         if options.sampling_mask:

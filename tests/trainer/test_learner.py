@@ -13,7 +13,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayTaskError,
+)
 from torch import Tensor, nn
 
 from keel.configs.schema import Config
@@ -22,13 +28,13 @@ from keel.rl.futures import failed
 from keel.rl.packing import TrainBatch, pack
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
-from keel.trainer.learner import Learner, _StepDeadline, _StepDeadlines
+from keel.trainer.learner import STEP, Learner, _StepDeadline, _StepDeadlines
 from keel.trainer.nonfinite import (
     NanTracer,
     SkipCounter,
     describe_findings,
 )
-from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
+from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.worker import (
     StepReport,
     pack_shares,
@@ -61,10 +67,8 @@ class Ranks:
         learner._senders = []
         return learner
 
-    def ask(self, learner: Learner, seconds: float) -> list[Any]:
-        return learner._call_all(
-            "step", deadline=_StepDeadline("a step", seconds, "trainer.timeout_s")
-        )
+    def ask(self, learner: Learner, seconds: float, what: str = "a step") -> list[Any]:
+        return learner._call_all("step", deadline=_StepDeadline(what, seconds, "trainer.timeout_s"))
 
     def _wait(
         self, refs: Sequence[int], *, seconds: ray_timeouts.Deadline
@@ -129,6 +133,16 @@ def test_lost_sender_fails_every_engine(monkeypatch: pytest.MonkeyPatch) -> None
     zero, one, two = ranks.learner(make_config(2, 1), direct=True).send(engines)
     assert zero.result(PATIENCE_S) == one.result(PATIENCE_S) == 5
     assert isinstance(two.exception(PATIENCE_S), EngineError)
+
+
+def test_host_memory_is_not_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, kind in (
+        (OutOfMemoryError("Ray killed the process"), WorkerLost),
+        (raised(torch.OutOfMemoryError("CUDA out of memory")), OutOfMemory),
+    ):
+        ranks = Ranks(monkeypatch, (1, error), (2, "well"))
+        with pytest.raises(kind):
+            ranks.ask(ranks.learner(make_config(2, 1)), 100.0, STEP)
 
 
 def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
