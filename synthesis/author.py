@@ -42,8 +42,6 @@ class BudgetSpent(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallUsage:
-    """Token counts and price of one call."""
-
     model: str
     purpose: str
     prompt_tokens: int
@@ -294,8 +292,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLoopResult:
-    """The conversation of a tool loop and the reason why it ended."""
-
     messages: tuple[Message, ...]
     ended: Literal["stop", "done", "turns", "length"]
     """Why the loop ended. stop: the model made no more calls. done: a tool ended the loop. turns:

@@ -292,8 +292,6 @@ def _action_class(kind: Any) -> Any:
 
 
 class RemoteSession:
-    """Connects to an environment server with OpenEnv's client."""
-
     def __init__(self, address: str, headers: dict[str, str] | None = None) -> None:
         import urllib.request  # noqa: PLC0415  (slow, and rarely needed)
 

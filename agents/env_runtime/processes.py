@@ -21,7 +21,6 @@ _adopts = False
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies."""
     _prctl(_PDEATHSIG, 9)
 
 

@@ -23,7 +23,6 @@ _CONSONANTS, _VOWELS = "BDFGKLMNPRSTVZ", "aeiou"
 
 
 def _random_name(draw: random.Random) -> str:
-    """Draw a random name of four letters, such as `Bako`."""
     letters = "".join(draw.choice(_CONSONANTS) + draw.choice(_VOWELS) for _ in range(2))
     return letters.capitalize()
 
@@ -54,8 +53,6 @@ def price(item: str) -> int:
 
 @dataclass(frozen=True)
 class _PriceQuestion:
-    """A question about the price of an item, or about the cheaper of two items."""
-
     items: tuple[str, ...]
 
     @property

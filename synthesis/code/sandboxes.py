@@ -84,7 +84,6 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
 
 
 def _split_change(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[str]], list[str]]:
-    """Split a change into its new files, as JSON, and the paths of removed files."""
     tree = {path: entry for path, entry in changed.items() if entry is not None}
     return tree_as_json(tree), [path for path in changed if path not in tree]
 

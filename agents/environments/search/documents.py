@@ -32,8 +32,6 @@ _UNNAMED = str.maketrans({"[": "(", "]": ")", '"': "'", "\n": " "})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A document from a corpus or a search API."""
-
     name: str
     """The document's path in the folder, `path#id` for a line of JSONL, or a web address."""
     title: str

@@ -230,8 +230,6 @@ def _names(draw: random.Random, long: bool) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTask:
-    """A task for the policy. Its prompt describes it in full."""
-
     level: Level
     dates: tuple[str, ...]
     start: str
