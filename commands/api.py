@@ -18,8 +18,6 @@ the current process. Repeating the call resumes the run. Prompts are saved to th
 JSONL.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

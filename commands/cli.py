@@ -1,8 +1,6 @@
 """The `keel` command line. Heavy libraries are imported only after the recipe is checked, so `keel
 --help` and recipe errors do not wait for torch."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os

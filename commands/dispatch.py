@@ -1,7 +1,5 @@
 """Run the commands that import the training libraries, and turn their errors into exit statuses."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

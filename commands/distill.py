@@ -5,8 +5,6 @@ Each stage is a Keel command with its own process and folder, and can be resumed
 module runs the stages in order, records the finished ones and reports the results.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -4,8 +4,6 @@ Checks package versions, GPU, memory, disk, network, Ray and the sandbox, and ru
 quickstart. Writes only to a temporary folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

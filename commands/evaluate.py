@@ -1,7 +1,5 @@
 """`keel eval` and `keel filter`: score a policy without training it, and select prompts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

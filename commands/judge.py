@@ -1,7 +1,5 @@
 """`keel judge`: try out a rubric before a run."""
 
-from __future__ import annotations
-
 import argparse
 from contextlib import ExitStack
 from dataclasses import replace

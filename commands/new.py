@@ -5,8 +5,6 @@ Knobs for the hardware layout stay `auto`. This module does not import torch, so
 appears immediately.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Quick checks of the files, models and rewards named in a recipe, run before torch is imported."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection
 from dataclasses import replace

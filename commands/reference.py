@@ -3,8 +3,6 @@
 python -m keel.commands.reference   # writes docs/knobs.md, metrics.md, coming-from.md
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

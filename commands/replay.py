@@ -5,8 +5,6 @@ The run folder may come from someone else, so the reward functions and environme
 config.yaml are neither imported nor started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial

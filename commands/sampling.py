@@ -4,8 +4,6 @@ Completions are sampled in groups of the training group size, so that all engine
 group timeout means the same as in training.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -1,8 +1,6 @@
 """`keel serve` and `keel chat`: serve a trained model with vLLM, and chat with it in the terminal.
 This module imports no heavy library."""
 
-from __future__ import annotations
-
 import os
 import readline  # noqa: F401  gives `input` its line editing and history
 import secrets

@@ -1,7 +1,5 @@
 """`keel synthesize`: create tasks concurrently within a budget. Repeat the command to resume."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

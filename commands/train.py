@@ -1,8 +1,6 @@
 """`keel train`, `sft` and `pretrain`: run a recipe. `keel check`: validate it without running
 it."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence

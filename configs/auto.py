@@ -4,8 +4,6 @@ A `Config` never contains `auto`. It has the schema's defaults for these knobs u
 `keel.trainer.placement.choose` (the layout on GPUs, and the precision on a CPU) replaces them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, cast

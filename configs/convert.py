@@ -4,8 +4,6 @@ All unknown keys and wrong types are reported together, each with its file and l
 an unknown key include the names of other frameworks (`other_frameworks.toml`).
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

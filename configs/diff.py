@@ -1,7 +1,5 @@
 """Compare two configs, and decide which differences are allowed when a run resumes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

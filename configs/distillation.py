@@ -1,8 +1,6 @@
 """The recipe for `keel distill`: specialists, the selection of their completions, and the later
 stages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

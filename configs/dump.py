@@ -1,7 +1,5 @@
 """Write a `Config` or single values as YAML."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -10,8 +10,6 @@ the knobs it names: `run={steps: 3}` is the same as `run.steps=3`. `${run.seed}`
 knob. Write `\\${` for a literal `${`.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

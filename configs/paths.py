@@ -1,7 +1,5 @@
 """Find the files and folders that a recipe refers to."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

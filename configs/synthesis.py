@@ -1,8 +1,6 @@
 """The recipe for `keel synthesize`: the author, its costs, and one family of tasks. Only the
 section of the selected `family` is used."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ They follow DeepSeek-V3.2's cold start (2025, section 3.2.2 and Appendix B, Tabl
 wording is our own. The chat template adds the list of tools and explains how to call them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -1,8 +1,6 @@
 """Read all data sources of a recipe, remove duplicates, and split off held-out prompts. Also
 describes the sources for the user."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any

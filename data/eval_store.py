@@ -7,8 +7,6 @@ results.json    summary by variant and prompt set
 settings.json   the settings that affect the completions
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

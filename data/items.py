@@ -1,7 +1,5 @@
 """Data types for loaded prompts, their origins, and skipped lines."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

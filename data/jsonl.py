@@ -18,8 +18,6 @@ user's reward functions in `prompt.reward["columns"]`. With such a function, a r
 way to judge completions. Unused keys are reported.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@
 completion does not pass.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

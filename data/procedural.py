@@ -1,7 +1,5 @@
 """Generate prompts: reasoning_gym tasks with their verifiers, and environment episodes."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Order training prompts: shuffled, mixed by weight, and resumable."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar

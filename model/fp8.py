@@ -1,8 +1,6 @@
 """Read DeepSeek-V3's FP8 format: float8_e4m3fn weights, each with a scale for every block
 (`weight_scale_inv`). Weights are dequantised while they are read, one tensor at a time."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Speed up the import of large libraries."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

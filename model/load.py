@@ -1,8 +1,6 @@
 """Load and check models and tokenizers, compute facts about a model, and yield its weights under
 their checkpoint names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

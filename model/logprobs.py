@@ -5,8 +5,6 @@ position t, but the network predicts token t at position t−1. `head_inputs` ac
 as do `Inputs.of` and `seen_tokens` in `keel.trainer.engine.policy`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ A target layer computes W x + (alpha / rank) B A x, where only A [rank, in] and 
 trained. Engines and exported models get W + (alpha / rank) B A under the name of W.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -6,8 +6,6 @@ large arguments. Each call therefore runs on another thread, which is abandoned 
 returns.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

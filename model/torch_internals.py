@@ -1,7 +1,5 @@
 """Private PyTorch APIs (2.11 to 2.13) of the model and the trainer. Only this file uses them."""
 
-from __future__ import annotations
-
 import inspect
 from datetime import timedelta
 from typing import Any

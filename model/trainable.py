@@ -1,7 +1,5 @@
 """Check whether a model can be trained, given its config and files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Private APIs of transformers (5.17 to 5.19) and peft (0.21). Only this file uses them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Compute group-relative advantages."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

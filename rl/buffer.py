@@ -2,8 +2,6 @@
 filters out uninformative groups. It uses no threads or clocks; `keel.trainer.batch_stream` adds
 them."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@ its row. Shapes and dtypes are always checked. Values are checked on the CPU onl
 check would stall a GPU. During training, `keel.rl.packing.MicroBatch` has already checked the
 values on the host."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Compute evaluation metrics and decide when a completion passes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Helpers for `concurrent.futures.Future`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError

@@ -1,8 +1,6 @@
 """Estimators of the KL divergence from the reference policy, computed from sampled tokens. Both use
 ρ = π_ref/π_θ. In the loss, gradients flow through π_θ only."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 BOUND = 20.0

@@ -5,8 +5,6 @@ A step can be split over several calls. Each call returns a partial loss, and th
 up to the loss of the whole step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

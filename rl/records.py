@@ -8,8 +8,6 @@ If an agent program held several conversations, the line contains the first one 
 messages, and `other_conversations` contains the `messages` and `tools` of the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

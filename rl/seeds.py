@@ -1,7 +1,5 @@
 """Deterministic seeds, identical in every process and every run."""
 
-from __future__ import annotations
-
 from hashlib import blake2b
 
 

@@ -1,8 +1,6 @@
 """Build supervised fine-tuning examples and pack them into batches. The loss is
 `keel.rl.losses.nll_loss`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,8 +1,6 @@
 """Parse JSON from untrusted text. Nesting is limited, and only values that can be serialised to
 JSON again are accepted."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Compute the metrics of a batch of rollouts and of the optimizer steps on it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

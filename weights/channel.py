@@ -8,8 +8,6 @@ Control messages go through the rendezvous store (`Mailbox`). This takes a fract
 millisecond, compared to several milliseconds for an actor call.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

@@ -13,8 +13,6 @@ loaded tensor is inverted bit by bit, rebuilt and compared. Without a plan, vLLM
 out every update. Offsets and strides count elements unless stated otherwise.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

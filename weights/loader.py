@@ -4,8 +4,6 @@ copies the result into the tensors that kernels and CUDA graphs use. Calling `lo
 would leave the model only partly loaded. Later updates repeat the copies of the first one without
 vLLM's loader (see `keel.weights.copy_plan`)."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Generator

@@ -11,8 +11,6 @@ engine's actor runs for the whole update, and reports an error if the engine fai
 the other engines continue.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -20,8 +20,6 @@ Both paths end in the same calls on the engine: `begin_update`, `load_bucket` fo
 vLLM's workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass

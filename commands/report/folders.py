@@ -1,8 +1,6 @@
 """Convert run and evaluation folders to data for the report page. Files can be incomplete or
 damaged; unreadable ones are listed in the notes."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import json

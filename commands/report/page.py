@@ -5,8 +5,6 @@ every `<` escaped. Its scripts display them through `textContent` only. A Conten
 lists the digests of Keel's own scripts, so that no injected script can run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """`agents` and `data.sources[].environment`: multi-turn environments and their limits."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`algorithm`: GRPO and the four stabilisers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """`ConfigError`, bounds for knobs, and the base class of all sections."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields

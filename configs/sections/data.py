@@ -1,7 +1,5 @@
 """`data`: the sources of prompts, their rewards and their limits."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`eval`, `filter` and `endpoint`: measure a policy without training it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`model`: the model to train."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """`rewards`: verifier processes, the code sandbox and the judge."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

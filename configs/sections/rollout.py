@@ -1,7 +1,5 @@
 """`rollout`: the engines and how they sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """`run`: the run folder, the number of steps and the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """`sft`: the conversations and text for `keel sft` and `keel pretrain`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """`trainer`: parallelism, optimizer and memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

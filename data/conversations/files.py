@@ -1,7 +1,5 @@
 """Read conversations from files: chats, or trajectories from Keel's runs and evaluations."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast

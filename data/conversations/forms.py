@@ -12,8 +12,6 @@ Assistant messages may call tools, either in OpenAI's format (`tool_calls`) or i
 `"weight": 0` is not trained on.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

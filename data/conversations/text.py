@@ -11,8 +11,6 @@ Distinct letters, each followed by a digit, are scattered in random filler. The 
 the letters in a different order. Only the digit after such a letter is predictable.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections import Counter

@@ -6,8 +6,6 @@ same layout as on the hub: `data/train-00000-of-00002.parquet`, `main/test.jsonl
 the folder name.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,6 @@
 `.arrow` files are read with pyarrow.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip

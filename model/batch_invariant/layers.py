@@ -9,8 +9,6 @@ Gradients are computed from plain formulas in one-pass kernels
 (`keel.model.layers.kernels`). For attention, PyTorch computes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -16,8 +16,6 @@ Between forward and backward, only one float32 logit per kept id and two floats 
 everything else is recomputed. Results are deterministic, because there are no atomics.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

@@ -6,8 +6,6 @@ compiled layer, so its private forward and backward functions are wrapped as ope
 uses the kernels, `disagreement` compares them with plain attention.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache

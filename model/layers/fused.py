@@ -2,8 +2,6 @@
 which together take longer than the GEMMs. Layers with other formulas keep transformers' code, and
 so do all layers on a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 from copy import deepcopy
 from functools import cache

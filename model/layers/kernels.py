@@ -10,8 +10,6 @@ is the row for token t's j-th expert.
 # pyright: reportArgumentType=false
 # (Triton types neither the launch options of a kernel nor arithmetic inside one.)
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ In float32, only the rounding inside blocks remains: the last GEMM in attention 
 its float32 sums to the stream.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -15,8 +15,6 @@ to. A bitmap of zeros means that nothing was recorded; the trainer then makes it
 Tokens with at most k tokens in their context are not recorded, because they attend to all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

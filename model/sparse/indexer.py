@@ -7,8 +7,6 @@ attention, summed over heads and normalised: over all earlier tokens in the dens
 over the selected ones in the sparse stage (Eq. 4).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

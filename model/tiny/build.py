@@ -1,7 +1,5 @@
 """Build the tiny model, and cache models after their supervised warm-up (cold start)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -7,8 +7,6 @@ answers than the teacher's fraction of worked-out questions, and can improve by 
 the question.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

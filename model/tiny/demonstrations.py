@@ -1,7 +1,5 @@
 """Load scripted conversations for the cold start (`data.sources[].environment.demonstrations`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager

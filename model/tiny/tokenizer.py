@@ -6,8 +6,6 @@ which arithmetic and spelling need. Each fixed sentence in a taught task is a si
 prompt has about 20 tokens instead of hundreds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Packed micro-batches, the input of a training rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

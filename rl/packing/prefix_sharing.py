@@ -10,8 +10,6 @@ without trainable tokens, and the rest of each trajectory becomes a segment that
 trajectory, because the token it predicts differs between trajectories.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
