@@ -1,7 +1,5 @@
 """Token, time and tool-call limits for a trajectory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import inf
 

@@ -3,8 +3,6 @@ turn at a time. If the context is changed instead of extended, a new segment beg
 sampled token is trained exactly once and after exactly the token ids that preceded it during
 sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 from math import inf

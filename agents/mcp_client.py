@@ -1,7 +1,5 @@
 """Runs Model Context Protocol servers as environments, one process or HTTP session per episode."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence

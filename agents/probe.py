@@ -1,7 +1,5 @@
 """Tries an environment before a run, so that problems surface before the engines start."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,8 +1,6 @@
 """Validates tool schemas before a run and tool calls against them. Answers are checked separately
 by `keel.rewards.rules.verifiers`, because no package may be imported by both."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,8 +1,6 @@
 """The environment interface. Environments can be slow, crash or hang, so every call has a
 deadline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol

@@ -15,8 +15,6 @@ for a source whose reward is `keel.examples.judges.agreement`. With `--sft`, it 
 conversation for `keel sft`, which contains the reply.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

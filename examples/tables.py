@@ -6,8 +6,6 @@ random unless given, because the policy can read this code and could recompute t
 known seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

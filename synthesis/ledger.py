@@ -6,8 +6,6 @@ settings.json    the settings that affect the tasks
 report.json      totals: made, kept, rejected by gate with reasons, tokens and money by purpose
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

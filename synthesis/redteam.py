@@ -9,8 +9,6 @@ of a request does not reveal its kind. A policy that declines everything fails h
 templates cover only a few attacks; passing them is no proof of safety.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

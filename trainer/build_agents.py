@@ -1,7 +1,5 @@
 """Build the environments, agent programs and episode runner for a recipe."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys

@@ -1,7 +1,5 @@
 """Start a task's engines, trainer ranks and scorer on Ray in parallel, and stop them at exit."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

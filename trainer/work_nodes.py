@@ -5,8 +5,6 @@ episodes. The driver's node takes part without an actor, and does all the work i
 nodes. If a node is lost, its work is repeated elsewhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

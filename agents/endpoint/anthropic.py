@@ -1,8 +1,6 @@
 """Converts requests, responses and streams between Anthropic's Messages API and chat
 completions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast

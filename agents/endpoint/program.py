@@ -1,8 +1,6 @@
 """Runs an agent program as a separate process that samples its turns from the trajectory's
 endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -5,8 +5,6 @@ no recorded turn matches, a new segment begins with the rendered messages. Clien
 thinking, reorder keys, reformat arguments, add names or strip whitespace. Messages are therefore
 compared by keys that ignore such differences."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -1,7 +1,5 @@
 """Parses and validates chat completion requests, and formats responses and errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -6,8 +6,6 @@ criticism (DeepSeekMath-V2, 2025, section 2.3). Each line of FILE shows a proble
 rewards the evaluation with a spec of kind `verification`.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@ With `--evaluations`, the lines are instead evaluations of right and wrong proof
 quality, from which `keel.examples.judges` makes tasks for a meta-verifier.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

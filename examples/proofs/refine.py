@@ -3,8 +3,6 @@ evaluation of it, and revises both until its evaluation finds no flaw or no revi
 (DeepSeek-V3.2, appendix D; DeepSeekMath-V2, section 2.3). The last proof is graded by the prompt's
 spec of kind `proof`, and the policy is trained on all revisions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

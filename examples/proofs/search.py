@@ -11,8 +11,6 @@ it a score of 1, or after the last round. Lines of the output are never written 
 command resumes an interrupted search.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

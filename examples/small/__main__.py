@@ -9,8 +9,6 @@
 Code-interpreter tasks come from reasoning_gym and need no files. Neither network nor model is used.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Scripted conversations of `keel.agents.environments.boxes` for cold starts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any

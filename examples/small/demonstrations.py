@@ -3,8 +3,6 @@ twice: properly with tools, and hastily by guessing. Recipes select these functi
 `data.sources[].environment.demonstrations`. Names and numbers are drawn separately from the tasks,
 so the conversations never contain a training or held-out task."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ pace        a git repository in which each commit changes a number, and an issue
 programs    programs that read a number and print the result of an operation, with hidden tests
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

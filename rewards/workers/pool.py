@@ -1,7 +1,5 @@
 """A pool of processes that run verifiers. A hang or crash affects only one completion."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

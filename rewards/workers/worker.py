@@ -20,8 +20,6 @@ Only the user's functions can print to standard output. The output of verifiers 
 because they print something for every completion that they cannot parse.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

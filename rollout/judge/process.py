@@ -1,8 +1,6 @@
 """Runs vLLM's OpenAI-compatible server as a child process. This module imports neither vLLM nor
 torch."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

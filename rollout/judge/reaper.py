@@ -12,8 +12,6 @@ memory. The script uses only the standard library, so that it starts within mill
 on Linux only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -1,8 +1,6 @@
 """Runs the judge model on vLLM servers on the cluster's nodes. The driver holds a `JudgeServer` for
 each, which restarts the server if it dies. This module does not import vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

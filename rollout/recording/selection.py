@@ -1,8 +1,6 @@
 """Records which tokens sparse attention selects in DeepSeek-V3.2's layers, on GPUs. vLLM imports
 this module in each worker as its extension class, before it builds the model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The recorder uses three hooks and no patches: the capture function of each route
 the model, and a forward hook on the last stage of the sampler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Finds code changes in git repositories that can become tasks."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

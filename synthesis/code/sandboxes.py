@@ -5,8 +5,6 @@ The default set-up of the language is tried first. If no test passes with it, a 
 scripts, using bash in the same sandbox. Each script starts from a clean state.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Gates that environments and tasks have to pass. A gate raises `Rejected` with its own name."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

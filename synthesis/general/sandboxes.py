@@ -1,7 +1,5 @@
 """Runs the author's code in sandboxes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping

@@ -1,8 +1,6 @@
 """Agents that answer a question, the verifier that judges their answers, and the measurement of how
 much search improves the answers to open requests."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence

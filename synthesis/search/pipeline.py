@@ -7,8 +7,6 @@ tasks.jsonl   accepted tasks, for `source: jsonl` with the search environment
 recipe.yaml   part of a training recipe: the source that reads these tasks
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

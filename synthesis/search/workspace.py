@@ -2,8 +2,6 @@
 Documents are untrusted, so control tokens and invisible characters are escaped. A submission is
 accepted only if it passes a gate."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

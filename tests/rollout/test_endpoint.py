@@ -1,7 +1,5 @@
 """Tests completions from an endpoint and the handling of its errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

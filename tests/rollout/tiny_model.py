@@ -1,7 +1,5 @@
 """A tiny random mixture-of-experts model, and weight updates for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

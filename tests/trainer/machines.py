@@ -1,7 +1,5 @@
 """Run commands on simulated machines, up to the first engine."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Environments and programs built from a recipe, and their checks before a run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

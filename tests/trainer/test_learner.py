@@ -1,7 +1,5 @@
 """The driver's learner without Ray, and failed starts; `test_learner_on_ray.py` has the rest."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The driver's side of the trainer, on Ray: two ranks of a tiny model."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The loop against fakes: order of events, stops, failures and resumes."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Preparation of a run: its model, its data, and the verdicts of `keel check` and `keel train`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -40,7 +38,7 @@ FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "
 
 def system_of(task: Task, **parts: Any) -> Any:
     """The parts of a started system that the loop uses."""
-    unused = dict.fromkeys(("learner", "oom_recovery", "agents", "watchdog"))
+    unused = dict.fromkeys(("learner", "oom_recovery", "agents", "watchdog", "nodes"))
     weights = SimpleNamespace(push=lambda _: None)
     scorer = SimpleNamespace(tell=lambda say: None)
     fakes = {"pool": SimpleNamespace(), "weights": weights, "scorer": scorer, "gpus": 0}

@@ -1,7 +1,5 @@
 """The loop of supervised training on fakes, and the preparation of `keel sft` and `pretrain`."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

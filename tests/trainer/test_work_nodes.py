@@ -1,7 +1,5 @@
 """Reward workers and environments on several Ray nodes, some of which are lost."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Two ends of a channel and of a control channel, as threads of one process with gloo."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import time

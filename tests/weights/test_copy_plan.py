@@ -1,7 +1,5 @@
 """Copies of checkpoint tensors into kernel tensors, merged into few."""
 
-from __future__ import annotations
-
 import random
 from math import prod
 

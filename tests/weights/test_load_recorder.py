@@ -1,8 +1,6 @@
 """Tracing of vLLM's layerwise reload by `keel.weights.copy_plan`, on small modules with similar
 loaders. The tests import vLLM, not this module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, ClassVar

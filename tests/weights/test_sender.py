@@ -1,7 +1,5 @@
 """The trainer's sender against fake engines in Ray processes, in every failure mode."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

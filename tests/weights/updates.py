@@ -1,7 +1,5 @@
 """Updates of a real engine by copies: equal to vLLM's loader, with matching log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal

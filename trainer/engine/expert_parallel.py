@@ -5,8 +5,6 @@ exchange before and after them. This module maps AutoEP's weights back to their 
 shapes, and computes gradient norms across ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed segments of hybrid models give the results of separate ones."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

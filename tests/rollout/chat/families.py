@@ -3,8 +3,6 @@ tokenizers have each family's control tokens. The templates are minimal and writ
 They contain the family's marks, separators and rules for turns, tools and thinking, but none of its
 instructions to the model."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that extending a conversation gives the same ids as rendering all of it at once."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests how a turn is parsed into thinking, text, tool calls and malformed calls."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

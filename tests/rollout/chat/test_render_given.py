@@ -1,7 +1,5 @@
 """Tests that existing conversations get the same ids as in a rollout, in every family's format."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests the results of engine jobs."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests the engine's thread with a fake engine: batching, cancellation, updates and failures."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

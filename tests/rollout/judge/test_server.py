@@ -1,7 +1,5 @@
 """Tests the judge server of a run with vLLM and the tiny model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Tests the pool with fake engines: requests, turns, engine deaths, weight updates and sleep."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace

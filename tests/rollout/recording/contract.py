@@ -2,8 +2,6 @@
 recorders in `tests/gpu`. An engine in a separate process samples from a tiny random
 mixture-of-experts model. The expected recording is computed by transformers in float32."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Computes the expected recordings with transformers in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests the native recorder and the selection of the recorder."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -2,8 +2,6 @@
 the request's name and the token's position, so all correct schedules give the same completions and
 recordings. This module imports vLLM."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path

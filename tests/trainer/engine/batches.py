@@ -3,8 +3,6 @@
 transformers is imported where it is used: every run of pytest collects this module.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

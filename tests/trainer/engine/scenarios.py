@@ -1,7 +1,5 @@
 """Scenarios on one and two ranks for `test_engine.py`, in separate processes."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

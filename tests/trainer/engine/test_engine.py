@@ -1,7 +1,5 @@
 """The trainer gives the same result on one and two ranks, under every ZeRO stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

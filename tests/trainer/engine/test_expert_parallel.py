@@ -1,7 +1,5 @@
 """Any layout of experts and ranks gives the weights, metrics and checkpoints of one process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

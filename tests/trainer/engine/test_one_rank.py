@@ -1,7 +1,5 @@
 """One rank: float16 loss scales, LoRA against peft, and teachers of on-policy distillation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The policy: masses outside sampling masks, numbers of tokens, selections."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Split trajectories, shared prompts, conversations and compiled layers train alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recipes, model shapes and machines for the planner's tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

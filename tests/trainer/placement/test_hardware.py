@@ -1,7 +1,5 @@
 """The hardware of a run: detection, placement of actors on GPUs, and dtypes on a CPU."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The layout search finds every layout that fits; elastic runs continue with fewer nodes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Placement groups on a Ray cluster with fake GPUs, and the private cluster of a run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sysconfig

@@ -1,7 +1,5 @@
 """Checkpoints are atomic and verified; a run folder belongs to one config, model and process."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

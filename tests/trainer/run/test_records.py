@@ -1,7 +1,5 @@
 """The records of a run: metrics, alarms, costs, trajectories with their tokens, and batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import io

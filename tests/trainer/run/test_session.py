@@ -1,7 +1,5 @@
 """Starting, restarting, resuming and ending a run, with a fake trainer and fake engines."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

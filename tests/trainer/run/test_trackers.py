@@ -1,7 +1,5 @@
 """Trackers receive everything exactly once and never delay a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3
