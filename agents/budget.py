@@ -46,8 +46,8 @@ class Budget:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def turn_limit(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
-        """Return the limit that the next turn will hit first, and the number of tokens left until
-        it. A number below 1 means that the limit has already been hit."""
+        """Return the limit that the next turn will reach first, and the number of tokens left
+        before it is reached. A number below 1 means that it has already been reached."""
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:

@@ -1,8 +1,8 @@
 """Runs one episode: a policy acts in an environment until one of them ends it or a limit is
 reached. An episode is dropped, with a reason, if the environment is lost or cannot grade it. When a
 conversation fills its window, `ContextManager` shortens the context as in DeepSeek-V3.2 (2025),
-section 4.4. The opening messages always stay, and a tool call stays or goes together with its
-results."""
+section 4.4. The opening messages are always kept, and a tool call is kept or removed together with
+its results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ POLICY_PHASES = ("call", "reply")
 
 
 class _EngineRefused(RuntimeError):
-    """Raised when an engine rejects a request. The run then fails with its cause, a ValueError."""
+    """Raised when an engine rejects a request. The run then fails with the ValueError that caused
+    it."""
 
 
 @dataclass(slots=True, kw_only=True)

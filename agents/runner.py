@@ -25,7 +25,7 @@ from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _TRIES = 3
-"""Number of times that an episode is run if its environment's node is lost each time."""
+"""Maximum number of times that an episode is run if the node of its environment is lost."""
 _STARTING = 8
 """Maximum number of programs that start at the same time. More would slow each other down."""
 _CLOSE_S = 120.0
@@ -46,7 +46,7 @@ class EpisodeKind:
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
-    """Return the seed of a prompt's environment, which all its episodes in a run share."""
+    """Return the environment seed for a prompt. All episodes of the prompt in a run share it."""
     return seed_of(seed, "environment", prompt.prompt_id)
 
 
@@ -63,7 +63,7 @@ class EpisodeRunner:
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """Start the thread, and the endpoint if there are agent programs. At most `most_open`
-        episodes run concurrently for training, and as many for evaluation. The functions in
+        episodes run concurrently for training, and the same number for evaluation. The functions in
         `closing` are called at the end to release resources that the environments share."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         make_room(len(PURPOSES) * most_open, programs=has_programs)

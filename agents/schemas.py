@@ -1,5 +1,5 @@
-"""Validates tool schemas before a run and tool calls against them. Answers are checked separately
-by `keel.rewards.rules.verifiers`, because no package may be imported by both."""
+"""Validates tool schemas before a run and tool calls against them. Answers are checked by separate
+code in `keel.rewards.rules.verifiers`, because there is no package that both modules may import."""
 
 import difflib
 import json
@@ -183,8 +183,8 @@ _KEYWORDS = {
     "patternProperties": _pattern_properties,
     "uniqueItems": _unique,
 }
-"""Replacements for keywords whose original checks could be made so slow by a policy that they delay
-all other episodes."""
+"""Replacements for keyword checks that a policy could make slow enough to delay all other
+episodes."""
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -25,9 +25,10 @@ class ToolResult:
 
 
 Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
-"""Why an environment was lost. In order: it could not be started or imported, raised an exception
-outside a tool call, exited, was killed by a signal, missed a deadline, sent an invalid reply, sent
-a reply that was too large, ran out of memory, or was used after its end."""
+"""Why an environment was lost. The values mean, in this order, that it could not be started or
+imported, raised an exception outside a tool call, exited, was killed by a signal, missed a
+deadline, sent an invalid reply, sent a reply that was too large, ran out of memory, or was used
+after its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ meta-verifier (DeepSeekMath-V2, 2025, section 2.1):
 
     {"prompt": "Show that …", "answer": "…", "evaluation": "…", "score": 0.5, "analysis": "…"}
 
-Each line of FILE asks the policy for verdicts with the same messages as a run's judge. It is meant
-for a source whose reward is `keel.examples.judges.agreement`. With `--sft`, it is instead a
-conversation for `keel sft`, which contains the reply.
+Each line of FILE asks the policy for verdicts, with the same messages that a judge gets in a run.
+It is meant for a source whose reward is `keel.examples.judges.agreement`. With `--sft`, each line
+is instead a conversation for `keel sft` that includes the reply.
 """
 
 import argparse

@@ -84,8 +84,8 @@ class AgentProgram:
 
 
 def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
-    """Resolve the `program` of a recipe to a command line. It is either a command, looked up in
-    `folder`, next to `python` and on the PATH, or a function given as `module:function`."""
+    """Resolve the `program` of a recipe to a command line. A command is looked up in `folder`, next
+    to `python` and on the PATH. A function is given as `module:function`."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
@@ -225,7 +225,8 @@ class DrivenEpisode(Episode):
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """Limits how many programs are starting up, that is, have not yet requested a turn."""
+    """Limits how many programs start up at the same time. A program is starting up until it
+    requests its first turn."""
     ended: ProgramResult | None = None
     recorder: TrajectoryRecorder | None = None
 

@@ -398,7 +398,7 @@ class _TurnIndex:
         self, request: ChatRequest, keys: Sequence[str], turn: _Turn, *, verbatim: bool
     ) -> None:
         """Add a turn and the new messages of its request. Set `verbatim` if the turn's message
-        contains everything that was sampled, which makes it trainable."""
+        contains everything that was sampled. This makes the turn trainable."""
         messages = self._restore_recorded(request.messages, keys)
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
@@ -472,7 +472,7 @@ class _TurnIndex:
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
     def _restore_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """Replace the policy's messages by the recorded ones, because clients may drop the
+        """Replace the policy's messages with the recorded ones, because clients may drop the
         thinking."""
         recorded: list[Message] = []
         for message, key in zip(messages, keys[1:], strict=True):

@@ -199,8 +199,8 @@ class ChatRequest(_Model):
 
     @property
     def characters(self) -> int:
-        """Estimated length of the rendered request in characters, with one token of markup per
-        message."""
+        """Estimated length of the rendered request in characters. Each message adds one token of
+        markup."""
         users = [i for i, message in enumerate(self.messages) if message["role"] in USER_ROLES]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
@@ -318,7 +318,7 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Replace unpaired surrogates, which are valid in JSON but which tokenizers reject."""
+    """Replace unpaired surrogates, which JSON allows but tokenizers reject."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):

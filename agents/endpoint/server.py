@@ -1,5 +1,5 @@
-"""HTTP server for all trajectories of a process. Each trajectory has its own URL and key, and
-serves the environment's tools over MCP."""
+"""HTTP server for all trajectories of a process. Each trajectory has its own URL and key. The tools
+of its environment are also served over MCP."""
 
 from __future__ import annotations
 

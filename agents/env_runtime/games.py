@@ -29,9 +29,10 @@ _ROUNDING = 1e-9
 
 
 class TextGame:
-    """A single-player text game. The policy plays it with the tool `play`, or in its responses with
-    play_by="text". The score is the sum of rewards scaled from the range `scale`, or the last
-    reward with score="last" (TextWorld). `rules` are shown before the first observation."""
+    """A single-player text game. The policy plays with the tool `play` or, with play_by="text", in
+    its responses. The score is the sum of rewards, scaled from the range `scale`. With score="last"
+    (TextWorld), the last reward is used instead of the sum. `rules` are shown before the first
+    observation."""
 
     grades = True
 

@@ -25,7 +25,7 @@ def die_with_parent() -> None:
 
 
 def protect_process() -> None:
-    """Protect the process that computes the verdict: other processes cannot read its memory, and it
+    """Protect the process that computes the verdict. Other processes cannot read its memory, and it
     ends with its parent."""
     die_with_parent()
     _prctl(_DUMPABLE, 0)

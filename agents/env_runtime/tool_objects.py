@@ -174,8 +174,9 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def bind_arguments(
     name: str, parameters: list[inspect.Parameter], values: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Select the `values` that `parameters` ask for, as positional and keyword arguments. If no
-    name matches, a single parameter gets the first value, and `**` gets all values."""
+    """Select from `values` the arguments that `parameters` declare. Returns positional and keyword
+    arguments. If no name matches, a single parameter gets the first value, and `**` gets all
+    values."""
     plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     known = [one for one in plain if one.name in values]
     unknown = [one for one in plain if one.name not in values and one.default is one.empty]
@@ -207,8 +208,8 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 
 def public_functions(target: Any) -> dict[str, Callable[..., Any]]:
-    """Collect the public functions of a module, the functions in a list, or a single function, by
-    name."""
+    """Return functions by name, given a module, a list of functions or a single function. Only the
+    public functions of a module are returned."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]

@@ -1,7 +1,7 @@
 r"""A Python interpreter environment that keeps its state between calls. The interpreter is a
-Jupyter kernel that gets a copy of the task's files. A task either names files in the folder
-`files`, as in `"environment": {"files": ["sales.csv"]}`, or contains them, as in `{"files":
-{"sales.csv": "day,units\n…"}}`. Requires the packages jupyter_client and ipykernel."""
+Jupyter kernel that gets a copy of the task's files. A task can name files in the folder `files`
+(`"environment": {"files": ["sales.csv"]}`) or contain them (`{"files": {"sales.csv":
+"day,units\n…"}}`). Requires the packages jupyter_client and ipykernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CURE = "python -m pip install jupyter_client ipykernel"
 
 
 class Interpreter:
-    """An environment whose only tool is a Python interpreter, without grading. A cell can run for
+    """An environment without grading whose only tool is a Python interpreter. A cell can run for
     `cell_s` seconds, or less if the time limit of a call (`agents.call_s`) is shorter. After an
     interrupt, it has `ending_s` seconds to stop. The policy can read all files in the folder
     `files`."""

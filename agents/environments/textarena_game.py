@@ -1,5 +1,5 @@
-"""Single-player TextArena games, selected as in `arguments={"game": "Sudoku-v0"}`. The games use
-Python's global random state, so a process can run only one at a time."""
+"""Single-player TextArena games. A game is selected with `arguments={"game": "Sudoku-v0"}`. The
+games use Python's global random state, so a process can run only one at a time."""
 
 from __future__ import annotations
 

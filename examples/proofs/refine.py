@@ -15,7 +15,7 @@ _REFORM = """Your response {problem}. Write the whole response again in the requ
 
 
 class Refine:
-    """A tool-free environment for revising proofs, at most `most` times."""
+    """An environment without tools in which a proof is revised at most `most` times."""
 
     def __init__(self, most: int = 4) -> None:
         if most < 1:

@@ -1,14 +1,14 @@
-"""Generate, verify and refine proofs of one model with a pool of candidates.
+"""Search for proofs with a model that generates, verifies and refines a pool of candidates.
 
     python -m keel.examples.proofs.search problems.jsonl --out proofs.jsonl \
         --base-url http://localhost:8000/v1 --model NAME
 
-This is the search of DeepSeekMath-V2 (2025), section 2.3, with which DeepSeek-V3.2 was evaluated on
-proofs. The model writes a pool of proofs, and each proof is verified by several separate requests.
-Each round rewrites the best proofs, each with the evaluations that found most flaws, and adds the
-new proofs to the pool. The search for a problem ends when all verifications of a proof give
-it a score of 1, or after the last round. Lines of the output are never written twice, so the same
-command resumes an interrupted search.
+The search is described in DeepSeekMath-V2 (2025), section 2.3, and was used to evaluate
+DeepSeek-V3.2 on proofs. The model writes a pool of proofs, and each proof is verified by several
+separate requests. In each round, the best proofs are rewritten, using the evaluations that found
+the most flaws in them. The new proofs are then added to the pool. The search for a problem ends
+when all verifications of a proof give it a score of 1, or after the last round. Lines of the output
+are never written twice, so the same command resumes an interrupted search.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Generate small tasks in the format of real ones: `python -m keel.examples.small FOLDER`.
 
-    general/prices          an environment as `keel synthesize` makes them
+    general/prices          an environment in the format of `keel synthesize`
     search/corpus           documents; search/tasks.jsonl has the questions
     code/tasks.jsonl        changes of a generated repository, passed through every gate
     programs/tasks.jsonl    programs with hidden tests

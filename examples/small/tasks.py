@@ -1,6 +1,6 @@
 """Generates four families of small tasks from a seed, in the formats of real ones.
 
-prices      an environment as `keel synthesize` writes it: look up prices, or find the cheaper item
+prices      a `keel synthesize` environment: look up prices, or find the cheaper item
 towers      a corpus about buildings and their builders, with a question per document
 pace        a git repository in which each commit changes a number, and an issue asks for the change
 programs    programs that read a number and print the result of an operation, with hidden tests

@@ -48,8 +48,8 @@ _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
 def find_packages(folders: Iterable[str]) -> _Packages:
-    """Find all packages below `folders`, including vendored and archived ones, but not through
-    links into the repository. A packaged copy of the project would reveal the solution."""
+    """Find all packages below `folders`, including vendored and archived ones. Links into the
+    repository are ignored. A packaged copy of the project would reveal the solution."""
     packages: _Packages = {}
 
     def add(name: str, place: str) -> None:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 REPO = "/tmp/repo"
-"""Path of the repository, both during setup and in episodes, because installed files may contain
-it."""
+"""Path of the repository. It is the same during setup and in episodes, because installed files may
+contain it."""
 
 
 @dataclass(frozen=True)
 class ProjectLanguage:
-    """The commands and file patterns of a language. Commands run with bash in $REPO, and only
-    `setup` has network access and can write to $PREFIX. $JUNIT is a folder for test results (.xml),
-    and $VERSION is the version of the project. A pattern `name/` matches a folder and its contents.
+    """The commands and file patterns of a language. Commands run with bash in $REPO. Only `setup`
+    has network access and can write to $PREFIX. $JUNIT is a folder for test results (.xml), and
+    $VERSION is the version of the project. A pattern `name/` matches a folder and its contents.
     Other patterns match file names (`*_test.py`), or paths from the root if they contain a slash.
     """
 

@@ -73,7 +73,7 @@ def write_tree(root: str, tree: Tree) -> None:
 
 
 def erase_folder(folder: str) -> None:
-    """Delete everything in a folder except mounts, whatever the permissions and however deep."""
+    """Delete everything in a folder except mounts, regardless of permissions and depth."""
     subprocess.run(
         ["/bin/sh", "-c", _ERASE, "sh", folder],
         stdin=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
-"""An environment with an author's tools and verifier, in which the policy submits an answer, and
-the environments in which the pipeline lets the author build a database and runs the author's
-code."""
+"""Environments for tasks that an author model writes. In `General`, the policy uses the author's
+tools and submits an answer. The synthesis pipeline uses the other environments to let the author
+build a database and to run the author's code."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from keel.agents.environments.general.author_code import (
 class General:
     """An environment that an author model wrote, with tools and a verifier.
 
-    Tasks are numbered across all folders. The number comes from the name of the prompt, `name/n`,
-    or from its `reward`, `{"general": {"task": 3}}`. The tools run in a process that is forked
-    before anything else is read and that cannot open files, so not even a tool that the policy
-    controls can read an answer.
+    Tasks are numbered across all folders. The number is given by the name of the prompt (`name/n`)
+    or by its `reward` (`{"general": {"task": 3}}`). The tools run in a process that is forked
+    before anything else is read and that cannot open files. Therefore, not even a tool that the
+    policy controls can read an answer.
     """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
@@ -133,8 +133,8 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """Runs the tools and verifiers that an author model wrote, from the folder `environment` in the
-    task's reward. Each request can take up to `within_s` seconds."""
+    """Runs the tools and verifiers that an author model wrote. The task's reward names their folder
+    as `environment`. Each request can take up to `within_s` seconds."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))

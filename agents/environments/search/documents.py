@@ -1,6 +1,6 @@
-"""Reads text, HTML and JSONL files as documents and builds a full-text index of them: SQLite FTS5
-with passages ranked by BM25. Links are not followed. The text is untrusted, so all functions run in
-time linear in its length."""
+"""Reads text, HTML and JSONL files as documents and builds a full-text index of them. The index
+uses SQLite FTS5 and ranks passages by BM25. Links are not followed. The text is untrusted, so all
+functions run in time linear in its length."""
 
 from __future__ import annotations
 
@@ -265,8 +265,8 @@ def unspaced_characters(text: str) -> list[str]:
 
 
 def letters_and_digits(text: str) -> str:
-    """Keep only the letters and digits of a text, without case and accents, for comparing
-    quotes."""
+    """Keep only the letters and digits of a text, ignoring case and accents. Quotes are compared in
+    this form."""
     return "".join(_split_words(text))
 
 

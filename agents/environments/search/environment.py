@@ -79,10 +79,10 @@ def _squeezed(text: str) -> str:
 
 
 class Search:
-    """A search environment for questions from JSONL. It searches the folder `corpus` through its
-    `index`, or a `Library`: either `ready`, or one returned by the function `library`
-    (`module:name`), which is called with `options`. With `cite`, the policy is asked to cite its
-    sources."""
+    """A search environment for questions from JSONL. It searches the `index` of the folder
+    `corpus`, or a `Library`. A library is passed as `ready`, or is created by calling the function
+    `library` (`module:name`) with `options`. With `cite`, the policy is asked to cite its sources.
+    """
 
     def __init__(
         self,

@@ -26,8 +26,9 @@ _GUESSES = 40
 
 
 class Trip:
-    """An environment for planning one trip. The task is given by the `reward` of the prompt, as in
-    `{"trip": {"level": 0, "seed": 17}}`, or otherwise by `level` and the seed of the episode."""
+    """An environment for planning one trip. The prompt's `reward` can select the task, for example
+    with `{"trip": {"level": 0, "seed": 17}}`. Otherwise, `level` and the seed of the episode select
+    it."""
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask] | None = None) -> None:
         if not 0 <= level < len(LEVELS):
@@ -150,8 +151,9 @@ class Trip:
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Return the fraction of steps completed: looking up each list that the task requires, and
-        submitting a plan, which counts as `share` of a step."""
+        """Return the fraction of steps completed. Each list that the task requires is a step, which
+        is completed by looking it up. Submitting a plan is another step, which counts as `share`.
+        """
         task, kinds = self._task, self._task.level.kinds
         if task.cities is None:
             looked, needed = {kind for kind, _ in self._seen} & set(kinds), len(kinds)
@@ -190,7 +192,8 @@ def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
 
 
 def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Generate a task from a seed. It is solvable with its tools, and most random plans fail."""
+    """Generate a task from a seed. The task can be solved with its tools, and most random plans
+    fail it."""
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
         trip = Trip(ready=(world, task))
@@ -201,7 +204,7 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
 
 def is_solvable(trip: Trip, calls: Calls) -> bool:
-    """Run the solver `calls` in a local environment and return whether it finds a plan."""
+    """Run a solver's tool calls in a local environment. Returns whether the solver finds a plan."""
     result: str | None = None
     while True:
         try:

@@ -1,5 +1,5 @@
 """Generates trip planning tasks in fictional countries from a seed. A task asks for a plan of
-several days, with no place visited twice and a rule about hotel prices."""
+several days. The plan must not visit any place twice and must follow a rule about hotel prices."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Level:
     days: int = 1
     keys: tuple[str, ...] = _KEYS
     plain: bool = False
-    """If True, a list has one line per place, with its name and price, and an answer has one line
-    per day, with names only."""
+    """If True, lists have one line per place with its name and price, and answers have one line per
+    day with only names."""
     bands: tuple[Band, ...] = ()
-    """Price bands, whose limits are varied at random for each task. Without bands, only the
-    hotel's price is limited."""
+    """Price bands. Their limits are varied at random for each task. Without bands, only the hotel's
+    price is limited."""
     fixed: bool = False
     """True if the task names the city for each day."""
     connected: bool = False
