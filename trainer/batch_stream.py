@@ -90,9 +90,9 @@ class BatchStream:
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """`next_prompts(n)` returns the next n prompts, and `position(prompts)` the data position
-        from which a resumed run would start with these prompts. `sample` and `score` must return
-        immediately and enforce their own timeouts. `start` is the last completed step."""
+        """`next_prompts(n)` returns the next n prompts, and `position(prompts)` returns the data
+        position from which a resumed run would start with these prompts. `sample` and `score` must
+        return immediately and enforce their own timeouts. `start` is the last completed step."""
         algorithm = config.algorithm
         self._next_prompts, self._position = next_prompts, position
         self._sample, self._score = sample, score
@@ -132,8 +132,8 @@ class BatchStream:
     ) -> Batch:
         """Wait for the next batch and return it. Enters `waiting("rollout")` while the batch is
         being sampled, and `waiting("reward")` while only scores are missing. Raises any error from
-        sampling or scoring, `EmptyBatch`, `Cancelled`, and TimeoutError if no group arrives for too
-        long."""
+        sampling or scoring, `EmptyBatch`, `Cancelled`, or TimeoutError if no group arrives in time.
+        """
         with self._changed:
             while (aborted := should_abort()) or not self._buffer.ready():
                 if aborted:

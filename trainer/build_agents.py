@@ -42,7 +42,7 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, ends_of
 
 _SHOWN_TOOLS = 8
-"""Maximum number of tools named in the notes before a run."""
+"""Maximum number of tools listed in the notes that are printed before a run."""
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
 """Maps each value of `on_crash` to the phases in which a crash is blamed on the policy."""
 MAX_STARTING = 8
@@ -284,8 +284,8 @@ def environment_factory(
     closing: list[Callable[[], Awaitable[None]]] | None = None,
 ) -> Factory:
     """Return a function that creates the environment of an episode. `starting` limits how many
-    start at the same time. Functions to call at the end are appended to `closing`, without which
-    episodes are not forked."""
+    start at the same time. Cleanup functions are appended to `closing`. If it is None, episodes are
+    not forked."""
     spec, prompt = environment_spec(config, source), _system_prompt_of(config, source)
     if spec is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)

@@ -109,8 +109,8 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """Return a context for an activity after a step. An error in it is raised only in
-        `finish`."""
+        """Return a context for an activity after a step. It defers errors until `finish`, which
+        raises them."""
         self._journal.begin(activity)
         try:
             yield

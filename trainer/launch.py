@@ -101,7 +101,8 @@ class Runtime:
         awaited(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
-        """Wrap `should_abort` to check first that no process of the run is lost or hangs."""
+        """Return a version of `should_abort` that first checks that no process of the run is lost
+        or hanging."""
 
         def check() -> bool:
             if self.watchdog is not None:

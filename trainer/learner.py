@@ -51,8 +51,8 @@ this many seconds."""
 
 
 def _error_name(error: BaseException) -> str:
-    """Return the class name of a rank's own error, or "" for an error of Ray, which has an
-    `OutOfMemoryError` too, for a node that ran out of host memory."""
+    """Return the class name of a rank's own error, or "" for an error raised by Ray. Ray has its
+    own `OutOfMemoryError`, which means that a node ran out of host memory."""
     return "" if isinstance(error, RayError) else type(error).__name__
 
 

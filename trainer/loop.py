@@ -73,9 +73,10 @@ class Parts:
     should_abort: Callable[[], bool] = never_abort
     """Return True to end the run immediately. Raises an error if a process was lost."""
     should_skip_evaluation: Callable[[], bool] = never_abort
-    """Return True to cut an evaluation short, except the last one. A resumed run repeats it."""
+    """Return True to cut an evaluation short. A resumed run repeats it. The last evaluation is
+    never cut short."""
     decoding_steps: Callable[[], int] | None = None
-    """Return the total number of decoding steps of all engines. None if unknown."""
+    """Return the total number of decoding steps of all engines, or None if unknown."""
     handle_failure: Callable[[Exception], bool] = lambda _: True
     """Handle an error in sampling, publishing or evaluating, which will end the run. Return True if
     the learner is intact, so that a final checkpoint can be saved."""
@@ -150,8 +151,8 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
 
 def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     """Evaluate every held-out set and return `eval/<set>/pass@1`, `score` and `unscored` for each
-    (see `keel.rl.evaluation`). Raises `Cancelled` if `parts.should_abort()` returns True, or,
-    before the last step, if `parts.should_skip_evaluation()` does."""
+    (see `keel.rl.evaluation`). Raises `Cancelled` if `parts.should_abort()` returns True. Before
+    the last step, it also does so if `parts.should_skip_evaluation()` returns True."""
     should_skip = parts.should_skip_evaluation if step < config.run.steps else never_abort
     score = partial(parts.rewards.submit, purpose="eval")
     scored = {

@@ -198,7 +198,8 @@ class SftTask(PlannedModel):
 def prepare(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> Task:
-    """Load an RL recipe and run all checks that need no engine. Raises ConfigError if one fails."""
+    """Load an RL recipe and run every check that is possible before the engines start. Raises
+    ConfigError if one fails."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
     require_prompts(config)
@@ -248,8 +249,8 @@ def prepare(
 def prepare_sft(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> SftTask:
-    """Load a recipe for supervised training and run all checks that need no rank. Raises
-    ConfigError if one fails."""
+    """Load a recipe for supervised training and run every check that is possible before the ranks
+    start. Raises ConfigError if one fails."""
     disable_progress_bar()
     whole, open_knobs = load_recipe(recipe, overrides)
     if not whole.sft.sources:
@@ -494,7 +495,7 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
 
 def _total_steps(config: Config, batches: Batches) -> int:
     """Return the step at which `sft.epochs` is complete. Steps up to the newest checkpoint are
-    counted as they were taken, because the last batch of an earlier epoch can have been smaller."""
+    counted as actually taken, because the last batch of an earlier epoch can have been smaller."""
     beginning, done = batches.position(), 0
     if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it

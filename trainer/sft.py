@@ -173,7 +173,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 
 def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all sets, in nats per
-    token, and likewise `indexer/held` if `scored` contains it."""
+    token. If `scored` contains `indexer/held`, it is returned in the same way."""
     metrics: dict[str, Metric] = {}
     for metric, name in (("nll", "loss"), ("indexer/held", "indexer/held")):
         by_set = {

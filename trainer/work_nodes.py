@@ -55,7 +55,7 @@ _ACTOR = "reward node"
 _LOOK_S = 2.0
 """Seconds between two checks of all nodes."""
 _SILENT_S = 30.0
-"""Seconds without an answer after which a node is no longer used. Ray takes 65 s."""
+"""Seconds without an answer after which a node is no longer used. Ray itself waits for 65 s."""
 _AGAIN_S = 60.0
 """Seconds to wait after losing a node before restarting its actor."""
 _MAX_LOSSES = 3
@@ -195,7 +195,7 @@ class WorkNodes(WorkerPool):
         self._here = _Node(workers=max(1, config.rewards.workers))
         self._nodes: dict[str, _Node] = {}
         self._not_before: dict[str, float] = {}
-        """The time before which each lost node is not used again."""
+        """The time from which each lost node can be used again."""
         self._reported = 0
         self._lock, self._stopping = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -227,7 +227,7 @@ class WorkNodes(WorkerPool):
 
     def environment(self, source: str, local: Factory) -> Environment:
         """Create a source's environment for one episode, on the node with the fewest episodes per
-        worker. `local` creates it on this node."""
+        worker. With `local`, it is created on this node."""
         if self._thread is None:
             return local()
         node = self._acquire("episodes")

@@ -6,7 +6,7 @@
     trainer.json                     progress
 
 The model's weights are not saved, because they are the rounded master weights. Each rank writes its
-own tensors without gathering them. Tensors that several ranks hold are written by the lowest rank.
+own tensors without gathering them. A tensor held by several ranks is written by the lowest of them.
 Each `_StatePiece` refers to a flattened parameter of the original model, so a checkpoint can be
 loaded on any number of ranks and with any ZeRO stage. Loading a checkpoint never executes code from
 it.
@@ -53,8 +53,8 @@ class _StatePiece(NamedTuple):
 
 class ElementRun(NamedTuple):
     """A run of consecutive elements in one of this rank's flattened parameters, and its position in
-    the original parameter. `whole` is the name of the original parameter, which differs if the rank
-    holds only some experts of a fused tensor."""
+    the original parameter. `whole` is the name of the original parameter. It differs from the name
+    on this rank if the rank holds only some experts of a fused tensor."""
 
     start: int
     count: int

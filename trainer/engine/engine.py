@@ -120,8 +120,9 @@ class SplitGaps:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
     def of(self, inputs: Inputs) -> Tensor | None:
-        """Return the `sequence_gap` [S] of a micro-batch for `keel.rl.losses.grpo_loss`, or None if
-        the micro-batch contains no split trajectories."""
+        """Return the mean gap of each trajectory in a micro-batch, for the argument `sequence_gap`
+        [S] of `keel.rl.losses.grpo_loss`. Returns None if the micro-batch contains no split
+        trajectories."""
         if inputs.split_S is None:
             return None
         gaps = self._before_P[inputs.split_S.clamp(min=0)]
@@ -182,8 +183,8 @@ def mass_share(
     c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
     `log_mass` [m] covers this rank's shard of the row. Masks that top-k may have cut (`_CUT`) are
-    skipped, because their probability at sampling time is unknown. Also returns [4] float32 totals
-    for `_mass_metrics`.
+    skipped, because their probability at sampling time is unknown. Also returns the float32 totals
+    [4] that `_mass_metrics` needs.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
     weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
@@ -398,8 +399,8 @@ class TrainerEngine:
         return merge(parts)
 
     def _examine(self, batch: TrainBatch) -> None:
-        """Repeat the passes of a skipped step, without an update, to find the tokens that caused
-        it."""
+        """Rerun the forward and backward passes of a skipped step to find the tokens that caused
+        the skip. The weights are not updated."""
         self._offload.before_gradients()
         split = SplitGaps(batch, self.device, self._score)
         tracer = NanTracer(self._traced_layers)
@@ -531,8 +532,8 @@ class TrainerEngine:
         return self._checkpoints.save(folder, {"steps": self.steps, "version": self.version})
 
     def load(self, folder: Path) -> None:
-        """Restore a saved state. If the ranks are laid out differently, results can differ in
-        rounding because sums are added in a different order."""
+        """Restore a saved state. If the ranks are laid out differently, results can differ by
+        rounding, because values are summed in a different order."""
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self.steps, self.version = progress["steps"], progress["version"]

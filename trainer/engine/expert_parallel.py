@@ -35,7 +35,7 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
     """Build the `expert_parallel` section of DeepSpeed's config.
 
     `text` is the config of the language model. With `grouped`, a rank computes all its experts in
-    one grouped GEMM (for bfloat16 on a GPU) instead of one expert after the other.
+    one grouped GEMM (for bfloat16 on a GPU) instead of one expert at a time.
     """
     greedy = text.model_type == "deepseek_v2" and getattr(text, "topk_method", "") == "greedy"
     groups: dict[str, int] = {}
@@ -91,8 +91,8 @@ class ExpertLayers:
         return {_renamed(name, prefix, names): tensor for name, tensor in part.items()}
 
     def runs(self, name: str, shape: Sequence[int]) -> list[ElementRun]:
-        """Map the elements of one of this rank's parameters, which has this `shape`, to their
-        positions in the model before AutoEP."""
+        """Map the elements of a parameter on this rank to their positions in the model before
+        AutoEP. `shape` is the shape of the parameter on this rank."""
         count = math.prod(shape)
         prefix, layer = self._find(name)
         if layer is None:

@@ -94,11 +94,11 @@ class Inputs:
     """The slice of the R sampled tokens that this rank's hidden states predict. The other ranks of
     the group predict the rest."""
     ends: int
-    """How many of this rank's N tokens were never an input to an engine, so that no routes were
-    recorded for them: padding, and the last token of each segment."""
+    """Number of this rank's N tokens that have no recorded routes, because they were never an input
+    to an engine. These are padding and the last token of each segment."""
     filled: int
-    """How many of this rank's N tokens are padding at the end of the row, which makes all ranks'
-    shards equally long."""
+    """Number of this rank's N tokens that are padding. The row is padded at the end so that all
+    ranks' shards have the same length."""
     head: HeadInputs
     logp_old_R: Tensor
     advantage_R: Tensor
@@ -396,9 +396,10 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
 def seen_tokens(
     batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
-    """Return log-probabilities and routing overlap of the segments that will be saved
-    (`batch.watched`), keyed by segment number. `logp` [R] covers the whole micro-batch. `replay`
-    must come from a completed forward pass of that micro-batch."""
+    """Return per-token values of the segments that will be saved (`batch.watched`), keyed by
+    segment number. The values are the log-probabilities, and the overlap between the trainer's
+    routing and the engine's. `logp` [R] covers the whole micro-batch. `replay` must come from a
+    completed forward pass of that micro-batch."""
     if batch.watched is None:
         return {}
     count = len(batch.token_ids_N)

@@ -188,7 +188,8 @@ harmless and a lag of 28 is harmful (docs/stability.md)."""
 
 
 def stale_mask_warning(config: Config) -> str:
-    """Return a warning if old completions are trained on with only sampling masks as protection."""
+    """Return a warning if the recipe trains on old completions with no protection except sampling
+    masks."""
     algorithm, sampling = config.algorithm, config.rollout.sampling
     oldest = algorithm.publish_every - 1 + algorithm.max_lag
     oldest *= algorithm.updates_per_batch

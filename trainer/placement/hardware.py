@@ -201,8 +201,8 @@ class Seat:
     node: Node
     gpus: int
     first: int | None
-    """Id of the first GPU, followed by consecutive ids. None if other programs also use the
-    node."""
+    """Id of the first GPU. The other GPUs have the ids that follow. None if other programs also use
+    the node."""
     shared: bool = False
     """True if the actor shares its GPUs with the actor of another kind that has the same index."""
 
@@ -228,8 +228,7 @@ class Placement:
         return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """Return the seat that holds an actor's GPUs, which belongs to a rank if they are
-        shared."""
+        """Return the seat that holds an actor's GPUs. Shared GPUs belong to the rank's seat."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
@@ -341,7 +340,7 @@ def idle_nodes(count: int, gpus: int) -> list[Node]:
 
 
 def limit_nodes(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
-    """Limit nodes and GPUs to those that `run.nodes` and `run.gpus_per_node` let the run use."""
+    """Limit nodes and GPUs to the numbers in `run.nodes` and `run.gpus_per_node`."""
     limit = run.gpus_per_node
     if not limit:
         return list(nodes)

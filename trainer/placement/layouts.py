@@ -61,7 +61,7 @@ _SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 """Additional micro-batch sizes to try, in trajectories, in case only a few trajectories fit."""
 _SAVES = 0.98
 """If two micro-batch sizes give the same number of micro-batches, the larger one is tried only if
-it computes less than this fraction of the tokens."""
+it computes less than this fraction of the tokens of the smaller one."""
 _EVAL_SEQUENCES, _SMALL_CACHE = 128, 0.1
 """Number of concurrent sequences for evaluations, used only if their KV cache takes at most this
 fraction of a GPU."""
@@ -95,7 +95,7 @@ def _drop_duplicates(values: Iterable[Mapping[str, Any]]) -> list[Values]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A recipe with a value for every knob, its plan and its estimated cost."""
+    """A recipe with a value for every knob, together with its estimated memory, time and cost."""
 
     config: Config
     plan: Plan
@@ -255,7 +255,8 @@ class LayoutSearch:
 
     @property
     def _sharing(self) -> Values:
-        """Prompt sharing, turned on if possible. Packing uses it only where it saves time."""
+        """Return the values to try for prompt sharing, which is turned on if possible. Packing
+        shares prompts only where that saves time."""
         return self._open({"trainer.share_prompts": not self.no_sharing_reason})
 
     @property
@@ -355,7 +356,7 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Yield the layouts that fit, until an engine's cache holds all sequences without
+        """Yield the layouts that fit. Stops once an engine's cache holds all sequences without
         time-sharing."""
         for turns in self.sharing_modes:
             if self._try_placement({**values, **turns}) is None:

@@ -24,7 +24,7 @@ the one for ranks is measured."""
 STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
 """The parts of a rank's memory that are used only during forward and backward passes."""
 _JOINED = "gradients joined"
-"""Memory that an update needs in addition to the memory freed by the activations."""
+"""Memory that an update needs beyond what the activations have freed."""
 _SUB_GROUP_BYTES = 4e9  # master weights that ZeRO-3 updates at a time (DeepSpeed's default)
 RANK_SPARE = 1.06
 """Safety factor for a rank's memory. Estimates are up to 2 % too low, and trajectories vary."""
@@ -46,9 +46,9 @@ mean number of kept ids per token."""
 _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untruncated tokens
 _LINEAR_WIDTHS = 6  # kept by a layer of linear attention, in units of `linear_width` (assumed)
 _SPARSE_KEPT, _SPARSE_WHOLE = 2.75, 5.25
-"""Elements per token, head and latent entry that sparse attention keeps for its backward pass, and
-that it holds during that pass. Measured on a CPU with 64 to 144 latent entries. In its MQA form,
-queries and outputs are as wide as the latents."""
+"""Elements that sparse attention keeps for its backward pass, and elements that it holds during
+that pass, per token, head and latent entry. Measured on a CPU with 64 to 144 latent entries. In its
+MQA form, queries and outputs are as wide as the latents."""
 _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
 _RESIDUE_GIB = 0.5  # held by the allocator after offloading: 0.3 to 0.8 GiB in four workloads
 
@@ -404,8 +404,8 @@ def _expert_width(facts: ModelFacts) -> float:
 
 
 def _mlp_width(facts: ModelFacts) -> float:
-    """Return the intermediate size of an average layer's MLP, with shared but without routed
-    experts."""
+    """Return the intermediate size of an average layer's MLP, including shared experts but not
+    routed ones."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * _expert_width(facts)

@@ -267,7 +267,7 @@ def _detect_nodes() -> list[Node]:
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
-    """Add nodes like the largest one until all of an elastic run (`trainer.min_ranks`) fits."""
+    """Add copies of the largest node until the whole elastic run (`trainer.min_ranks`) fits."""
     trainer, run = config.trainer, config.run
     elastic = 0 < trainer.min_ranks < trainer.ranks
     if not hardware.found or not hardware.nodes or not elastic:
@@ -289,8 +289,8 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Return the hardware that `keel check` plans for: the hardware described in the recipe, with 8
-    GPUs per node by default, or else the detected hardware."""
+    """Return the hardware that `keel check` plans for. This is the hardware described in the recipe
+    (8 GPUs per node by default), or the detected hardware if the recipe describes none."""
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes
@@ -345,8 +345,8 @@ class Reservation:
 
 @contextmanager
 def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
-    """Reserve the GPUs for a run until this process exits, or only those for the actors of kind
-    `only`. Raises ConfigError if the cluster is too small even when idle, and TimeoutError if other
+    """Reserve the GPUs for a run, or only those for actors of kind `only`, until this process
+    exits. Raises ConfigError if the cluster is too small even when idle, and TimeoutError if other
     users do not free enough GPUs in time."""
     place(config, [node.empty() for node in limit_nodes(cluster_nodes(), config.run)], only=only)
     end = time.monotonic() + timeout_s
@@ -400,8 +400,8 @@ class _Downloader:
 
 
 def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
-    """Download the hub model `path` to other nodes: to those with these Ray ids, or to all of them.
-    Raises ConfigError if a download fails, and RuntimeError if a node is lost."""
+    """Download the hub model `path` to all other nodes, or only to those whose Ray ids are in
+    `nodes`. Raises ConfigError if a download fails, and RuntimeError if a node is lost."""
     if not is_hub_name(path) or Path(path).exists():
         return
     here = ray.get_runtime_context().get_node_id()

@@ -268,8 +268,8 @@ class HangDetector:
 def _update_processes(
     known: Mapping[int, _ProcessHealth], pids: Iterable[int]
 ) -> dict[int, _ProcessHealth]:
-    """Merge `known` and `pids`, from which the kernel may have omitted some, and drop exited
-    processes."""
+    """Merge `known` and `pids`, and drop exited processes. The kernel may have omitted some
+    processes from `pids`."""
     processes = dict(known)
     for pid in pids:
         if pid not in processes:

@@ -115,8 +115,8 @@ def listen_on_loopback() -> Iterator[None]:
 
 @contextmanager
 def skip_unused_processes() -> Iterator[None]:
-    """Start clusters without four Python processes that a run does not need and that take a tenth
-    of the CPU time of a small run."""
+    """Start clusters without four Python processes that a run does not need. They would take a
+    tenth of the CPU time of a small run."""
     services: Any = import_module("ray._private.services")
     node: Any = import_module("ray._private.node").Node
     start: Callable[..., Any] = services.start_ray_process

@@ -239,7 +239,8 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def _decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate a decoding step's GPU time: memory traffic or GEMMs, small kernels, the sampler."""
+    """Estimate a decoding step's GPU time for memory traffic or GEMMs, small kernels and the
+    sampler."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -315,7 +316,7 @@ def count_forward_passes(config: Config) -> int:
 
 
 def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
-    """Return the FLOPs per token in training, without recomputation, and in an engine."""
+    """Return the FLOPs per token in training (without recomputation) and in an engine."""
     looked_up = 0 if facts.tied else facts.vocab_size * facts.hidden_size
     forward = 2.0 * (facts.active_parameters - looked_up)
     return (

@@ -1,4 +1,4 @@
-"""Watch the processes of a run from a background thread, and have hung processes killed and
+"""Watch the processes of a run from a background thread, so that hung processes are killed and
 replaced.
 
 If Keel started the cluster, the thread itself polls the processes. If the run joined a cluster, an

@@ -41,7 +41,7 @@ from keel.trainer.run.manifest import (
 )
 
 MARK = ".lock"
-"""Name of the lock file. It contains a random token, with which trainer ranks verify that they see
+"""Name of the lock file. It contains a random token. Trainer ranks use it to verify that they see
 the same folder."""
 _WRITTEN = (
     *("config.yaml", "chosen.json", "metrics.jsonl", "events.jsonl", "tensorboard"),

@@ -50,7 +50,7 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 def fingerprint(folder: Path) -> str:
     """Return a quick fingerprint of a model folder, or "" if it has neither a manifest nor tensor
-    files. Only samples of the manifest, or otherwise of the tensor files, are read."""
+    files. Reads only samples of the manifest or, without a manifest, of the tensor files."""
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     files = [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors"))
@@ -139,8 +139,8 @@ def join_problems(problems: list[str], limit: int = 3) -> str:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each file in `folder` and its subfolders, keyed by path, without
-    the manifest."""
+    """Return the size in bytes of each file in `folder` and its subfolders, except the manifest,
+    keyed by path."""
     by_name: dict[str, int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -44,7 +44,7 @@ def run_with_restarts(
     tokenizer: str = "",
 ) -> None:
     """Start or resume the run described by `config`, and restart it if a process is lost. `text` is
-    the plan, which is printed first. `restore` and `position` set and return the data position.
+    the plan, which is printed first. `restore` sets the data position, and `position` returns it.
     `launch` starts the actors, and `drive` runs the training loop and returns the last completed
     step. `on_open` is called with the folder. `on_out_of_memory` changes the layout and returns a
     message. Messages tell the user to resume with `resume_command`, or by default with `command`.

@@ -175,8 +175,8 @@ class _Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Replace characters that MLflow forbids in names, as in `eval/sums/pass_at_1` or
-    `data.sources.sums.size`."""
+    """Replace characters that MLflow forbids in names. For example, `eval/sums/pass@1` becomes
+    `eval/sums/pass_at_1`."""
     name = name.replace("@", "_at_").replace("[", ".").replace("]", "")
     return re.sub(r"[^\w\-. :/]", "_", name)
 
@@ -219,8 +219,8 @@ TRACKERS: Mapping[str, Callable[[], _Tracker]] = {
     "mlflow": _Mlflow,
     "trackio": _Trackio,
 }
-"""Maps each value of `run.trackers`, which is also the name of a package and an extra, to its
-tracker."""
+"""Maps each value of `run.trackers` to its tracker. The value is also the name of a package and of
+an extra."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -432,7 +432,8 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
 
 
 def _plain_knobs(config: Config) -> dict[str, Any]:
-    """Return all knobs as JSON values, without environment options, which can contain keys."""
+    """Return all knobs as JSON values. Environment options are left out, because they can contain
+    secrets."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
@@ -447,7 +448,8 @@ def _plain_knobs(config: Config) -> dict[str, Any]:
 
 
 def _redact_secrets(text: str) -> str:
-    """Remove the values of secret environment variables and passwords in URLs from a text."""
+    """Remove secrets from a text: the values of secret environment variables, and passwords in
+    URLs."""
     for name, value in os.environ.items():
         if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8:
             text = text.replace(value, "…")

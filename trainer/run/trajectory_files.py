@@ -169,7 +169,7 @@ class TokenFile:
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
         """Split a context into stretches of given and sampled tokens. Given tokens become a string,
-        and sampled ones an object with lists of values."""
+        and sampled tokens become an object with lists of values."""
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
