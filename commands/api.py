@@ -13,9 +13,9 @@
     )
     run.metrics[-1]["reward/mean"], run.model
 
-This is the same as `keel train` (checks, run folder, checkpoints and progress view), but runs in
-the current process. Repeating the call resumes the run. Prompts are saved to the run folder as
-JSONL.
+This does the same as `keel train`, including checks, run folder, checkpoints and progress view, but
+runs in the current process. Repeating the call resumes the run. Prompts are saved to the run folder
+as JSONL.
 """
 
 import hashlib

@@ -347,7 +347,8 @@ def _escape_control_characters(message: object) -> str:
 
 
 def _check_recipe(arguments: argparse.Namespace) -> int:
-    """Check the recipe and print its error. Returns the exit status, 0 if the recipe is valid."""
+    """Check the recipe and print its error. Returns the exit status, which is 0 if the recipe is
+    valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return 0
     # OmegaConf: a tenth of a second

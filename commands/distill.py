@@ -99,8 +99,8 @@ def _stages(config: DistillConfig) -> list[_Stage]:
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Run the unfinished stages and return an exit status. `run` replaces the function that
-    executes a `keel` command.
+    """Run the unfinished stages and return an exit status. Commands are executed by `run` if given,
+    otherwise each in its own process.
 
     Stops at the first stage that fails or is interrupted by a signal. Raises ConfigError before
     running anything if the recipe of an unfinished stage is invalid.
@@ -295,7 +295,7 @@ class _Commands:
 
 
 _Kind = tuple[str, bool]
-"""A domain, and whether the model thinks."""
+"""The kind of a completion: its domain, and whether the model thinks."""
 _SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
 _REJECTIONS = (*_SAMPLED, "same prompt", "for balance")
 """Reasons for rejecting a completion, in the order in which they are checked."""
@@ -380,8 +380,8 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
 def _balance_kinds(
     chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
 ) -> list[_Candidate]:
-    """Keep at most `balance` times as many completions of each kind as the rarest kind has,
-    preferring the first completions of each prompt."""
+    """Limit each kind to `balance` times the number of completions of the rarest kind. The first
+    completions of each prompt are preferred."""
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return [one for _, one in chosen]

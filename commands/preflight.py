@@ -19,8 +19,8 @@ from keel.rewards.compose import check_weights
 from keel.trainer.run.trackers import check_trackers
 
 MAX_QUICK_BYTES = 2**22
-"""Maximum size in bytes of a file or folder that is read in these checks. Reading it takes a tenth
-of a second."""
+"""Maximum size in bytes of a file or folder to read in these checks. Reading that much takes a
+tenth of a second."""
 
 
 def check_quickly(config: Config, command: str, later: Collection[Path] = ()) -> None:

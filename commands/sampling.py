@@ -61,7 +61,7 @@ class SampledPolicy:
     name: str
     """Name of the results folder."""
     text: str
-    """Description of the plan to show to the user."""
+    """Description of what will be sampled, to show to the user."""
     sampling: Callable[[Path], AbstractContextManager[AnyRuntime]]
     """Start the processes that sample and score. Reward functions write their output to a subfolder
     of the given folder."""
@@ -91,8 +91,9 @@ class SampledPolicy:
 def choose_policy(
     recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
 ) -> SampledPolicy:
-    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`. Errors about
-    the checkpoint name the setting `knob`. Raises ConfigError if the policy cannot be used."""
+    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`. Error
+    messages about the checkpoint mention the setting `knob`. Raises ConfigError if the policy
+    cannot be used."""
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
         return _endpoint_policy(config)
@@ -291,8 +292,8 @@ def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
 
 
 def extract_answer(trajectory: Trajectory) -> str:
-    """Extract the marked answer from a completion. Without one, return the final text if it is
-    short, otherwise ""."""
+    """Extract the marked answer from a completion. If there is none, return the final text if it is
+    short, and otherwise ""."""
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:

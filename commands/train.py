@@ -44,8 +44,8 @@ _Drive = Callable[[Runtime, RunFolder, View, int], int]
 def train(
     recipe: str, overrides: Sequence[str], *, drive: _Drive | None = None, again: str = ""
 ) -> None:
-    """Train on the recipe, or resume its run. `drive` replaces `run_loop`. `again` tells the user
-    how to resume if repeating the command is not enough."""
+    """Train on the recipe, or resume its run. The loop is `drive` if given, otherwise `run_loop`.
+    `again` is text that tells the user how to resume if repeating the command is not enough."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     _run_task(
@@ -260,7 +260,7 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
 
 
 def check(recipe: str, overrides: Sequence[str]) -> int:
-    """Validate a recipe for RL or supervised training and print its plan, without starting
+    """Validate a recipe for RL or supervised training and print what it would run, without starting
     anything. Returns exit status 1 if a reward function fails on a sample completion."""
     config = load_config(recipe, overrides)
     tasks: list[Task | SftTask] = []

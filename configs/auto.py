@@ -45,7 +45,7 @@ def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Remove the `auto` knobs from a recipe, and return it with their names. The schema's defaults
+    """Return a recipe without its `auto` knobs, and the names of these knobs. The schema's defaults
     apply to these knobs until Keel chooses their values.
 
     If the recipe's other knobs rule out a default, the smallest valid value is set instead, so that

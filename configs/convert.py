@@ -144,7 +144,7 @@ def build_config(
 
     `where` maps each dotted key to the "file:line" or the override that set it; errors in all other
     keys refer to `recipe`. Raises ConfigError with one line per wrong key or type, or with the
-    first broken rule if there are none.
+    first broken rule if all keys and types are right.
     """
     builder = _Builder(root, where, recipe)
     built = builder.section(root, tree, "", "")
@@ -156,8 +156,8 @@ def build_config(
 class _Builder:
     """Builds the dataclasses of a recipe and collects errors.
 
-    Methods take each position twice: `at` is its name in messages, and `key` looks up its origin.
-    They differ for list entries: `sources[sums]` and `sources.0`.
+    Methods take two names for each position: `at` for messages, and `key` for looking up its
+    origin. The names differ for list entries: `sources[sums]` and `sources.0`.
     """
 
     def __init__(self, root: type, where: Mapping[str, str], recipe: str) -> None:

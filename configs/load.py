@@ -60,7 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
     """Load a recipe like `load_config`, and also return the names of its `auto` knobs
-    (`keel.configs.auto`), which have the CPU defaults in the config."""
+    (`keel.configs.auto`). In the config, these knobs have their defaults for a CPU."""
     tree, where, recipe = _tree(Config, Path(path), overrides)
     tree, auto = without_auto(tree)
     return build_config(Config, tree, where, recipe), auto
@@ -146,8 +146,8 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge `above` into `below`. Sections are merged recursively, and all other values replaced.
 
-    OmegaConf's own merge fails if a section replaces a list, while the schema reports that error
-    clearly.
+    OmegaConf's own merge is not used because it fails if a section replaces a list. The schema
+    reports that error clearly.
     """
     both = dict(below)
     for key, value in above.items():

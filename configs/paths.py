@@ -16,8 +16,8 @@ _JINJA = ("{{", "{%")
 
 def data_path(text: str) -> Path:
     """Resolve the path of a data file in a recipe, whether or not the file exists. Relative paths
-    start in the current folder, and `configs/…` also finds files that come with Keel. Raises
-    ConfigError for the home folder of an unknown user."""
+    start in the current folder. If `configs/…` does not exist there, it can refer to a file that
+    comes with Keel. Raises ConfigError if `~name` refers to an unknown user."""
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
@@ -91,7 +91,7 @@ def find_recipe(path: Path, folder: str = "", otherwise: Path | None = None) -> 
 
 
 def resolved(path: Path) -> tuple[Path, Path]:
-    """Expand `~` in a path. Returns the path before and after resolving symbolic links. Raises
+    """Return a path with `~` expanded, before and after resolving symbolic links. Raises
     ConfigError if the path is invalid."""
     try:
         path = path.expanduser()

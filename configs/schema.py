@@ -204,8 +204,8 @@ class Config(Section):
     def calls_in_thinking(self, source: SourceConfig) -> bool:
         """Return whether episodes of this source call tools inside the thinking.
 
-        True with the `system_template` tools-in-thinking, and with `agents.tools_in_thinking`
-        unless the template is tools. Always False for a source without thinking.
+        True if the `system_template` is tools-in-thinking, or if `agents.tools_in_thinking` is set
+        and the template is not tools. Always False for a source without thinking.
         """
         template = source.system_template
         inside = self.agents.tools_in_thinking and template != "tools"

@@ -206,8 +206,8 @@ class EvaluationFolder:
         self._opened.close()
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts that are not sampled yet in this variant. Raises ConfigError if a
-        sampled prompt has the same ID but different text."""
+        """Return the prompts that have not been sampled in this variant yet. Raises ConfigError if
+        a sampled prompt has the same ID but different text."""
         known = {one.id: one.digest for one in self.asked if one.variant == variant}
         for prompt in prompts:
             if known.get(prompt.prompt_id, prompt_digest(prompt)) != prompt_digest(prompt):

@@ -30,7 +30,7 @@ class Item:
     @property
     def question(self) -> str:
         """Digest of the question, ignoring ID, source, template, system message and white space.
-        Prompts with the same question are all used for training or all held out."""
+        Prompts with the same question are either all used for training or all held out."""
         return question_digest(self.bare or self.prompt.messages)
 
     @property
@@ -57,8 +57,7 @@ class Loaded:
 
 
 def first_lines(lines: Sequence[str], limit: int = 10) -> list[str]:
-    """Return the first `limit` lines, plus a line with the number of remaining ones if there are
-    more."""
+    """Return the first `limit` lines. If there are more, another line says how many."""
     more = len(lines) - limit
     return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
@@ -94,7 +93,7 @@ def make_prompt(
     messages: Sequence[Mapping[str, Any]],
     reward: Mapping[str, Any],
 ) -> Prompt:
-    """Create a prompt of a source. `label` makes its ID unique in the source."""
+    """Create a prompt for a source. `label` makes its ID unique in the source."""
     return Prompt(
         prompt_id=f"{source.name}/{label}",
         domain=source.domain_name,

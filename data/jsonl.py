@@ -281,7 +281,7 @@ class _Reader:
 
     def _fill_template(self, row: _Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Fill the prompt template with the last message and the row's columns, and replace that
-        message with the result. Raises BadLine if it is not the user's."""
+        message with the result. Raises BadLine if the last message is not the user's."""
         *before, last = messages or [{"role": "user", "content": None}]
         if last["role"] != "user":
             raise BadLine(f"ends with a message of the {last['role']}; a template needs the user's")

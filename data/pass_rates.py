@@ -35,7 +35,7 @@ class _PassRate:
     samples: int
     passes: int
     score: float | None
-    """Mean of `correct` over the completions, or None without completions."""
+    """Mean of `correct` over the completions, or None if there are no completions."""
     unscored: int
     dropped: Mapping[str, int]
     """Number of missing completions for each reason."""
@@ -109,7 +109,7 @@ _SAMPLING_KNOBS = (
     "rollout.timeout_s",
 )
 _MAX_REASONS = 5
-"""Maximum number of reasons for missing completions listed in the report."""
+"""Maximum number of reasons for missing completions to list in the report."""
 
 
 class FilterFolder:

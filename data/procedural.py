@@ -34,13 +34,13 @@ _GENERATOR_ERRORS = (
 )
 
 _CACHE: dict[str, Any] = {}
-"""Task datasets that are already built. Building one can mean filtering a hundred thousand
+"""Task datasets that have already been built. Building one can require filtering a hundred thousand
 words."""
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
-    """Generate items 0 to size − 1 of a task, with the seed `params.seed` or else the run's. Item i
-    does not depend on `size`. Raises ConfigError for an unknown task or option."""
+    """Generate items 0 to size − 1 of a task. The seed is `params.seed` if set, and otherwise the
+    run's. Item i does not depend on `size`. Raises ConfigError for an unknown task or option."""
     knob = f"data.sources[{source.name}]"
     if source.task in REFUSED_TASKS:
         raise ConfigError(f"{knob}.task = {source.task!r}: {REFUSED_TASKS[source.task]}")

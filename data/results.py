@@ -88,8 +88,8 @@ def _select_submissions(
     samples: Sequence[Mapping[str, Any]], submissions: int
 ) -> list[Mapping[str, Any]]:
     """Return the completions to submit, in submission order: longest thinking first (DeepSeek-V3.2,
-    appendix D). Completions that fail a test shown in the task, were cut off, have no score or
-    decline the task are not submitted."""
+    appendix D). A completion is not submitted if it fails a test shown in the task, was cut off,
+    has no score or declines the task."""
     fit = [
         sample
         for sample in samples
@@ -256,8 +256,8 @@ def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[fl
 
     Completions of the same prompt are correlated, so this is Wilson's interval with an effective
     sample size of p(1−p)/v, where v is the variance of p between prompts (Dean and Pagano, 2015).
-    If all or no completions pass, the sample size is the number of prompts. Raises ValueError
-    without completions.
+    If all or no completions pass, the sample size is the number of prompts. Raises ValueError if
+    there are no completions.
     """
     passes, samples = np.asarray(passes_P, float), np.asarray(samples_P, float)
     total, prompts = samples.sum(), len(samples)
@@ -311,9 +311,9 @@ def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
     """Estimate maj@k, the probability that the most frequent of k `answers` is `right` (Wang et
     al., 2023).
 
-    Tied answers share the probability, and empty answers do not count. Exact if k is the number of
-    answers; otherwise the mean over `_VOTES` seeded draws. Raises ValueError unless 1 ≤ k ≤ the
-    number of answers.
+    Tied answers share the probability, and empty answers do not count. The result is exact if k is
+    the number of answers. Otherwise, it is the mean over `_VOTES` seeded draws. Raises ValueError
+    unless 1 ≤ k ≤ the number of answers.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to their number")

@@ -21,7 +21,8 @@ class Stream(Generic[T]):
 
     Each source yields every prompt once per epoch, in a new order. Sources are interleaved so that
     the count of each stays within one of its share (slightly more with three or more sources). The
-    position is one count per source. A batch that spans two epochs can contain a prompt twice.
+    position consists of one count per source. A batch that spans two epochs can contain a prompt
+    twice.
     """
 
     def __init__(

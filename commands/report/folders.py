@@ -113,8 +113,8 @@ class RunData:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain data for JSON. Each metric becomes its values and their positions in
-        `steps`."""
+        """Convert to plain data for JSON. For each metric, the result contains its values and their
+        positions in `steps`."""
         metrics: dict[str, dict[str, list[Any]]] = {}
         for name, values in self.metrics.items():
             at = [place for place, value in enumerate(values) if value is not None]

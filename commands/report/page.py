@@ -33,10 +33,10 @@ SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 MOST_BYTES = 64 * 2**20
 """Maximum size in bytes of the compressed trajectories in one page."""
 INTERVALS = 500
-"""Number of intervals of a curve in which to find the extremes, about the curve's width in
-pixels."""
+"""Number of intervals into which a curve is divided to find its extremes. It is about the curve's
+width in pixels."""
 _STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
-"""Metrics drawn as a stacked chart, so they need values at the same steps."""
+"""Metrics drawn as a stacked chart, which requires values at the same steps."""
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
@@ -160,7 +160,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:
-    """Rename runs with the same name to their paths."""
+    """If several runs have the same name, rename each of them to its path."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

@@ -49,9 +49,10 @@ def parse_conversation(
     """Parse the conversation on a line and choose the messages to train on. Returns the messages
     and the indices of the chosen ones.
 
-    `system` is added to conversations without a system message. With `rendered`, the chat template
-    will produce the tokens, so every message to train on needs content. Otherwise a message can be
-    a bare end-of-turn token or a malformed call. Raises BadLine if the conversation cannot be read.
+    `system` is added to conversations without a system message. If `rendered` is true, the chat
+    template will produce the tokens, so every message to train on needs content. Otherwise, a
+    message can be a bare end-of-turn token or a malformed call. Raises BadLine if the conversation
+    cannot be read.
     """
     forms = [key for key in _FORMS if key in record]
     if len(forms) != 1 or (forms == ["prompt"] and "completion" not in record):
@@ -224,7 +225,7 @@ def parse_tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Assign an ID to every tool call, and to every tool result the ID and name of its call.
+    """Assign an ID to every tool call, and give every tool result the ID and name of its call.
 
     A result without an ID belongs to the first unanswered call, or to the first one with its name.
     Raises BadLine if a result matches no call.
@@ -262,7 +263,8 @@ class Example:
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = False
     segments: tuple[Segment, ...] = ()
-    """Known tokens: sampled by a policy with the same tokenizer, or the window of a text."""
+    """Known tokens, either sampled by a policy with the same tokenizer or from the window of a
+    text."""
     document: str = ""
     """Digest of the whole document, which serves as the example's question."""
     window: int = 0
@@ -275,7 +277,7 @@ class Example:
     @property
     def question(self) -> str:
         """Digest of the first question, like `keel.data.items.Item.question`. Conversations with
-        the same question are all used for training or all held out."""
+        the same question are either all used for training or all held out."""
         if self.document:
             return self.document
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]

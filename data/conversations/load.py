@@ -269,11 +269,11 @@ def _choose_holdout(
 
 
 _SEED_OFFSET = 1 << 41
-"""Added to the seed so that these questions differ from those used as prompts."""
+"""Added to the seed so that the generated questions differ from those used as prompts."""
 _SEED_STRIDE = 1 << 20
-"""Seed distance between the questions of consecutive run seeds."""
+"""Distance between the task seeds of consecutive run seeds."""
 _Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
-"""Return the assistant's message for a task and entry, or None if the solution is unknown."""
+"""Return the assistant's message for an entry of a task, or None if the solution is unknown."""
 
 
 def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) -> ReadSource:

@@ -122,9 +122,9 @@ def generate_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> Re
 def _retrieval_texts(
     count: int, *, length: int, seed: int, letters: int = len(_KEYS), digits: int = 10
 ) -> Iterator[str]:
-    """Generate `count` texts of `length` characters from the first `letters` letters and the first
-    `digits` digits. Raises ValueError if the length is too short or there are not that many letters
-    or digits."""
+    """Generate `count` texts of `length` characters, using the first `letters` letters and `digits`
+    digits. Raises ValueError if the length is too short, or if there are fewer letters or digits
+    than requested."""
     if length < 16:
         raise ValueError(f"length = {length}: must be at least 16")
     for name, value, most in (("letters", letters, len(_KEYS)), ("digits", digits, 10)):

@@ -99,11 +99,11 @@ def read_lines(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
 def parse_object(
     line: bytes, *, replace_surrogates: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse a line as a JSON object and return it twice: parsed, and with numbers as written,
-    because `match: exact` distinguishes 0.10 from 0.1.
+    """Parse a line as a JSON object and return two versions: one parsed normally, and one that
+    keeps numbers as written, because `match: exact` distinguishes 0.10 from 0.1.
 
-    With `replace_surrogates`, lone surrogates, which a policy can sample, become replacement
-    characters as in tokenizers (`keel.rollout.chat.render`). Raises BadLine if the line is not an
+    A policy can sample lone surrogates. If `replace_surrogates` is true, they become replacement
+    characters, as in tokenizers (`keel.rollout.chat.render`). Raises BadLine if the line is not an
     object.
     """
     try:
@@ -139,7 +139,7 @@ def _checked(record: Any) -> dict[str, Any]:
 
 
 def read_jsonl_rows(path: Path, knob: str) -> Iterator[Row]:
-    """Yield the rows of a JSON-lines file with any extension."""
+    """Yield the rows of a JSON-lines file, whatever its extension."""
     for number, line in read_lines(path, knob):
         at = f"{path}:{number}"
         try:
@@ -207,8 +207,8 @@ def _json_rows(path: Path, knob: str) -> Iterator[Row]:
 
 
 def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file with the lines on which they begin. The separator can be `;`,
-    which spreadsheets use where the comma is the decimal mark."""
+    """Yield the rows of a CSV file with the number of the line on which each begins. The separator
+    can also be `;`, which spreadsheets use where the decimal mark is a comma."""
     csv.field_size_limit(1 << 30)
     with open_file(path) as file:
         lines = (line.decode("utf-8-sig", "replace") for line in file)
