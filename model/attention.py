@@ -33,7 +33,7 @@ from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
 NAME, _NAME4 = "keel_packed", "keel_packed_4"
 """Names of the attention functions in transformers, one for PyTorch's kernels and one for
-FlashAttention-4. They must not contain "flash", because transformers would take them for its own
+FlashAttention-4. They must not contain "flash", because transformers would mistake them for its own
 implementations."""
 
 _SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
@@ -66,7 +66,7 @@ class Segments:
     group: ProcessGroup | None = None
     """Process group that shares the row, if the row is split (`keel.model.ulysses`)."""
     contexts: Contexts | None = None
-    """None if no segment follows another one, so that each segment attends only to itself."""
+    """None if no segment follows another. Each segment then attends only to itself."""
 
     @staticmethod
     def of(
@@ -109,9 +109,9 @@ class Segments:
 
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
-    """Restrict attention in `model` to segments, passed to its forward as `segments`. Set `flash4`
-    only if `keel.model.layers.flash4.missing` and `disagreement` found no problem. Raises
-    `ValueError` if the model has layers that would mix segments."""
+    """Restrict attention in `model` to the segments that its forward pass receives as `segments`.
+    Set `flash4` only if `keel.model.layers.flash4.missing` and `disagreement` found no problem.
+    Raises `ValueError` if the model has layers that would mix segments."""
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
@@ -141,9 +141,9 @@ def disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for checkpointing (its `context_fn`) that save attention outputs on GPUs
-    instead of recomputing them. They are no larger than the outputs of other operations, but
-    recomputing them takes the most time, which grows quadratically with the length."""
+    """Return contexts for activation checkpointing (`context_fn`) that save attention outputs on
+    GPUs instead of recomputing them. These outputs are no larger than those of other operations,
+    but take the longest to recompute. The time grows quadratically with the length."""
     return create_selective_checkpoint_contexts([varlen_operator(), torch.ops.keel.flash4.default])
 
 
@@ -283,7 +283,7 @@ def _apply_in_blocks(
     function: Callable[..., Tensor], segments: Segments, *tokens: Tensor
 ) -> Tensor:
     """Apply a causal function of [B, L, …] tensors to each padded block of a row [N, …]. The
-    padding is on the right, so that tokens do not see it."""
+    padding is on the right, where no token attends to it."""
     padded = [x.index_select(0, segments.token_of_row) for x in tokens]
     outputs, start = [], 0
     for count, longest in segments.blocks:
@@ -296,8 +296,8 @@ def _apply_in_blocks(
 
 @lru_cache(maxsize=2)
 def _make_segments(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Build contexts for a row, cached for all layers of a micro-batch, with or without
-    gradients."""
+    """Build the contexts of a row. They are cached for all layers of a micro-batch and work with or
+    without gradients."""
     with torch.inference_mode(False):
         return Segments.of(lengths, device)
 
@@ -314,7 +314,8 @@ def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _use_packed_linear_attention(model: PreTrainedModel) -> None:
-    """Restrict the gated delta rule layers in `model` to the `segments` passed to its forward.
+    """Restrict the gated delta rule layers in `model` to the `segments` that its forward pass
+    receives.
 
     Two functions of such a layer mix tokens: a causal convolution and the delta rule itself.
     transformers calls both by name, so this replaces them. On GPUs, flash-linear-attention's

@@ -22,7 +22,7 @@ from keel.model.hub import fp8_block, hub_options, local_folder, stored_tensors
 LOAD_FORMAT = "keel_fp8"
 """Name of vLLM's load format for these weights (keel/weights/loader.py)."""
 SCALE = "_scale_inv"
-"""Suffix of a weight's name for its scales."""
+"""Suffix that turns a weight's name into the name of its scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 def readable_tensors(path: str, framework: str = "pt") -> dict[str, Any]:
     """Return the tensors of a folder or downloaded hub model by checkpoint name, dequantised.
-    Indexing a tensor (`[...]`) reads it. The weights must be complete. With `np`, only names and
-    shapes can be read. Raises ConfigError if an FP8 weight has no scales, or scales of a wrong
-    shape."""
+    Indexing a tensor (`[...]`) reads it. The weights must be complete. If `framework` is "np", only
+    names and shapes can be read. Raises ConfigError if an FP8 weight has no scales or scales of the
+    wrong shape."""
     folder = local_folder(path) or Path(path)
     block = fp8_block(path, json.loads((folder / "config.json").read_text("utf-8")))
     tensors = stored_tensors(str(folder), framework)

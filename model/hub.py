@@ -64,7 +64,7 @@ _OTHER_WEIGHTS = {
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WEIGHTS = r"[^/]+\.safetensors"
 _LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"
-"""Files that transformers and vLLM load, without code and subfolders."""
+"""Files that transformers and vLLM load, excluding code and subfolders."""
 _CODED = "｜DSML｜"
 
 
@@ -112,15 +112,15 @@ def hub_answers() -> bool:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options for transformers' loaders that disable code from the model, and use the local
-    cache if the hub does not answer."""
+    """Return options for transformers' loaders. They disable code from the model, and select the
+    local cache if the hub does not answer."""
     cached = not Path(path).is_dir() and local_folder(path) and not hub_answers()
     return {"trust_remote_code": False, **({"local_files_only": True} if cached else {})}
 
 
 def check_path(path: str) -> None:
-    """Check that a path is a model folder or could be a model on the hub. Raises ConfigError
-    otherwise, and if the model is not downloaded yet and the hub does not answer."""
+    """Check that a path is a model folder or could be a model on the hub. Raises ConfigError if
+    not, or if the hub does not answer for a model that is not downloaded yet."""
     if Path(path).is_dir():
         return
     if Path(path).exists():
@@ -265,7 +265,8 @@ def format_error(error: BaseException, limit: int = 400) -> str:
 
 
 def written_by_code(tokenizer: Any) -> bool:
-    """Return True if code instead of a template formats the model's chats, as for DeepSeek-V3.2."""
+    """Return True if the model's chats are formatted by code rather than by a template, as for
+    DeepSeek-V3.2."""
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
@@ -273,7 +274,7 @@ def written_by_code(tokenizer: Any) -> bool:
 
 
 def check_folder(path: str) -> None:
-    """Raise ConfigError if a folder exists but has no model in transformers' format."""
+    """Raise ConfigError if a folder exists but contains no model in transformers' format."""
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         _check_not_a_run(folder)
@@ -362,7 +363,7 @@ def _find_damage(file: Path) -> str:
 
 def stored_tensors(path: str, framework: str) -> dict[str, Any]:
     """Return each tensor in a folder by name, as a slice whose values have not been read. The
-    weights must be complete. With `np`, files can be larger than the memory."""
+    weights must be complete. If `framework` is "np", files can be larger than the memory."""
     folder = Path(path)
     tensors: dict[str, Any] = {}
     for name in [WHOLE] if (folder / WHOLE).is_file() else _weight_files(folder):

@@ -23,7 +23,7 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """Hide dependencies that are not loaded yet while importing a library."""
+    """While a library is imported, hide its dependencies that are not loaded yet."""
     hidden = [name for name in names if name not in sys.modules]
     modules: dict[str, object] = vars(sys)["modules"]
     modules.update(dict.fromkeys(hidden))  # None: `import` raises ModuleNotFoundError

@@ -73,7 +73,7 @@ class ModelFacts:
     parameters: int
     """Number of parameters. A tied embedding counts once."""
     active_parameters: int
-    """Number of parameters used per token, without the experts that the token is not routed to."""
+    """Number of parameters used per token, excluding experts that the token is not routed to."""
     tied: bool
     expert_parameters: int
     """Number of parameters in all routed experts, or 0 for a dense model."""
@@ -118,9 +118,10 @@ class ModelFacts:
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load and check the tokenizer of a local folder or hub model. `chats` requires a chat
-    template, unless code formats the chats as for DeepSeek-V3.2. `chat_template`, if not empty,
-    replaces the tokenizer's own template. Raises ConfigError if the tokenizer is unusable."""
+    """Load and check the tokenizer of a local folder or hub model. If `chats` is set, a chat
+    template is required, unless code formats the chats, as for DeepSeek-V3.2. `chat_template`, if
+    not empty, replaces the tokenizer's own template. Raises ConfigError if the tokenizer is
+    unusable."""
     check_path(path)
     check_tokenizer_files(path)
     _read_config(path, needed=False)  # transformers reads it, too
@@ -424,7 +425,8 @@ def _check_causal(config: PreTrainedConfig, path: str) -> None:
 _CPU_S = 10
 _WALL_S = 30.0
 _MEMORY = 2**30
-"""In bytes, in addition to the memory that the process already uses."""
+"""Memory limit for rendering a template in bytes, in addition to the memory that the process
+already uses."""
 _MAX_TEXT = 2**20
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}

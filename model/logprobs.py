@@ -130,7 +130,8 @@ def policy_logprobs(
 def kept_mass(
     hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    """Compute log Σ_{v∈S} π(v) for each probe, the log-probability of its whole sampling mask, [m].
+    """Compute log Σ_{v∈S} π(v), the log-probability of the whole sampling mask, for each probe.
+    Returns [m].
 
     `logp` [n] comes from `policy_logprobs` and is normalised over the masks. A second pass covers
     the whole vocabulary, since π(o) = π(o | S) · Σ_{v∈S} π(v), and gradients flow through both. See

@@ -91,8 +91,8 @@ class _State:
 
 
 class PollClock:
-    """Measures the time between polls, up to twice the planned interval. Time during which the
-    process was stopped or its machine slept is therefore mostly ignored."""
+    """Measures the time between polls, counting at most twice the planned interval. It therefore
+    ignores most of the time during which the process was stopped or its machine slept."""
 
     def __init__(self, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock, self._last = 2 * poll_s, clock, clock()

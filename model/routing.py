@@ -132,7 +132,7 @@ ROUTERS: Mapping[str, _Router] = {
         experts=lambda output: output[2], replay=_replay_autoep, gate="gate"
     ),
 }
-"""How to replay each router, by class name, so that no model code has to be imported."""
+"""How to replay each router. The keys are class names, so no model code has to be imported."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LOOKS_ROUTED = re.compile(r"(Router|Experts|MoE|Moe|MoEBlock|MoeBlock)$")

@@ -56,8 +56,8 @@ def ignored_tensor_patterns(
 
 
 def apply_gate(experts: Any, packed: Tensor) -> Tensor | None:
-    """Apply the activation to packed gate and up projections, [N, 2·I] → [N, I]. Returns None if it
-    is unknown."""
+    """Apply the activation to packed gate and up projections, [N, 2·I] → [N, I]. Returns None if
+    the activation is unknown."""
     apply = getattr(experts, "_apply_gate", None)
     return None if apply is None else apply(packed)
 
@@ -90,8 +90,8 @@ def _overridden(kind: type[nn.Module], methods: type) -> type[nn.Module]:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turn off dropout, so that `model` is deterministic in train mode, which transformers needs to
-    recompute activations. Does not change `model.config`, because it is exported."""
+    """Turn off dropout. The model is then deterministic even in train mode, which transformers
+    needs to recompute activations. `model.config` does not change, because it is exported."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0

@@ -36,7 +36,7 @@ _FAR = 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """The partial loss of one call, with its metrics."""
+    """The partial loss returned by one call of a loss function, with its metrics."""
 
     loss: Tensor
     """Scalar loss with gradient."""
@@ -76,7 +76,8 @@ def grpo_loss(
     sequence_weight: Tensor | None = None,
     sequence_gap: Tensor | None = None,
 ) -> LossOutput:
-    """Compute the GRPO loss (DeepSeek-V3.2, 2025, Eq. 5 and 7–9), or one call's part of it.
+    """Compute the GRPO loss (DeepSeek-V3.2, 2025, Eq. 5 and 7–9), or a part of it if the step is
+    split over several calls.
 
         −1/B Σ_i w_i/|o_i| Σ_t [ min(r Â_i, clip(r, 1−ε_low, 1+ε_high) Â_i) · M_i − β_t · KL_t ]
 
@@ -105,8 +106,8 @@ def grpo_loss(
 
     Both denominators are global, so partial losses and gradients add up, however a step is split
     into ranks, micro-batches and segments. With `mask_delta`, a sequence with a negative advantage
-    must come in one call or with its `sequence_gap`, because M depends on the whole sequence. N = 0
-    gives a loss of 0. The advantage may vary within a sequence, as in the paper (Â_{i,t}).
+    must be passed in one call or with its `sequence_gap`, because M depends on the whole sequence.
+    N = 0 gives a loss of 0. The advantage may vary within a sequence, as in the paper (Â_{i,t}).
 
     Gradient flows to `logp` only. NaN and infinities in `logp_ref` have no effect where β = 0, and
     neither does an infinite log-ratio of a clipped token or of a sequence with M = 0, unless β > 0
@@ -300,7 +301,8 @@ def nll_loss(
     total_sequences: int,
     sequence_weight: Tensor | None = None,
 ) -> LossOutput:
-    """Compute the negative mean log-likelihood, or one call's part of it.
+    """Compute the negative mean log-likelihood, or a part of it if the step is split over several
+    calls.
 
         −1/B Σ_i w_i/|o_i| Σ_t log π_θ(o_{i,t})
 

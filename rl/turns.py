@@ -38,8 +38,8 @@ class ThinkingMarks:
 
 
 THINK = ThinkingMarks("<think>", "</think>")
-"""The thinking marks of most model families. Trajectories always use this pair: rollouts convert a
-model's own marks to it (`keel.rollout.chat.parsing`), so rewards and saved files do not need to
+"""The thinking tags of most model families. Trajectories always use this pair: rollouts convert a
+model's own tags to it (`keel.rollout.chat.parsing`), so rewards and saved files do not need to
 handle others."""
 
 
@@ -89,12 +89,12 @@ class Parsed:
 
     content: str
     reasoning: str
-    """Text of the thinking block. Tool calls inside it are ignored, but with `tools_in_thinking`
-    only these count."""
+    """Text of the thinking block. By default, tool calls inside it are ignored. With
+    `tools_in_thinking`, only these count."""
     closed: bool
     """True if the turn ended with a stop token. Tool calls in a truncated turn are not executed."""
     calls: tuple[ToolCall | Malformed, ...] = ()
-    """Tool calls in the order of the text."""
+    """Tool calls in the order in which they appear in the text."""
     inside: bool = False
     """True if the turn ended inside its thinking block, which the next turn then continues
     (`tools_in_thinking`)."""

@@ -48,7 +48,7 @@ NO_ROUTE = -1
 """Value in `routes_TLK` for positions without recorded experts, where the trainer's own router
 chooses them."""
 LOST = "environment, at "
-"""Appears in the drop reason of a trajectory whose environment crashed, hung or exited."""
+"""Text that occurs in the drop reason of a trajectory whose environment crashed, hung or exited."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
 """Drop reason of a completion that reached its token or time limit."""
 

@@ -31,8 +31,8 @@ _ROTATIONS = ("default", "linear", "llama3", "yarn")
 _Positions = tuple[Tensor, Tensor, Tensor]
 """Positions [N], and the tables for `engine.rotate` that rotate heads and rotate them back."""
 HEAD = 128
-"""Head size for which flash attention 3 returns the same bits for single tokens (not causal) as for
-whole prompts. Measurements showed different bits for a size of 64."""
+"""Head size for which flash attention 3 returns the same bits for single tokens, without a causal
+mask, as for whole prompts. A size of 64 gave different bits."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:

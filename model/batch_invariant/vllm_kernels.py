@@ -37,7 +37,7 @@ _Norm = Callable[[Tensor, Tensor, float], Tensor]
 _HOPPER = 9
 """Major compute capability of the GPUs on which the GEMMs were tested."""
 _FEW = 512
-"""Maximum number of rows for which narrow tiles are tried, as in decoding steps."""
+"""Maximum number of rows for which narrow tiles are tried. Decoding steps have few rows."""
 _MOST = 8192
 """Maximum number of rows in a trial. The outputs of a whole micro-batch would take gigabytes."""
 _FULL = 128 * 128 * 132
@@ -195,9 +195,10 @@ _kernels = cache(_Kernels)
 
 
 def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `local`, vLLM's
-    kernel. On Hopper, cuBLAS is faster and sums in the same order unless it splits K, which it does
-    for few rows and a narrow, deep matrix. In this case, a kernel with narrow tiles is faster."""
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], bit-identically to vLLM's kernel
+    `local`. On Hopper, cuBLAS is faster and sums in the same order unless it splits K, which it
+    does for few rows and a narrow, deep matrix. In this case, a kernel with narrow tiles is
+    faster."""
     kind = (x.device, x.dtype, weight.shape, bias is None, _log2_ceil(len(x)))
     chosen: _Linear | None = _CHOICES.get(kind)
     if chosen is None:
@@ -208,8 +209,8 @@ def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 def norm_heads_like(local: _Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], with the same bits as
-    `local`, vLLM's kernel, which needs a contiguous copy of x."""
+    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], bit-identically to
+    vLLM's kernel `local`, which needs a contiguous copy of x."""
     kind = (x.device, x.dtype, x.shape[1:], eps)
     chosen: _Norm | None = _CHOICES.get(kind)
     if chosen is None:
@@ -274,7 +275,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @cache
 def _trial_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream for all trials. They share it, because cuBLAS reserves 32 MiB per stream on
+    """Return the stream that all trials share, because cuBLAS reserves 32 MiB per stream on
     Hopper."""
     return torch.cuda.Stream(device)
 

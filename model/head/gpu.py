@@ -50,7 +50,8 @@ other widths."""
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Consecutive tokens with the same plan, and their entries (positions in the kept ids)."""
+    """Consecutive tokens with the same plan, gather or union, and their range of positions in the
+    kept ids (entries)."""
 
     tokens: tuple[int, int]
     entries: tuple[int, int]

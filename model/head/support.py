@@ -44,7 +44,8 @@ _GATHER_ELEMENTS = 2**19
 _GEMM_ELEMENTS = 2**18
 """Number of elements in a [rows, V] block of the gemm plan."""
 _GEMM_ROWS = 128
-"""Minimum number of rows in such a block. With fewer, reading the head limits the speed."""
+"""Minimum number of rows in a block of the gemm plan. With fewer rows, reading the head limits the
+speed."""
 
 
 def support_head(
@@ -71,8 +72,8 @@ def support_head(
         kept_offsets: [T+1] integers; the mask of token t is
             `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, empty for the whole vocabulary.
         temperature: τ, above 0.
-        bias, scale, softcap: [V], and how the family computes logits from W·h: c·tanh(z/c) of
-            z = scale · (W·h + bias), where c is the softcap; None for no cap.
+        bias, scale, softcap: [V] and two numbers, from which the logits are computed as
+            c·tanh(z/c) with z = scale · (W·h + bias), where c is the softcap; None for no cap.
         memo: initially empty dict that caches checks and plans for further calls with the same
             index tensors.
 

@@ -1,4 +1,5 @@
-"""A residual stream in float32 (`model.residual_dtype`), as in `keel.rollout.engine.patches`.
+"""The trainer's float32 residual stream (`model.residual_dtype`). The engine's is in
+`keel.rollout.engine.patches`.
 
 In half precision, the stream is rounded twice per layer, and engine and trainer round differently.
 In float32, only the rounding inside blocks remains: the last GEMM in attention and in the MLP adds

@@ -140,8 +140,8 @@ def _index_inputs(
     indexer: Any, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the inputs of Eq. 1: query [N, J, d], weight [N, J] float32 and key [N, d]. The
-    indexer's rotary embedding rotates halves of the first dimensions. Unlike this, the main
-    attention rotates pairs of the last dimensions."""
+    indexer's rotary embedding rotates halves of the first dimensions, whereas the main attention
+    rotates pairs of the last dimensions."""
     rope = indexer.qk_rope_head_dim
     query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, -1))
     key = indexer.k_norm(indexer.wk(hidden))[:, None]
@@ -277,8 +277,9 @@ def select_in_chunks(
     recorded: Sequence[Tensor] = (),
 ) -> Tensor:
     """Select keys for all queries, chunk by chunk, and return their positions [B, L, k] int32. See
-    `_apply_in_chunks` for `first`. `recorded` may have one element, the bitmaps [B, L, b] that an
-    engine recorded. They replace the indexer's selection where they are not zero."""
+    `_apply_in_chunks` for `first`. `recorded` is either empty or a list with one element, the
+    bitmaps [B, L, b] that an engine recorded. These replace the indexer's selection where they are
+    not zero."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor]:
         *bitmaps, key = others
@@ -293,7 +294,7 @@ def select_in_chunks(
 
 
 def _unpack_bits(bitmap: Tensor, count: int) -> Tensor:
-    """Unpack bitmaps [..., b] uint8 to booleans [..., count]."""
+    """Unpack uint8 bitmaps [..., b] into booleans [..., count]."""
     bits = bitmap[..., None] >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)
     bits = (bits & 1).bool().flatten(-2)
     return nn.functional.pad(bits[..., :count], (0, max(0, count - bits.shape[-1])))
@@ -419,9 +420,10 @@ def recorded_selection(
     model: nn.Module, selected_NLb: NDArray[np.uint8], position_N: NDArray[Any]
 ) -> Tensor:
     """Validate the bitmaps of the positions that an engine selected, and convert them to the layout
-    of `SparsePass.recorded_LNb`. `position_N` has the tokens' own positions. Raises ValueError if
-    the number of layers is wrong, or if a selection is invalid, naming the first invalid token and
-    layer. A selection is invalid if it contains later tokens or has the wrong number of positions.
+    of `SparsePass.recorded_LNb`. `position_N` contains the tokens' own positions. Raises ValueError
+    if the number of layers is wrong, or if a selection is invalid, naming the first invalid token
+    and layer. A selection is invalid if it contains later tokens or has the wrong number of
+    positions.
     """
     modules = indexers(model)
     if selected_NLb.ndim != 3 or selected_NLb.shape[:2] != (len(position_N), len(modules)):

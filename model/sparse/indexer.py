@@ -57,7 +57,7 @@ def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
 
 
 def selected_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute the scores I where each query has its own keys: key [B, c, k, d] → [B, c, k]."""
+    """Compute the scores I when each query has its own keys: key [B, c, k, d] → [B, c, k]."""
     each = matmul_own_keys(query, key).relu()  # [B, c, J, k]
     return (weight.float().unsqueeze(2) @ each).squeeze(2)
 
@@ -87,7 +87,8 @@ def causal_mask(first: int, scores: Tensor) -> Tensor:
 
 def kl_divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
     """Compute KL(target ‖ softmax(scores)) over the entries where `among` is True, in nats: [...,
-    s] → [...]. `target` are probabilities that are 0 for other entries. They get no gradient."""
+    s] → [...]. `target` contains probabilities, which are 0 for all other entries and get no
+    gradient."""
     target = target.detach().float()
     logs = scores.masked_fill(~among, -torch.inf).log_softmax(-1).masked_fill(~among, 0.0)
     return torch.xlogy(target, target).sum(-1) - (target * logs).sum(-1)

@@ -181,9 +181,9 @@ def train(
 
 @contextmanager
 def _reproducible_training(model: PreTrainedModel) -> Iterator[None]:
-    """Train reproducibly in this context: on a single thread, because rounding depends on the
-    number of threads, and with attention to all earlier tokens, because the indexer is not trained
-    yet."""
+    """Make training reproducible in this context. Training uses a single thread, because rounding
+    depends on the number of threads. Tokens attend to all earlier tokens, because the indexer is
+    not trained yet."""
     threads = torch.get_num_threads()
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     saved = [indexer.index_topk for indexer in indexers]

@@ -19,7 +19,7 @@ from keel.rl.futures import on_thread
 from keel.rl.turns import Message, ToolSpec
 
 _MAX_RATIO = 100
-"""A script is treated as endless if it returns more than this many times the requested
+"""A script is treated as endless if it returns more than this many times the requested number of
 conversations."""
 
 

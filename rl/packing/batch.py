@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from keel.rl.types import SamplingMasks
 
 Loss = Literal["grpo", "nll"]
-"""Loss function from `keel.rl.losses` to train on a micro-batch with."""
+"""Loss function from `keel.rl.losses` that is used to train on a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Segments of S trajectories, concatenated into a row of N tokens aligned as in
-    `keel.rl.types`. The constructor checks on the host what `keel.rl.losses.grpo_loss` cannot check
+    """Segments of S trajectories, concatenated into a row of N tokens. See `keel.rl.types` for the
+    alignment. The constructor checks on the host what `keel.rl.losses.grpo_loss` cannot check
     cheaply on a GPU."""
 
     token_ids_N: NDArray[np.int32]

@@ -252,9 +252,9 @@ def _cluster_by_prefix(group: Sequence[PackItem]) -> list[PrefixGroup]:
 
 
 def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
-    """Find a cluster that `item` can join. Returns its index and the length of the common prefix,
-    which is at least `_MIN_OVERLAP` of both prefixes, so that a single diverging trajectory does
-    not shorten it for all the others."""
+    """Find a cluster that `item` can join. Returns its index and the length of the common prefix.
+    The length is at least `_MIN_OVERLAP` of both prefixes, so that a single diverging trajectory
+    does not shorten the prefix for all the others."""
     segment, *others = item.segments
     if others or item.split >= 0:  # the trajectory has other segments
         return None, 0

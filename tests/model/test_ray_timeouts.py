@@ -32,7 +32,7 @@ def healthy() -> Iterator[None]:
 
 @pytest.fixture
 def initialized(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Result of `ray.is_initialized`, as a list of one."""
+    """List whose only element is the result of `ray.is_initialized`."""
     state = [True]
     monkeypatch.setattr("ray.is_initialized", lambda: state[0])
     return state

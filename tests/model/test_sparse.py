@@ -72,7 +72,7 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare up to rounding, relative to each tensor's largest entry."""
+    """Check that gradients agree up to rounding, relative to each tensor's largest entry."""
     assert actual.keys() == expected.keys()
     for name, grad in expected.items():
         bound = 2e-5 * max(float(grad.abs().max()), 1e-3)
@@ -151,7 +151,8 @@ def test_logits_are_exact_for_bfloat16_inputs() -> None:
 
 
 def by_definition(dense: bool) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Compute loss, attention on the top k, and gradients from full attention weights [H, T, T]."""
+    """Compute the loss, the attention on the top k keys, and the gradients from full attention
+    weights [H, T, T]."""
     model = theirs(index_topk=64 if dense else TOP_K)
     seen: dict[str, list[tuple[Tensor, ...]]] = {}
     for name, layer in model.named_modules():

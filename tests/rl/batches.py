@@ -66,7 +66,7 @@ class LossInputs:
         )
 
     def loss(self, **knobs: Any) -> tuple[LossOutput, Tensor]:
-        """Return the share of the loss and its gradient with respect to `logp`."""
+        """Return the partial loss and its gradient with respect to `logp`."""
         logp = self.logp.clone().requires_grad_()
         knobs = {
             "total_sequences": max(1, len(self.sequence_tokens)),

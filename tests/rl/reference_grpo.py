@@ -79,8 +79,9 @@ def reference_grpo(
 ) -> Result:
     """Return the negated objective over all answers of an optimizer step, with its metrics.
 
-    `groups` has the group of each answer: Eq. 5 averages over groups the mean over answers. None:
-    one group, which gives the same result as groups of equal size.
+    `groups` has the group of each answer. Eq. 5 takes the mean over the answers in each group, and
+    then the mean over groups. With None, all answers are in one group, which gives the same result
+    as groups of equal size.
     """
     by_group: dict[int, list[Tensor]] = {}
     masked_by_group: dict[int, list[float]] = {}

@@ -197,8 +197,8 @@ def test_estimate_packing_matches_pack(
 def long_groups(seed: int, *, groups: int = 3, size: int = 3, most: int = 7) -> list[ScoredGroup]:
     """Draw trajectories of up to `most` segments of 2 to 6 tokens.
 
-    About half exceed the mask's δ from the policy of `tests.rl.packed`, some of them only in some
-    segments.
+    About half differ from the policy of `tests.rl.packed` by more than the mask's δ, some of them
+    only in some segments.
     """
     random = np.random.default_rng(seed)
     first = 500  # ids with log-probabilities well below 0

@@ -84,7 +84,7 @@ def test_gradient_flows_to_the_policy_only() -> None:
 
 
 def far_and_near() -> LossInputs:
-    """Two bad answers: the policy has moved away from sequence 0 by 3 nats, not from 1."""
+    """Two bad answers. The policy has moved 3 nats away from sequence 0, but not from 1."""
     batch = LossInputs.random(1, [3, 2], drift=0.05)
     far = (batch.sequence == 0).double()
     return replace(
