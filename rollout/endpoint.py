@@ -146,8 +146,8 @@ class EndpointCompletions:
         """Request a chat completion. Returns the response, or an error message if the request
         failed.
 
-        Raises TimeoutError after `within_s` seconds, counted from when the request gets one of the
-        `endpoint.max_concurrent` slots, and RuntimeError if the endpoint is unusable.
+        Raises RuntimeError if the endpoint is unusable, and TimeoutError after `within_s` seconds.
+        This time starts when the request gets one of the `endpoint.max_concurrent` slots.
         """
         import openai  # noqa: PLC0415  as above
 
@@ -362,7 +362,7 @@ class EndpointTurns:
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
 
     def _drop_old_thinking(self, messages: Sequence[Message]) -> list[Message]:
-        """Remove the thinking before the last user message, like chat templates do. The thinking
+        """Remove the thinking before the last user message, as chat templates do. The thinking
         after it is kept, because some endpoints reject tool results without it."""
         users = [n for n, message in enumerate(messages) if message["role"] in USER_ROLES]
         last = users[-1] if users else -1

@@ -64,7 +64,7 @@ class EngineSpec:
         return self.residual_dtype == "float32" != self.dtype
 
     def gpu_share(self, gpu_gib: float) -> float:
-        """Return the fraction of the memory of a GPU with `gpu_gib` GiB that the engine may use."""
+        """Return the fraction of GPU memory that the engine may use on a GPU with `gpu_gib` GiB."""
         allowed = min(1.0, self.gpu_gib / gpu_gib) if self.gpu_gib else 1.0
         return self.config.gpu_memory_utilization * allowed
 
@@ -137,11 +137,10 @@ def environment(
 
 def captured_sizes(seqs: int, most: int) -> list[int]:
     """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows:
-    vLLM's up to twice the batch, and eight more up to four times the batch.
+    vLLM's own sizes up to twice the batch, plus eight more up to four times the batch.
 
-    The larger ones are for conversations, in which turns of some 30 tokens start next to a full
-    decoding batch. Without a graph, such a step kept the host busy for 23 ms (1.2 B parameters,
-    H200).
+    The larger sizes are for conversations, where turns of about 30 tokens start while a full batch
+    is decoding. Without a graph, such a step kept the host busy for 23 ms (1.2 B parameters, H200).
     """
     largest = min(2 * seqs, _MAX_CAPTURED)
     fine = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_CAPTURED + 1, 16)]

@@ -70,9 +70,9 @@ FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
 
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
-    """Pack named tensors, all on the same device, into buckets of at most `bucket_bytes` plus
-    padding, and yield the buckets. A larger tensor gets its own bucket. A bucket and its original
-    tensors are in memory together until the next bucket is begun."""
+    """Pack named tensors into buckets of at most `bucket_bytes` plus padding, and yield the
+    buckets. All tensors must be on the same device. A larger tensor gets its own bucket. A bucket
+    and its original tensors both stay in memory until the next bucket is begun."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0
@@ -148,11 +148,11 @@ class Manifest:
     ) -> None:
         """Create a manifest from the tensor names in the checkpoint.
 
-        `layers` is the number of layers without the multi-token prediction layers, which come last
-        and are loaded by neither the engine nor the trainer. If `tied` is set, the output embedding
-        is the input embedding and may be missing. `decoder` is the decoder's prefix in tensor
-        names; names may also come without it. `unread` are patterns for tensors that the trainer
-        does not load.
+        `layers` is the number of layers, not counting the multi-token prediction layers. Those come
+        last, and neither the engine nor the trainer loads them. If `tied` is set, the output
+        embedding is the input embedding and may be missing. `decoder` is the decoder's prefix in
+        tensor names; names may also come without it. `unread` are patterns for tensors that the
+        trainer does not load.
         """
         self._prefix = f"{decoder}."
         self._optional = {"lm_head.weight"} if tied else set[str]()

@@ -30,7 +30,7 @@ from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 
 POLL_S = 1e-4
 _CHECK_S = 0.02
-"""Seconds between checks whether the peer is alive, which are more expensive than a poll."""
+"""Seconds between checks that the peer is alive. Such a check is more expensive than a poll."""
 _NCCL_TIMEOUT = timedelta(days=1)
 """A timeout that NCCL never reaches, because `send` has its own."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -181,7 +181,8 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Tells the engine that all weights have been sent, and to sample from `version` now."""
+    """Tells the engine that all weights have been sent and that it should now sample from
+    `version`."""
 
     version: int
     checksum: int
@@ -289,8 +290,8 @@ def gpu_id(device: torch.device) -> str:
 
 def call_workers(llm: Any, method: str, *args: Any) -> None:
     """Call a method on every vLLM worker, and raise the first error. vLLM forwards errors from
-    other processes only as text, so workers return channel errors, after which the engine is
-    replaced, as values (see `attempt`)."""
+    other processes only as text. Workers therefore return channel errors as values (see
+    `call_worker`). The engine is replaced after such an error."""
     for failure in llm.collective_rpc("keel_attempt", args=(method, args)):
         if failure is not None:
             kind, text = failure

@@ -72,8 +72,8 @@ class CopyPlan:
     def __init__(
         self, kernels: Sequence[Tensor], placed: _Placed, fills: Sequence[tuple[Tensor, float]] = ()
     ) -> None:
-        """Create a plan. `fills` are parts of the kernels' tensors that always have the
-        same value."""
+        """Create a copy plan. `fills` lists the parts of the kernels' tensors whose value never
+        changes, with that value."""
         self.kernels, self.placed, self._fills = kernels, placed, fills
         self._programs: dict[str, tuple[tuple[TensorEntry, ...], _Program]] = {}
         """Table and copies of each known bucket, keyed by the name of its first tensor."""
@@ -129,7 +129,7 @@ class CopyPlan:
 
 
 def _storage_view(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Return a view of part of a tensor's storage, as any dtype."""
+    """Return a view of part of a tensor's storage with the given dtype."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), *layout)
 
@@ -182,8 +182,8 @@ def _piece_interval(one: _CopyPiece, other: _CopyPiece) -> tuple[int, int] | Non
 
 
 def _with_widest_integers(piece: _CopyPiece) -> tuple[_CopyPiece, torch.dtype]:
-    """Convert a piece to the widest integer type that fits its bytes, and return it
-    with the type."""
+    """Convert a piece to the widest integer type that fits its bytes. Returns the piece and the
+    type."""
     item = piece.dtype.itemsize
     *outer, (n, *inner) = piece.dims
     strides = [stride for _, *both in outer for stride in both]
@@ -204,7 +204,7 @@ def _with_widest_integers(piece: _CopyPiece) -> tuple[_CopyPiece, torch.dtype]:
 @dataclass(slots=True)
 class _Write:
     data: Tensor | None
-    """None if it was a constant, or once the write has been verified."""
+    """The data that was written. None for a constant, and after the write has been verified."""
     name: str = ""
     """Checkpoint tensor that the data came from, or "" if it was a constant."""
     start: int = 0
@@ -216,7 +216,7 @@ class _Write:
 
 @dataclass(slots=True)
 class _WrittenStorage:
-    """A storage of the kernels, or an intermediate one, with the weights written to it."""
+    """A storage that kernels use, or an intermediate one, with the weights written to it."""
 
     alive: StorageWeakRef
     """Prevents the storage's key from being reused."""
@@ -240,11 +240,11 @@ class LoadRecorder(TorchDispatchMode):
     """Records what vLLM's loader does during an update, to build a `CopyPlan`."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
-        """Create a recorder. `deferred` layers process their weights again in every update, which
-        is not recorded."""
+        """Create a recorder. `deferred` lists the layers that process their weights again in every
+        update. This processing is not recorded."""
         super().__init__()
         self.refusal = ""
-        """Reason that no plan can be made. Empty as long as a plan is possible."""
+        """The reason why no plan can be made, or "" as long as a plan is possible."""
         self._model, self._deferred, self._paused = model, deferred, False
         self._targets: dict[int, _WrittenStorage] = {}
         self._buckets: dict[int, _Bucket] = {}
@@ -408,7 +408,8 @@ class LoadRecorder(TorchDispatchMode):
         target.proven = False
 
     def _record_move(self, to: Tensor, source: Tensor, origin: _WrittenStorage) -> None:
-        """Record that a whole loaded tensor was copied, with everything written to it before."""
+        """Record that a whole loaded tensor was copied, together with everything written to it
+        before."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize

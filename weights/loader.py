@@ -85,9 +85,9 @@ class WeightsExtension:
     keel_decided = False
 
     def keel_prepare(self) -> None:
-        """Prepare the worker for weight updates. Gives every weight loader a `__name__`, which
-        vLLM's reload requires and a `functools.partial` lacks, and deletes the rendezvous file of a
-        single worker."""
+        """Prepare the worker for weight updates. Deletes the rendezvous file of a single worker,
+        and gives every weight loader a `__name__`. vLLM's reload requires this name, but a
+        `functools.partial` has none."""
         if (place := self.distributed_init_method).startswith("file://"):
             Path(place.removeprefix("file://")).unlink(missing_ok=True)
         for tensor in self.model_runner.get_model().parameters():
@@ -139,8 +139,8 @@ class WeightsExtension:
             initialize_layerwise_reload(model)
 
     def keel_way(self) -> str:
-        """Return how updates are loaded: "copies" with a copy plan, otherwise the reason for using
-        vLLM's loader, or "" before the first update."""
+        """Return "copies" if updates follow a copy plan, "" before the first update, and otherwise
+        the reason for using vLLM's loader."""
         if self.keel_plan is not None:
             return "copies"
         return self.keel_recorder.refusal if self.keel_recorder is not None else ""

@@ -42,7 +42,7 @@ class _ContiguousRun:
     count: int
     bucket: int
     at: int
-    """In bytes."""
+    """Offset in the bucket, in bytes."""
     dtype: torch.dtype
 
 
@@ -185,8 +185,8 @@ class _Link:
     reached: bool = False
 
     def send(self, bucket: FlatBucket) -> None:
-        """Send a bucket and return once the engine has received the bytes, which it loads while the
-        next bucket is packed."""
+        """Send a bucket and return once the engine has received the bytes. The engine loads them
+        while the next bucket is packed."""
         entries, flat = bucket
         self.mailbox.wait(self._check)
         if self.channel is None:
@@ -227,9 +227,9 @@ class Sender:
     def send(
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
     ) -> dict[int, Outcome]:
-        """Send weights as `version` and return each engine's outcome by index. All of `buckets` are
-        read even if every engine fails, because under ZeRO-3 the other ranks take part in gathering
-        each bucket."""
+        """Send weights as `version` and return each engine's outcome by index. Reads all of
+        `buckets` even if every engine fails, because under ZeRO-3 the other ranks take part in
+        gathering each bucket."""
         outcomes: dict[int, Outcome] = {}
         remaining, first = list(receivers), not self._reached
 

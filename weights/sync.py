@@ -90,7 +90,7 @@ class WeightSync:
         direct: bool,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Call `before(version)` just before the engines receive weights."""
+        """`before(version)` is called just before the engines receive weights."""
         self._source, self._engines = source, engines
         self._direct, self._before = direct, before
 

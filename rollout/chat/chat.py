@@ -169,8 +169,8 @@ class TemplateChat:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """Render a conversation as text, in which everything that does not come from the template
-        is marked (see `render`)."""
+        """Render a conversation as text. Everything that does not come from the template is marked
+        (see `render`)."""
         if tools and not self.format.calls:
             raise ValueError(
                 f"{self.renderer.name} writes calls in an unknown format. Use a model with the "
@@ -230,7 +230,7 @@ class TemplateChat:
 
     @cached_property
     def header(self) -> str:
-        """Text at the start of each policy turn, without thinking marks."""
+        """The text that opens each policy turn, without thinking tags."""
         prefix = self._prefix(True)
         for mark in (self.marks.open, self.marks.close):
             prefix = prefix.replace(mark, "")
@@ -310,7 +310,7 @@ class TemplateChat:
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode token ids. A mark is inserted into text that only looks like a control token."""
+        """Decode token ids, and insert a mark into text that only looks like a control token."""
         return self.encoder.decode(ids)
 
 

@@ -65,8 +65,7 @@ def _split_thinking(
     inside: bool = False,
     marks: ThinkingMarks = THINK,
 ) -> tuple[str, str, bool]:
-    """Split a turn into its reasoning and its content. Returns both, and whether the turn ends
-    while thinking.
+    """Split a turn into reasoning and content. Also returns whether the turn ends while thinking.
 
     A turn that never closes its thinking has no content. If the first mark closes thinking, the
     text before it is reasoning. Set `opened` if the prompt already opened the thinking, and
@@ -371,8 +370,8 @@ def read_harmony(
 
 
 def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
-    """Parse every block between `start` and `end` with `read`. A block that is not closed extends
-    to the start of the next one and is malformed."""
+    """Parse each block between `start` and `end` by calling `read`. An unclosed block is malformed
+    and extends to the start of the next one."""
     before, *blocks = text.split(start)
     around = [before]
     items: list[_Item] = []
@@ -387,8 +386,8 @@ def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Item])
 
 
 def _parse_call_object(value: Any, key: str, body: str) -> _Item:
-    """Parse a tool call from a JSON object. This format stores the arguments under `key`, but both
-    `arguments` and `parameters` are accepted, and the arguments can be missing."""
+    """Parse a tool call from a JSON object. The format stores the arguments under `key`. Both
+    `arguments` and `parameters` are accepted, and the arguments may be missing."""
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
         return Broken(body, form)

@@ -24,8 +24,8 @@ from keel.rl.turns import USER_ROLES, Message
 
 _INSIDE, _EDGE = "\U0010fffc", "\U0010fffd"
 """Private-use characters that mark text from outside the template. `_INSIDE` breaks up text that
-looks like a control token. `_EDGE` around text keeps it from forming one together with template
-text."""
+looks like a control token. `_EDGE` surrounds text, so that it cannot form a control token together
+with template text."""
 
 
 def unmark(text: str) -> str:
@@ -121,7 +121,7 @@ class Encoder:
         return ids + self._encode_plain(text[end:], left=strip, right=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode token ids. A mark is inserted into text that only looks like a control token."""
+        """Decode token ids, and insert a mark into text that only looks like a control token."""
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:

@@ -95,8 +95,8 @@ def _check_shown(
     """Raise ValueError if the template does not show a message that the assistant did not write.
     Some templates skip unknown roles, or a system message that is not first.
 
-    The contents are replaced by probe words and rendered with `write`, once for each sequence of
-    roles and rendering mode. `first` is the index of the first message.
+    The check replaces the contents with probe words and renders them with `write`, once for each
+    sequence of roles and rendering mode. `first` is the index of the first message.
     """
     roles = tuple(
         str(one["role"]) if _strip_text(one.get("content")) else "" for one in messages

@@ -1,4 +1,4 @@
-"""Checks before a run that conversations can be extended with a model's chat template."""
+"""Checks, before a run starts, that a model's chat template allows conversations to be extended."""
 
 import re
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ def check_prefix_law(
     naming the template, the case and a fix.
 
     `modes` selects thinking, no thinking, or both. One difference is allowed: an empty think block
-    that a template puts before a turn but omits from the history may remain, because the policy was
-    sampled after it.
+    that a template puts before a turn but omits from the history may remain, because the policy
+    sampled the turn after it.
     """
     for thinking in modes:
         for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
@@ -195,10 +195,10 @@ def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") ->
 
 
 def ends_of(path: str) -> tuple[int, ...]:
-    """Return the `eos_token_id`s of a model, at which the engine ends every completion.
+    """Return a model's `eos_token_id`s, the tokens at which the engine ends every completion.
 
-    Like vLLM, reads generation_config.json or, if that is missing, config.json. Raises ConfigError
-    if neither exists.
+    Like vLLM, this reads generation_config.json, or config.json if that is missing. Raises
+    ConfigError if neither exists.
     """
     try:
         config = GenerationConfig.from_pretrained(path, **hub_options(path))

@@ -40,10 +40,10 @@ def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
     """Cap the KV cache of engines built inside this context at the size that their completions can
     use.
 
-    By default, vLLM allocates all available memory. With `rollout.time_share` this wastes time,
-    because the memory is mapped again at each update, at only some 100 GiB per second. vLLM's
-    options cannot express this limit, since the size of a completion is known only after the model
-    is loaded.
+    By default, vLLM allocates all available memory. With `rollout.time_share`, this wastes time:
+    the memory is mapped again at each update, and mapping runs at only about 100 GiB per second.
+    vLLM's options cannot express this limit, since the size of a completion is known only after the
+    model is loaded.
     """
     original = _core.get_kv_cache_configs
 
@@ -78,8 +78,8 @@ def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
 
 
 def _worker_cache_bytes(memory: int, one: float | int, free: Callable[[], int]) -> int:
-    """Return the cache size of a worker in bytes: `memory`, or `one` if `memory` has no room for a
-    single completion but the free GPU memory does.
+    """Return the cache size of a worker in bytes: `memory`, or `one` if a single completion fits
+    only with the help of free GPU memory.
 
     vLLM refuses to start without room for one completion, although it may overestimate what
     everything else needs. `free` creates a CUDA context in this process, so it is called only in
@@ -137,7 +137,7 @@ def install_invariant_kernels() -> None:
     """Replace vLLM's batch-invariant kernels with faster ones that return bitwise identical
     results.
 
-    vLLM's GEMM tiles suit large batches for all but five shapes, and its norm of attention heads
+    For all but five shapes, vLLM's GEMM tiles suit only large batches. Its norm of attention heads
     copies its input. The functions are patched, because vLLM's registry can only replace whole
     layers.
     """

@@ -39,7 +39,8 @@ class _Command:
 
 @dataclass(slots=True)
 class _JobInFlight:
-    """A job being sampled. Its limits count only the time in which the engine is busy."""
+    """A job that is being sampled. Only time in which the engine is busy counts toward its
+    limits."""
 
     future: Future[Any]
     begin: float
@@ -117,8 +118,8 @@ class EngineThread:
         return self._await(self._enqueue(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
-        """Connect to the trainer rank that sends weights. If it `shares` a GPU with the engine, no
-        channel is needed."""
+        """Connect to the trainer rank that sends weights. If `shares` is set, it uses the same GPU
+        as the engine, so no channel is needed."""
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
         self._inbox = Mailbox(rendezvous, name, timeout_s=timeout_s)
@@ -184,8 +185,8 @@ class EngineThread:
         self._await(self._enqueue(run), what)
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start, and the number of groups and recordings in the
-        engine."""
+        """Return the counters accumulated since the engine started, and the number of groups and
+        recordings in it."""
         names = ("version", "sampled_tokens", "steps", "fast_steps", "recordings")
 
         def collect(engine: VllmEngine) -> dict[str, float]:
@@ -195,7 +196,7 @@ class EngineThread:
         return self._await(self._enqueue(collect), "the engine's statistics")
 
     def progress(self) -> EngineProgress:
-        """Return the engine's counters without waiting, even if a step hangs."""
+        """Return the engine's progress without waiting, even if a step hangs."""
         return EngineProgress(self._steps, self._longest_s, len(self._in_flight))
 
     def close(self) -> None:

@@ -153,8 +153,8 @@ class VllmEngine:
     def add(
         self, number: int, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a group or a turn. `step` yields the result under `number` once it is
-        complete. Raises ValueError if the prompt does not fit."""
+        """Start sampling a group or a turn. Once the result is complete, `step` yields it with
+        `number`. Raises ValueError if the prompt does not fit."""
         recording = RecordingOptions(
             routes=record and self._routes,
             sampling_mask=record and self._masks and sampling.truncated,
@@ -458,7 +458,8 @@ class _TemplatedRequests:
         params: Callable[[], SamplingParams],
     ) -> None:
         """Add a request for one completion with the unique `name`. Requests of the same `kind` may
-        differ only in the parameters `varying`. Raises ValueError if the request is invalid."""
+        differ only in the parameters listed in `varying`. Raises ValueError if the request is
+        invalid."""
         ids = np.asarray(context, np.int32)
         prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
         if (template := self._templates.get(kind)) is None:

@@ -72,8 +72,9 @@ class VllmServer:
         return f"http://{self._host}:{self._port}/v1"
 
     def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server answers requests. `knob` names the setting of `timeout_s` in error
-        messages. Raises RuntimeError with the end of the server's log if it does not start."""
+        """Wait until the server answers requests. `knob` is the setting that `timeout_s` comes
+        from, and is named in error messages. Raises RuntimeError with the end of the server's log
+        if it does not start."""
         end = time.monotonic() + timeout_s
         while not self._is_healthy():
             reason = self.ended()

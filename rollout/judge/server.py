@@ -1,5 +1,5 @@
-"""Runs the judge model on vLLM servers on the cluster's nodes. The driver holds a `JudgeServer` for
-each, which restarts the server if it dies. This module does not import vLLM."""
+"""Runs the judge model on vLLM servers on the cluster's nodes. For each server, the driver holds a
+`JudgeServer` that restarts it if it dies. This module does not import vLLM."""
 
 import contextlib
 import logging
@@ -25,8 +25,8 @@ within that time."""
 _REPLY_S = 30.0
 """Time limit in seconds for a call to the actor. Also added to the server's startup timeout."""
 _PLACED_S = 1.0
-"""Seconds after which an actor that does not answer counts as not yet scheduled by Ray. It then has
-no server."""
+"""Seconds to wait for an actor to answer. If it does not, Ray has presumably not scheduled it yet,
+so it has no server."""
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class JudgeServer:
 
     @property
     def restarts(self) -> int:
-        """Number of times that the server was restarted in this run."""
+        """Number of times the server has been restarted in this run."""
         return len(self._times)
 
     def url(self) -> str:

@@ -108,8 +108,9 @@ class EngineSupervisor:
         startup_s: float,
         update_s: float,
     ) -> None:
-        """Create the supervisor without starting any engine. `build(i)` begins to start engine i.
-        `update_s` is the time limit for a weight update, and for an engine to fall asleep."""
+        """Create the supervisor without starting any engine. `build(i)` starts engine i without
+        waiting for it. `update_s` is the time limit for updating an engine's weights and for
+        putting an engine to sleep."""
         self.slots: list[EngineSlot] = []
         self.update_s = update_s
         self.target: WeightUpdate | None = None

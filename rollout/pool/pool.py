@@ -73,8 +73,8 @@ class RolloutPool:
         update_timeout_s: float | None = None,
         translate: Translate = lambda future: future,
     ) -> None:
-        """Create the pool without starting its engines. `build(i)` begins to start engine i.
-        `update_timeout_s` is the time limit for a weight update and defaults to
+        """Create the pool without starting its engines. `build(i)` starts engine i without waiting
+        for it. `update_timeout_s` is the time limit for a weight update and defaults to
         `rollout.update_timeout_s`."""
         self.say: Callable[[str], Any] = lambda _: None  # for warnings, on the pool's thread
         self._config = config

@@ -111,7 +111,7 @@ def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future
 
 
 def _with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
-    """Convert errors of a future that a dead or late engine caused to `EngineError`."""
+    """Convert errors of a future to `EngineError` if a dead or late engine caused them."""
     outer: Future[Any] = Future()
 
     def done(inner: Future[Any]) -> None:

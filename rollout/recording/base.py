@@ -173,7 +173,7 @@ def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top
     """Check that every token after the first `top_k` of the context has a selection of `top_k`
     positions in every layer. Raises RecordingError otherwise.
 
-    The first row of `selected` is the token at position `first`.
+    The first row of `selected` belongs to the token at position `first`.
     """
     counts = np.bitwise_count(selected[max(0, top_k - first) :]).sum(-1, dtype=np.int64)
     wrong = (counts != top_k).any(-1)
@@ -189,8 +189,8 @@ def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
     """Check that every token has a route in every layer. Raises RecordingError otherwise.
 
-    Also raises it for a layer whose routes are all zero, because no router sends every token to
-    expert 0 K times.
+    Also raises RecordingError if all routes of a layer are zero, because no router sends every
+    token to expert 0 K times.
     """
     unrouted = routes == NO_ROUTE
     if unrouted.any():

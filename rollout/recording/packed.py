@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _READ_AHEAD = 16
-"""Maximum number of requests, all finished in the same step, whose routes are read together."""
+"""Maximum number of requests whose routes are read together. They must have finished in the same
+step."""
 
 
 class PackedRecorder(Recorder):

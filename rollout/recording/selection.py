@@ -77,7 +77,8 @@ _select = _attention.sparse_attn_indexer
 def _select_and_record(
     query: Tensor, layer: str, cache: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Call vLLM's indexer and store its selection. `args[8]` is the engine's longest context."""
+    """Call vLLM's indexer and store its selection. `args[8]` is the length of the engine's longest
+    context."""
     chosen = _select(query, layer, cache, *args, **options)
     slots = get_forward_context().slot_mapping
     if isinstance(slots, dict) and layer in slots and cache.numel():
@@ -92,7 +93,8 @@ _attention.sparse_attn_indexer = _select_and_record
 
 
 class SelectionExtension(WeightsExtension):
-    """Methods that vLLM adds to its workers. They run on all ranks, whose selections are equal."""
+    """Methods that vLLM adds to its workers. They run on all ranks, which have the same
+    selections."""
 
     def keel_selections(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.uint8]:
         """Return the bitmaps [tokens − first, L, b] of the request with these cache blocks. A

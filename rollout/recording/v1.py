@@ -113,8 +113,8 @@ class V1Recorder(Recorder):
     def attach(self, engine: LLMEngine) -> None:
         runner = self._runner = engine.model_executor.driver_worker.model_runner
         self._live: dict[str, list[tuple[_SampledTokens, int]]] = {}
-        """Maps each unfinished request to the draws of its steps, with the request's row in
-        each."""
+        """Maps each unfinished request to the sampled tokens of its steps, with the request's row
+        in each step."""
         runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
         if self._routes:
             self._table = _RouteTable(runner)

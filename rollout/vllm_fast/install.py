@@ -51,7 +51,8 @@ class _SlotRoutes:
         the cache.
 
         `captured` [N, all layers, K] int32 contains the experts of the current step, and `slots` [≥
-        N] the cache slot of each token in it. Both are overwritten in each step, in stream order.
+        N] contains the cache slot of each of its tokens. Both are overwritten in each step, in
+        stream order.
         """
         self._captured, self._slots = captured, slots
         every = list(range(captured.shape[1]))
@@ -292,10 +293,10 @@ def advance_inputs(
     """Prepare the inputs of the next decoding step on the GPU: fill the first rows of `positions`,
     `lengths`, `ids` and `slots`. The input of each row is the token that it sampled last.
 
-    `requests` [rows] int64 is the request of each row. Indexed by request, `computed` [requests] is
-    the number of tokens with keys and values, `sampled` [requests, 1] the last token, and `table`
-    [requests, blocks] lists the KV blocks of `page` tokens each. On the device `meta`, the kernel
-    is only compiled.
+    `requests` [rows] int64 is the request of each row. The other arrays are indexed by request:
+    `computed` [requests] is the number of tokens with keys and values, `sampled` [requests, 1] is
+    the last token, and `table` [requests, blocks] lists the KV blocks, which hold `page` tokens
+    each. On the device `meta`, the kernel is only compiled.
     """
     rows = len(requests)
     _advance_kernel[(triton.cdiv(rows, _BLOCK),)](requests, computed, sampled, table,
@@ -321,8 +322,8 @@ def _advance_kernel(
 
 
 def _can_reuse_steps(runner: Any) -> bool:
-    """Return whether steps can be reused: for a text model with full attention on one GPU with CUDA
-    graphs."""
+    """Return whether steps can be reused. This requires a text model with full attention, one GPU
+    and CUDA graphs."""
     groups = runner.kv_cache_config.kv_cache_groups
     return (
         runner.vllm_config.parallel_config.world_size == 1

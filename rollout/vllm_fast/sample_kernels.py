@@ -1,15 +1,15 @@
 """Truncates the model's logits and samples the tokens of a step from the few ids that each row
 keeps.
 
-vLLM copies the logits to float32, scans each row many times with one program to truncate it, then
-scans it once to draw the token, and again for the token's log-probability, its rank and its
+vLLM copies the logits to float32 and scans each row many times with one program to truncate it. It
+then scans the row once to draw the token, and again for the token's log-probability, rank and
 sampling mask. Here, all blocks of all rows are read in parallel. If vLLM has already truncated the
 logits, they are read once.
 
-Otherwise `_truncate` reads them twice. The first pass computes the maxima of a thousand groups
-per row. At least top_k logits are as large as the top_k-th largest maximum, which is therefore a
-lower bound for the kept logits. The second pass collects the logits that are at least this bound.
-They are few enough to sort. Everything else uses only the few ids found.
+Otherwise `_truncate` reads them twice. The first pass computes the maxima of a thousand groups per
+row. At least top_k logits are as large as the top_k-th largest maximum, which is therefore a lower
+bound for the kept logits. The second pass collects the logits that are at least this bound. They
+are few enough to sort. Everything else uses only the few ids found.
 
 The result is exact. If several logits at the cutoff are equal, those with the lowest ids are kept,
 and no row keeps more than its top_k. Noise and ties are handled as in vLLM, so the sampled tokens
@@ -81,7 +81,7 @@ def _find_threshold(
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Find a threshold such that at least top_k logits of a row are greater than or equal to it. If
-    fewer logits are finite, this holds for all finite ones."""
+    fewer than top_k logits are finite, all finite ones reach the threshold."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:
@@ -355,8 +355,8 @@ def _draw_row(
     SCALE: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of one row. Writes the token, its log-probability and, after the ids of
-    earlier rows, the kept ids."""
+    """Draw the token of one row. Writes the token and its log-probability. The kept ids are written
+    after those of earlier rows."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * logits_row
     ids = ids_ptr + row.to(tl.int64) * width

@@ -6,11 +6,11 @@ the kernels do not support use vLLM's sampler.
 
 On one GPU, `_SampleGraphs` runs the end of a decoding step (output head, truncation, sampling) as
 one CUDA graph. A step with few sequences is limited by the CPU, which spends a fifth of the time on
-launching the kernels after the last layer. There is one graph for each of vLLM's batch sizes and
-each largest top-k, captured when it is first used. Each graph exists twice, because a step begins
-before the CPU has read the results of the previous one. A separate kernel first copies the sampling
-parameters of all rows into fixed buffers. All graphs share their working memory, so their results
-are copied out of it.
+launching the kernels after the last layer. There is one graph for each combination of a vLLM batch
+size and a largest top-k. It is captured when it is first used. Each graph exists twice, because a
+step begins before the CPU has read the results of the previous one. A separate kernel first copies
+the sampling parameters of all rows into fixed buffers. All graphs share their working memory, so
+their results are copied out of it.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -393,7 +393,7 @@ def _empty_like(sampled: SampledRows) -> SampledRows:
 
 
 def install_graphs(runner: Any) -> None:
-    """Sample with CUDA graphs in a model runner, if it uses one GPU and keeps few enough steps in
+    """Make a model runner sample with CUDA graphs, if it uses one GPU and keeps few enough steps in
     flight."""
     alone = runner.vllm_config.parallel_config.world_size == 1
     few = runner.vllm_config.max_concurrent_batches <= _COPIES

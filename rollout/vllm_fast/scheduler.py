@@ -10,8 +10,8 @@ once they only decode. For anything else (an abort, a preemption, a pause) the b
 state is written back to the requests, and vLLM schedules the whole step. Flushed tokens are
 delivered together with the request's next token, as in speculative decoding.
 
-The batch continues when a request finishes, which is reported at once, and also while other
-requests wait to begin. In both cases, some slots in the batch stay unused. Waiting requests begin
+The batch continues when a request finishes, and while other requests wait to begin. In both cases,
+some slots in the batch stay unused. A finished request is reported at once. Waiting requests begin
 once the loss from unused slots equals the cost of a step in which requests begin. The total loss is
 therefore at most twice the minimum.
 
@@ -51,7 +51,7 @@ class _ScheduledStep:
 
 class _DecodeBatch:
     """A batch of requests that sample one token per step, with their counters and recorded arrays.
-    Arrays are [P] by batch slot, and columns correspond to steps."""
+    Arrays [P] are indexed by batch slot, and columns correspond to steps."""
 
     def __init__(self, places: int) -> None:
         self.requests: list[Any] = [None] * places  # [P] vLLM's `Request`s, or None
@@ -164,8 +164,8 @@ class _DecodeBatch:
         return [place for place in self.places.tolist() if not self.live[place]]
 
     def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
-        """Write a request's counters and its new `tokens` back to vLLM's `Request`. With scheduling
-        ahead, `step` is the number of its last step."""
+        """Write a request's counters and its new `tokens` back to vLLM's `Request`. If steps are
+        scheduled ahead, `step` is the number of the request's last step."""
         request = self.requests[place]
         in_flight = self.scheduled - max(self._steps_received(place), int(self.first[place]))
         request.num_computed_tokens = int(self.computed[place]) + self.scheduled
@@ -258,8 +258,8 @@ class _DecodeBatch:
 
 
 def _token_positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
-    """Return the index of each row's token in a flat array. Without `firsts`, it is the row
-    itself."""
+    """Return the index of each row's token in a flat array. Without `firsts`, this index is the row
+    number."""
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]
 
 
