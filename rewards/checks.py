@@ -49,9 +49,9 @@ def try_functions(
     prompt.
 
     Each function is called twice: the first call may load models, the second must finish within
-    `timeout_s`. Returns one message per function. Because a function may not support made-up
-    completions, most failures are only reported in its message. Raises ValueError for errors that
-    every completion would cause, such as a NameError.
+    `timeout_s`. Returns one message per function. A function may not support made-up completions,
+    so most failures are only reported in its message. Raises ValueError for errors that every
+    completion would cause, such as a NameError.
     """
     names = [name for name in weights if is_function(name)]
     if not names or not prompts:

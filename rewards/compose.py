@@ -72,8 +72,8 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Return an error message if a weighted component is not among those that an environment
-    returned (`known`), or "" if all are."""
+    """Return an error message if a weighted component is not in `known`, the components that an
+    environment returned. Otherwise, return ""."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)

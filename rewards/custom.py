@@ -100,8 +100,8 @@ class TextTrajectory:
 
 
 def recipe_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function in recipes. Raises ValueError if it has none, like a lambda or
-    a partial."""
+    """Return the name of a function in recipes. Raises ValueError for a function without a name,
+    such as a lambda or a partial."""
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ValueError(f"reward {name}: the function has no name; define it with def")
@@ -139,8 +139,8 @@ def pickled_functions() -> dict[str, bytes]:
 
 
 def store_functions(functions: Mapping[str, bytes]) -> None:
-    """Write functions that were pickled on another node (see `pickled_functions`) to a folder, for
-    the worker processes that this process starts."""
+    """Write functions from another node (see `pickled_functions`) to a folder. The worker processes
+    that this process starts load them from there."""
     if functions:
         folder = os.environ[FOLDER] = mkdtemp(prefix="keel-functions-")
         for name, pickled in functions.items():
@@ -179,13 +179,13 @@ _FOREIGN = frozenset(
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward component is a user-defined function. Only their names contain a
-    dot."""
+    """Return whether a reward component is a user-defined function. Only the names of such
+    functions contain a dot."""
     return "." in part
 
 
 def load_function(name: str) -> Callable[[Any, Any], Any]:
-    """Import a user-defined function by its dotted name, searching the working directory as well.
+    """Import a user-defined function by its dotted name. The working directory is searched too.
 
     Raises ValueError if it cannot be imported or does not accept `(prompt, trajectory)`.
     """

@@ -1,10 +1,11 @@
 """Measures what fraction of a completion is in the language of the prompt.
 
 Code, formulas, links, tags, identifiers and single Latin letters are ignored. Running text inside
-them is not: `$Das ist die Antwort$` is a sentence. In scripts other than Latin, a few words are
-running text, since keywords and variables are not written in them. In Latin script, it takes three
-or more words separated only by spaces and commas. At least two of them, and a minimum fraction,
-must be function words ("the", "und", "que") or, outside a list, have non-ASCII letters.
+them still counts, such as `$Das ist die Antwort$`. In scripts other than Latin, a few words are
+enough to count as running text, because keywords and variables are not written in them. In Latin
+script, at least three words are needed, separated only by spaces and commas. At least two of them,
+and a minimum fraction, must be function words ("the", "und", "que") or, outside a list, have
+non-ASCII letters.
 
 The remaining text is split into sentences. Each sentence contributes its letters in the prompt's
 script, or none if a language detector (py3langid) is sure that it is in another language. Short
@@ -179,7 +180,8 @@ def _remove_non_prose(text: str) -> str:
 
 def _prose_and_code(text: str) -> tuple[str, str]:
     """Split a text into the prose outside code blocks and the running text inside them. A formula
-    must end in its paragraph, while a code block can also end with the text."""
+    must be closed in the same paragraph, but a code block may remain open until the end of the
+    text."""
     prose: list[str] = []
     code: list[str] = []
     aside: list[str] = []  # consecutive formulas and code spans without words in between
@@ -221,8 +223,8 @@ def _prose_and_code(text: str) -> tuple[str, str]:
 
 
 def _remove_identifiers(text: str) -> str:
-    """Remove identifiers, links and tags from a text, unless they form running text such as `DAS
-    IST ES`."""
+    """Remove links, tags and identifiers from a text. Several in a row are kept if they read as
+    running text, such as `DAS IST ES`."""
 
     def words_in(row: re.Match[str]) -> str:
         words: list[str] = []

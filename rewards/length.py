@@ -64,7 +64,7 @@ class LengthRule:
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
         """Create the rule from the fields of `LengthConfig`. `limit` is the default for limits that
-        they leave unset."""
+        are not set."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -75,8 +75,8 @@ class LengthRule:
         return self.linear > 0 or self.overlong > 0
 
     def penalty(self, tokens_G: NDArray[np.int64]) -> Floats:
-        """Return the linear plus the overlong penalty of each completion, in units of reward, [G] ≥
-        0."""
+        """Return the sum of the linear and overlong penalties of each completion, in units of
+        reward, [G] ≥ 0."""
         linear, overlong = self._penalties(tokens_G)
         return linear + overlong
 

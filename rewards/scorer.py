@@ -83,10 +83,11 @@ class Scorer:
         """Check the reward weights and start the workers. Raises ValueError if a component is
         unknown.
 
-        `weights` maps each domain to its reward components and their weights, and `lengths` maps it
-        to its length rule. `environments` contains the domains whose environments define their own
-        components. If `pool` is given, it is used instead of new workers, and `close` closes it.
-        The caller must close `judge`. `say` is called with each line of an error report.
+        `weights` maps each domain to its reward components and their weights, and `lengths` maps
+        each domain to its length rule. `environments` contains the domains whose environments
+        define their own components. If `pool` is given, it is used instead of new workers, and
+        `close` closes it. The caller must close `judge`. `say` is called with each line of an error
+        report.
         """
         compose.check_weights(weights, environments)
         self._weights = weights

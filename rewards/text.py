@@ -1,8 +1,8 @@
 """Finds the answer in a completion. Text inside `<think>` is never part of it.
 
 In rollouts, the thinking of all model families is marked with `<think>`. All functions accept
-untrusted text and run in linear time. The lists of words distinguish running text from code,
-formulas and units.
+untrusted text and run in linear time. The word lists distinguish running text from code, formulas
+and units.
 """
 
 import re

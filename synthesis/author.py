@@ -214,9 +214,9 @@ class EndpointAuthor:
                 return reply
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
-        """Create an author with changed settings, which shares the budget and is closed together
-        with this one. With a different URL, it gets neither the API key nor the prices of this
-        author. Raises ValueError if the settings are invalid."""
+        """Create an author with changed settings. It shares the budget of this author and is closed
+        together with it. With a different URL, it gets neither the API key nor the prices. Raises
+        ValueError if the settings are invalid."""
         if changes.get("base_url", self._config.base_url) != self._config.base_url:
             prices = dict.fromkeys(
                 ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens"), 0.0

@@ -82,7 +82,7 @@ _LANGUAGES: dict[str, _Language] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CodeTest:
-    """A test of what a program prints or, if `call` is set, of what a function returns."""
+    """A test that checks what a program prints or, if `call` is set, what a function returns."""
 
     stdin: bytes = b""
     stdout: str = ""
@@ -290,7 +290,7 @@ class _Comparison:
 
 def _same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
     """Compare two outputs, ignoring trailing white space. If `tolerance` is set, compare them word
-    by word, and let numbers differ as in `_same_value`."""
+    by word, with the tolerance of `_same_value` for numbers."""
     if tolerance is None:
         return _lines(expected) == _lines(output)
     left, right = expected.split(), output.split()
@@ -437,8 +437,8 @@ def verify_code(
 def check_task(
     spec: Mapping[str, Any], settings: CodeSettings, *, name: str, run_reference: bool = False
 ) -> None:
-    """Raise ValueError if an expected output exceeds the output limit of programs, or if the
-    `reference` solution is run and fails a test."""
+    """Raise ValueError if an expected output exceeds the output limit of programs or, with
+    `run_reference`, if the `reference` solution fails a test."""
     limit, task = settings.limits.output_kib, read_task(spec)
     for index, test in enumerate(task.tests):
         # A number within the tolerance may have fewer digits.
@@ -528,8 +528,8 @@ class _Attempt:
         return "" if same else "wrong output"
 
     def _run_calls(self, start: int) -> list[str]:
-        """Run consecutive tests that call functions in one process, beginning with test `start`.
-        Returns the failure of each test that ran before the process exited."""
+        """Run consecutive function-call tests in one process, beginning with test `start`. Returns
+        the failure of each test that ran before the process exited."""
         tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
         calls = json.dumps([[test.call, test.args, test.kwargs] for test in tests]).encode()
         outcome = self._run(self._task.language.calls, stdin=calls, lines=len(tests))

@@ -134,7 +134,7 @@ class JudgeEndpoint:
         self._idle_limit_s = (
             attempt_s * (settings.retries + 1) + settings.server.startup_timeout_s + _IDLE_GRACE_S
         )
-        """Seconds after which a waiting call fails if no slot became free and no server
+        """Seconds after which a waiting call fails unless a slot becomes free or a server becomes
         available."""
         self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
@@ -243,7 +243,7 @@ class JudgeEndpoint:
 
     @asynccontextmanager
     async def _acquire_server(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
-        """Wait for a server with a free slot, if possible a different one than `avoided`."""
+        """Wait for a server with a free slot, preferably not `avoided`."""
         started, backend = time.monotonic(), None
         async with self._changed:
             while not self._stopped and (backend := self._choose(avoided)) is None:
@@ -263,7 +263,7 @@ class JudgeEndpoint:
             await self._notify(1 if not self._stopped else len(self._in_flight))
 
     async def _notify(self, calls: int) -> None:
-        """Wake up to `calls` calls that wait for a free server."""
+        """Wake at most `calls` calls that are waiting for a free server."""
         self._changed_at = time.monotonic()
         async with self._changed:
             self._changed.notify(calls)
@@ -289,8 +289,8 @@ class JudgeEndpoint:
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
-        """Append a chat in the format of `keel sft`, with a single write, because several runs can
-        share the file."""
+        """Append a chat in the format of `keel sft`. It is written in one piece, because several
+        runs can share the file."""
         if self._chats is None:
             return
         chat = {"messages": [*messages, {"role": "assistant", "content": reply}]}

@@ -274,12 +274,12 @@ def escape_text(text: str) -> str:
 
 
 def json_length(text: str) -> int:
-    """Return the length of a text once it is encoded as JSON, without the quotes."""
+    """Return the length of a text encoded as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
 def json_tail(text: str, max_size: int) -> str:
-    """Return the end of a text, cut to at most `max_size` characters of JSON."""
+    """Drop the start of a text so that the rest takes at most `max_size` characters of JSON."""
     text = text[-max_size:]
     while json_length(text) > max_size:
         text = text[len(text) // 4 + 1 :]

@@ -83,8 +83,8 @@ class Failed:
 class Unjudged(Exception):
     """Raised if a call to the judge gave no usable response.
 
-    `after_s` is the delay before a retry that the endpoint asked for, and `thinking` the number of
-    characters of thinking in the request.
+    `after_s` is the retry delay that the endpoint asked for. `thinking` is the number of characters
+    of thinking in the request.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class JudgeStopped(RuntimeError):
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of the judge. Each integer is reported as a metric `judge/NAME`."""
+    """Counters for the judge's metrics. Each integer field is reported as `judge/NAME`."""
 
     completions: int = 0  # answers judged, including cached ones and those without a call
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])  # answers, by kind
@@ -116,7 +116,7 @@ class Counts:
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
 
     def since(self, previous: Counts) -> dict[str, Metric]:
-        """Return metrics for the time since the counters had the values in `previous`."""
+        """Return the metrics for the time since `previous`, an earlier copy of the counters."""
         metrics: dict[str, Metric] = {
             f"judge/{name}": Sum(count - getattr(previous, name))
             for name in self.__slots__
@@ -309,10 +309,10 @@ class Proof(NamedTuple):
 
 
 def read_proof(answer: str) -> Proof | str:
-    """Split an answer into its solution, its self-evaluation and its score. If the answer is
-    malformed (R_format = 0), returns the reason instead.
+    """Split an answer into its solution, self-evaluation and score, or return the reason if it is
+    malformed (R_format = 0).
 
-    The solution must come first, and both titles must occur exactly once.
+    The solution must come first, and both section headings must occur exactly once.
     """
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
@@ -356,7 +356,8 @@ class ProofSpec(_Spec):
     alpha: float = Field(0.76, ge=0, le=1)  # α, the weight of the proof itself
     check_verifier: bool = True
     """If True, only flaws that a meta-check confirms reduce the reward. If False, R_Y is the
-    verifier's score, as in the paper, for a verifier that was trained against a meta-verifier."""
+    verifier's score, as in the paper. Use this for a verifier that was trained against a
+    meta-verifier."""
 
     def read(self, answer: str) -> Proof | str:
         return read_proof(answer)
@@ -409,8 +410,7 @@ class Evaluation(NamedTuple):
 
 
 def read_evaluation(answer: str) -> Evaluation | str:
-    """Parse an evaluation of a proof. If it is malformed (R_format = 0), returns the reason
-    instead."""
+    """Parse an evaluation of a proof, or return the reason if it is malformed (R_format = 0)."""
     score = _boxed_score(answer)
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
 

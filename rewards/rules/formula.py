@@ -86,7 +86,7 @@ def number(value: Any) -> Value:
 
 
 def values_close(left: Value, right: Value) -> bool:
-    """Return whether two values are equal, except for the last 20 digits of the larger one."""
+    """Return whether two values agree, ignoring the last 20 digits of the larger one."""
     bound = max(abs(left), abs(right)) * _power_of_ten(20 - _context.dps)
     return bool(left == right or abs(left - right) <= bound < _context.inf)
 
@@ -319,7 +319,8 @@ class _Reader:
                 return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
     def record_work(self, name: str, symbols: int, node: Node) -> Node:
-        """Add the operation `name` to `work` if it contains no symbols, and return its node."""
+        """Add the operation `name` to `work` if its arguments contain no symbols. Returns
+        `node`."""
         if self.symbols == symbols:
             self.work.add(name)
         return node

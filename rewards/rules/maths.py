@@ -4,8 +4,8 @@ Both texts go through the same steps. `normalize_notation` normalizes the notati
 the text as a number, formula, list, set, region or relation, or returns it unchanged if it cannot
 read all of it. `_same_answer` then compares the two results. Numbers are stored as exact fractions,
 and `keel.rewards.rules.formula` evaluates formulas. Text that could not be parsed equals only the
-same text. Sums, integrals and determinants are evaluated by math-verify's parser, but only in the
-right answer and only once, never in a completion.
+same text. Sums, integrals and determinants are evaluated by math-verify's parser. This is done once
+for the right answer, and never for a completion.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def maths_verifier(
     unit or remark after a number is ignored. If `right` has a percent sign, 50 % equals both 50 and
     1/2. `tolerance` is relative to the right number, or absolute if that number is 0.
 
-    If `ready` is set, the right answer is parsed immediately and not within the time limit of the
-    first completion. Raises ValueError unless `tolerance` is between 0 and 1.
+    If `ready` is set, the right answer is parsed immediately, so that this does not count towards
+    the time limit of the first completion. Raises ValueError unless `tolerance` is between 0 and 1.
     """
     if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
@@ -145,8 +145,8 @@ class _Region(NamedTuple):
 
 
 class _Relation(NamedTuple):
-    """An equation or inequality with `sides`, and `signs` between them. `name` is the first side if
-    that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last side."""
+    """An equation or inequality. `signs` are the signs between its `sides`. `name` is the first
+    side if it is a name, such as `x` or `f(x)`. `value` is the last side."""
 
     sides: tuple[str, ...]
     signs: str
@@ -190,8 +190,8 @@ def _parse_number(match: re.Match[str]) -> _Number | str:
 
 
 def _parse_without_grouping(text: str) -> list[_Answer]:
-    """Parse `100,200` as a list, where `_parse` reads a single number. Returns [] if the text has
-    no such comma."""
+    """Parse a text such as `100,200` as a list, although `_parse` reads it as a single number.
+    Returns [] if the text has no such comma."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
     return [] if spaced == text else [_parse(spaced)]
 
@@ -230,8 +230,8 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """Split a text at the characters `marks` outside brackets. Returns the parts and the characters
-    at which it was split."""
+    """Split a text at the characters in `marks`, except inside brackets. Returns the parts and the
+    characters that separated them."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -405,8 +405,9 @@ def _complement(region: _Region) -> _Region:
 def _combine_regions(
     rule: Callable[[list[bool]], bool], regions: Sequence[_Region]
 ) -> _Region | None:
-    """Combine several regions into one. Given whether each region contains a number, `rule` decides
-    whether the result does. Returns None if an end contains a symbol or there are too many ends."""
+    """Combine several regions into one. For each number, `rule` is told which regions contain it,
+    and decides whether the result does. Returns None if an end contains a symbol or there are too
+    many ends."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
@@ -652,7 +653,7 @@ def _same_several(gold: _Collection, given: _Answer) -> bool:
 
 
 def _same_item(one: _Answer, other: _Answer) -> bool:
-    """Compare two list items, and their units if both have one (3 red, 4 blue)."""
+    """Compare two list items, including their units if both have one, such as `3 red`."""
     if isinstance(one, _Number) and isinstance(other, _Number) and one.unit and other.unit:
         return one.unit == other.unit and _same_answer(one, other)
     return _same_answer(one, other)

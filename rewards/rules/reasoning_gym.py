@@ -66,7 +66,7 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Patterns that the whole answer of `_strip_formatting` must match, for tasks whose verifiers
+"""Patterns that the entire result of `_strip_formatting` must match. Used for tasks whose verifiers
 ignore extra text."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})  # ignore other items than numbers
 

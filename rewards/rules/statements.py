@@ -54,8 +54,8 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 
 def normalize_notation(text: str) -> str:
-    """Normalize the notation of an answer: single characters instead of LaTeX commands, plain
-    letters instead of upright ones, and digits instead of words like "3 million"."""
+    """Normalize the notation of an answer: replace LaTeX commands with single characters, drop font
+    commands around letters, and write numbers such as "3 million" in digits."""
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
     text = unicodedata.normalize("NFKC", rewrite_raised_digits(text)).translate(_SIGNS).strip()
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)

@@ -188,7 +188,7 @@ def _one_line(text: str) -> str:
 
 
 Verifier = Callable[[str], float | Mapping[str, float]]
-"""Scores the final text of a completion, without thinking, from 0 to 1, or returns several
+"""Returns a score from 0 to 1 for the final text of a completion, without thinking, or several
 components including `correct`.
 
 On hostile text it may raise, hang or crash, so `keel.rewards.workers.pool` runs it in a separate

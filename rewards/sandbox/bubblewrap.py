@@ -187,8 +187,9 @@ _Numbers = Mapping[str, tuple[int, ...]]
 
 
 def _parse_table(text: str) -> _Numbers:
-    """Parse a table with entries `name number number;`, the numbers of a system call on x86_64 and
-    aarch64 (-1: none). They come from the kernel's syscall_64.tbl and asm-generic/unistd.h."""
+    """Parse a table of system calls. Each entry `name number number;` has the numbers on x86_64 and
+    aarch64, where -1 means none. The numbers come from the kernel's syscall_64.tbl and
+    asm-generic/unistd.h."""
     rows = (row.split() for row in text.split(";"))
     return {name: tuple(map(int, numbers)) for name, *numbers in rows}
 
@@ -252,9 +253,9 @@ def seccomp_filter(
     """Build a classic BPF program for `bwrap --seccomp`. Raises ValueError if the system call
     numbers of `machine` (`platform.machine()`) are unknown.
 
-    `sockets` lists the allowed socket families, and `permitted` the system calls to allow although
-    they are normally rejected. If `counted` is set, system calls that hide memory or CPU time from
-    measurement are rejected too.
+    `sockets` lists the allowed socket families. `permitted` lists system calls that are allowed
+    although the filter normally rejects them. If `counted` is set, system calls that hide memory or
+    CPU time from measurement are rejected too.
     """
     if machine not in _MACHINES:
         raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")

@@ -101,8 +101,8 @@ class _RunMonitor:
         lines: int,
         deadline: float,
     ) -> None:
-        """`fds` are bubblewrap's status pipe and a pipe that the first process in the sandbox keeps
-        open."""
+        """Prepare to monitor a process. `fds` contains bubblewrap's status pipe and a pipe that the
+        first process in the sandbox keeps open."""
         assert process.stdout is not None and process.stderr is not None
         self._process, self._limits, self._lines = process, limits, lines
         self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
@@ -237,8 +237,7 @@ _ENVIRONMENT = {
 
 
 class _Python(NamedTuple):
-    """The Python interpreter for sandboxed programs, the one on which this process's environment is
-    based."""
+    """The interpreter for sandboxed programs: the base Python of this process's environment."""
 
     executable: str
     parts: tuple[str, ...]  # files and folders to mount in addition to `bubblewrap.PROGRAMS`
@@ -283,8 +282,8 @@ class Sandbox:
         """Run `command` in an empty, writable folder, and return its output. Raises RuntimeError if
         the sandbox itself fails.
 
-        `files` are executable and in the read-only folder `{box}`. `{python}` is the Python
-        interpreter. If `lines` is set, the run ends after that many lines of output, and the
+        `files` are placed in the read-only folder `{box}` and are executable. `{python}` is the
+        Python interpreter. If `lines` is set, the run ends after that many lines of output, and the
         wall-time limit applies to each line. `within_s` limits the wall time of the whole run.
         """
         with ExitStack() as stack:

@@ -285,8 +285,8 @@ class _Worker:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
     def _stop(self) -> str:
-        """Kill the process and its descendants. Returns where it was executing, or "" if it wrote
-        no stack trace."""
+        """Kill the process and its descendants. Returns the location of the code that it was
+        executing, or "" if it wrote no stack trace."""
         process, self._process = self._process, None
         if process is None:
             return ""

@@ -12,8 +12,8 @@ code.
     → {"refused": "…"}             instead of "ready": the spec cannot be read
 
 `first_s` is the time limit for the first completion, and `timeout_s` for each later one. At a
-deadline a timer signal ends the process, whatever it is doing and even if its parent is gone. The
-parent then starts a new process. After a timeout or a crash, the stack trace is in the file
+deadline, a timer signal ends the process, whatever it is doing and even if its parent is gone. The
+parent then starts a new process. The stack trace of a timeout or crash is written to the file
 descriptor DUMP.
 
 Only the user's functions can print to standard output. The output of verifiers is discarded,
@@ -38,8 +38,8 @@ from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to all processes of a job. Workers ignore them, because a
-completion would seem to have crashed a worker that such a signal killed. Only the parent reacts."""
+"""Signals that a scheduler sends to all processes of a job. Workers ignore them: if such a signal
+killed a worker, the completion would be blamed for the crash. Only the parent reacts."""
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
 """Size of the address space that verifiers may use in addition to the memory already allocated."""

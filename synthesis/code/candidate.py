@@ -178,7 +178,8 @@ class GitSource:
         return version[0] if version else "1.0"
 
     def _tree(self, commit: str, env: Mapping[str, str] = {}) -> Tree:
-        """Read the files of a commit without `git archive`, which honours export-ignore."""
+        """Read the files of a commit. `git archive` is not used, because it would omit files marked
+        export-ignore."""
         modes: dict[str, tuple[str, str]] = {}
         for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit, env=env).split("\0")[
             :-1

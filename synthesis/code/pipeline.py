@@ -42,7 +42,7 @@ from keel.synthesis.ledger import Rejected
 
 _LEAST_S, _SLOWER = 30.0, 10.0
 """The test timeout in an episode is `_LEAST_S` seconds plus `_SLOWER` times the time that the tests
-took here."""
+took during synthesis."""
 _TASKS = "tasks.jsonl"
 PROMPT = """\
 The repository of {name} lies in {repo}. Resolve this issue:
@@ -190,7 +190,7 @@ def _line_of(instance: Mapping[str, Any]) -> str:
 
 
 _Results = Mapping[str, Any]
-"""The results of one test run, as in `keel.agents.environments.code.grading.Results`."""
+"""The results of one test run, in the format of `keel.agents.environments.code.grading.Results`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

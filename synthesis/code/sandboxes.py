@@ -87,7 +87,7 @@ def _split_change(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[s
 
 
 class CodeSandboxes:
-    """Opens sandboxes for a folder of tasks. Those for episodes have no network access, and those
+    """Opens sandboxes for a folder of tasks. Those for episodes have no network access, but those
     for set-ups do."""
 
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:

@@ -57,7 +57,7 @@ def open_episode(rooms: GeneralSandboxes, environment: Path, number: int, *, see
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDraft:
-    """A new task in the folder of an environment that has not yet passed the gates."""
+    """A new task in the folder of an environment. It has not passed the gates yet."""
 
     rooms: GeneralSandboxes
     path: Path

@@ -48,8 +48,8 @@ from keel.synthesis.ledger import Rejected
 
 
 class GeneralPipeline:
-    """Creates tasks for general agents, as a `keel.commands.synthesize.Pipeline`. A key is a
-    category and a number."""
+    """Creates tasks for general agents, as a `keel.commands.synthesize.Pipeline`. Each key consists
+    of a category and a number."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
 _MAX_ANSWER = 300
 _UNKNOWN = "unknown"
 _READS = 3
-"""Maximum number of responses of the judge to try to parse."""
+"""Maximum number of attempts to get a response that can be parsed."""
 _SYSTEM = """\
 Answer the question between the fences{how}. End with the answer alone, a name or a number as the \
 source spells it, between <answer> and </answer>; if you cannot find it, write \

@@ -310,7 +310,7 @@ def _candidates(index: SearchIndex) -> set[str]:
 
 
 def _capitalized_runs(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
-    """Yield runs of capitalized words, as possible names. Lower-case words are added to `plain`,
+    """Yield runs of capitalized words, which may be names. Lower-case words are added to `plain`,
     and names of one word to `alone`."""
     run: list[re.Match[str]] = []
     for word in [*_WORD.finditer(text), None]:

@@ -26,7 +26,7 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
 
 _MOST = 12
-"""Maximum number of facts in a question, and maximum number of spellings of an answer."""
+"""Maximum number of facts in a question, and of spellings of an answer."""
 _QUESTION_SYSTEM = """\
 You write questions for skilled researchers. A question has one short answer, a name or a number, \
 that a document contains word for word. The question can only be answered by looking up several \
@@ -213,8 +213,8 @@ def normalize_answer(text: str) -> str:
 
 
 def answer_rule(right: Sequence[str]) -> dict[str, str]:
-    """Return the JSONL keys of the rule that grades answers: numbers by value, all others by the
-    accepted spellings."""
+    """Return the JSONL keys of the rule that grades answers. Numbers are compared by value, and all
+    other answers with the accepted spellings."""
     by_value = {"answer": right[0], "match": "math"}
     if all(map(_NUMBER.fullmatch, right)) and all(map(accepts(by_value), right)):
         return by_value
@@ -325,8 +325,8 @@ def _check_chain(evidence: Sequence[Evidence], search: Search, index: SearchInde
 
 
 def _check_answer(draft: Draft, library: Library, *, depth: int) -> None:
-    """Check that the evidence contains the answer, but neither the question nor the first search
-    result for it does. Raises Rejected otherwise."""
+    """Check that the evidence contains the answer, and that the question and its first search
+    result do not. Raises Rejected otherwise."""
     spellings = [letters_and_digits(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")

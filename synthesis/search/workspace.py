@@ -28,8 +28,8 @@ _ENDED = {
     "length": "the reply was cut off",
 }
 _HandIn = Callable[[Mapping[str, Any], Search], None]
-"""Checks and stores a submission. `Search` is the agent's own and knows which documents it opened.
-Raises Rejected if the submission fails the gate."""
+"""Checks and stores a submission. The agent's own `Search` knows which documents it opened. Raises
+Rejected if the submission fails the gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class Workspace:
         tools: bool = True,
         hand_in: tuple[ToolSpec, _HandIn] | None = None,
     ) -> ToolLoopResult:
-        """Let an agent work on a task about the untrusted text `material`. `hand_in` is the tool
-        that submits the result, and its check. A rejected submission can be repeated, up to `tries`
-        attempts in total. Raises Rejected if none is accepted, and AuthorLost or BudgetSpent if a
+        """Let an agent work on a task about the untrusted text `material`. `hand_in` contains the
+        tool for submitting the result and the check that the result must pass. The agent has
+        `tries` attempts. Raises Rejected if none is accepted, and AuthorLost or BudgetSpent if a
         model call fails."""
         search = Search(
             ready=self.library,
