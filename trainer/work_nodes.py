@@ -182,7 +182,7 @@ def _pool_settings(config: Config, log: Path | None) -> dict[str, Any]:
 
 
 class WorkNodes(WorkerPool):
-    """Distributes the verification of completions, and episodes, over the nodes."""
+    """Distributes episodes and the verification of completions over the nodes."""
 
     def __init__(
         self, config: Config, *, say: Callable[[str], Any], log: Path | None, runs_code: bool
@@ -202,7 +202,7 @@ class WorkNodes(WorkerPool):
         self._numbers = count()
 
     def start(self) -> None:
-        """Begin to use the other nodes of the cluster, without waiting for them. Call this after
+        """Start using the other nodes of the cluster, without waiting for them. Call this after
         engines and ranks have reserved their CPU cores."""
         if self._config.run.cpu_nodes != 1 and not own_processes():
             self._here.id = ray.get_runtime_context().get_node_id()

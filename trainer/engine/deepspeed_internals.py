@@ -131,7 +131,7 @@ def other_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the data of all parameters, and under ZeRO-3 also this rank's shards."""
+    """Yield the data of all parameters. Under ZeRO-3, also yield this rank's shards."""
     parameter: Any
     for parameter in module.parameters():
         yield parameter.data

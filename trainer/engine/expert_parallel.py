@@ -55,7 +55,7 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
 
 
 class ExpertLayers:
-    """The AutoEP layers of a model. Without any, all methods return their input unchanged."""
+    """The AutoEP layers of a model. If there are none, all methods return their input unchanged."""
 
     def __init__(self, model: nn.Module, *, expected: int) -> None:
         """`expected` is the number of MoE layers in the model, or 0 without expert parallelism.

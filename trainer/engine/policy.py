@@ -288,8 +288,8 @@ def compile_layers(model: PreTrainedModel) -> None:
 
     Each layer becomes a single graph. With several graphs per layer, launching them would take
     longer than the GPU needs for a small micro-batch. MoE blocks are not compiled, because their
-    shapes depend on the routing and Keep Routing hooks into them. Attention is compiled only if it
-    uses flash attention.
+    shapes depend on the routing, and because Keep Routing (`keel.model.routing`) hooks into them.
+    Attention is compiled only if it uses flash attention.
     """
     routers = set(router_modules(model))
     for block in model.modules():

@@ -75,7 +75,7 @@ class ElasticLayouts:
         alive. `joinable` tells whether nodes can join the cluster. By default, they cannot if Keel
         started it on this machine."""
         self.lowering = OomRecovery(config=config, folder=folder)
-        """Holds the config in use, which `next` replaces."""
+        """Holds the config in use. `next` replaces it."""
         self.whole, self._facts, self._hardware, self._chosen = config, facts, hardware, chosen
         self._say, self._clock, self._pause, self._begun = say, clock, pause, False
         self._nodes = nodes or partial(cluster_nodes, gpus=hardware.gpu)

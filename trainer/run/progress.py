@@ -21,9 +21,9 @@ class Wait:
     """A long wait whose progress is shown. Its fields can be set from any thread."""
 
     def __init__(self, what: str, *, total: float = 0, unit: str = "", quiet: bool = False) -> None:
-        """Start a wait. `total` is the number of units to wait for (0 if unknown), and `unit` their
-        plural name, such as `prompts`. With `quiet`, plain lines are printed only every 30 seconds.
-        """
+        """Start a wait. `total` is the number of units to wait for (0 if unknown). `unit` is their
+        name in the plural, such as `prompts`. With `quiet`, plain lines are printed only every 30
+        seconds."""
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done, self.before, self.note = 0.0, 0.0, ""
         """The units done so far, the units done before the wait began, and a comment to show."""

@@ -260,7 +260,8 @@ class TrackerThread:
         self._say, self._retry_s, self._hang_s = say, retry_s, hang_s
         self._file = folder / "trackers" / f"{name}.json"
         self._sent = {"id": "", "step": -1, "events": 0, **_read_state(self._file)}
-        """The tracker's id of the run, and the last step and the number of events sent to it."""
+        """The tracker's id of the run, the last step sent to it, and the number of events sent to
+        it."""
         self._tracker: _Tracker | None = None
         self._opened = False
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
