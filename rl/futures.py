@@ -56,7 +56,8 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
 
 def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
     """Chain two asynchronous steps. Calls `start` with the result of `first`, and returns a future
-    for the result of the second step. It fails if either step fails. Cancelling it cancels `first`.
+    for the result of the second step. The future fails if either step fails, and cancelling it
+    cancels `first`.
     """
     last: Future[U] = Future()
 

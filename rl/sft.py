@@ -14,7 +14,7 @@ from keel.rl.packing.prefix_sharing import PackItem, group_individually, split_l
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]
-"""Unit that the loss is averaged over."""
+"""Whether the loss is averaged over tokens or over conversations."""
 _FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
 
 

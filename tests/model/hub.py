@@ -19,7 +19,7 @@ class Hub(BaseHTTPRequestHandler):
     """Serves `owner/model`."""
 
     broken = ""
-    """A file that fails."""
+    """Name of a file whose download fails."""
     requested: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:

@@ -33,7 +33,7 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A hub that never answers; returns the times of requests."""
+    """Simulate a hub that never answers, and return the times of requests."""
     requests: list[float] = []
 
     def hang(*_: Any, **__: Any) -> None:
