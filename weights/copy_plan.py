@@ -223,7 +223,7 @@ class _WrittenStorage:
     dtype: torch.dtype
     name: str = "a loaded tensor"
     kernel: Tensor | None = None
-    """None for an intermediate storage."""
+    """The kernel's tensor, or None for an intermediate storage."""
     writes: dict[Layout, _Write] = field(default_factory=dict[Layout, _Write])
     read_by: str = ""
     proven: bool = False

@@ -174,7 +174,8 @@ def _append_run(runs: list[_ContiguousRun], run: _ContiguousRun) -> None:
 @dataclass(slots=True)
 class _Link:
     actor_hash: int
-    """Detects a replaced engine. Storing the handle would keep the actor alive."""
+    """Hash of the actor handle, to detect a replaced engine. Storing the handle would keep the
+    actor alive."""
     mailbox: Mailbox
     channel: Channel | None
     """None if the engine and the rank share a GPU."""

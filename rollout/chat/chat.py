@@ -47,8 +47,8 @@ class TemplateChat:
         """Detect the chat format of a tokenizer. Raises ValueError if the tokenizer has no chat
         template or no tokenizer.json.
 
-        If `tools_in_thinking` is set, the policy calls tools only while it thinks. A turn that ends
-        before its thinking is closed is then continued by the next turn (DeepSeek-V3.2, 2025,
+        If `tools_in_thinking` is set, the policy calls tools only while it thinks, and if a turn
+        ends before its thinking is closed, the next turn continues it (DeepSeek-V3.2, 2025,
         Appendix B, Table 8). `ends` lists additional tokens at which the engine ends a turn
         (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`.
         """

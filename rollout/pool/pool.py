@@ -138,9 +138,9 @@ class RolloutPool:
         """Start sampling `group_size` completions of `prompt`. Cancelling the future aborts them.
 
         The engine ends completions `rollout.timeout_s` after it starts to sample them. If an engine
-        dies or stops responding, its groups are sampled again. Evaluation is not recorded. The
-        future raises the engine's error if the prompt is invalid, and EngineError if engines keep
-        dying.
+        dies or stops responding, its groups are sampled again. Evaluation samples are not recorded.
+        The future raises the engine's error if the prompt is invalid, and EngineError if engines
+        keep dying.
         """
         sampling = sampling or self._config.sampling
         with self._lock:
