@@ -316,8 +316,8 @@ class _ForeignName:
 
 @cache
 def other_frameworks() -> dict[str, dict[str, Any]]:
-    """Load `other_frameworks.toml`: each framework's names for knobs (`words`), metrics and the
-    `config` file."""
+    """Load `other_frameworks.toml`, which lists each framework's names for knobs (`words`) and
+    `metrics`, and where it is configured (`config`)."""
     path = Path(__file__).with_name("other_frameworks.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 

@@ -112,8 +112,8 @@ def _describe(error: Exception) -> str:
 
 
 def load_episodes(source: SourceConfig) -> Loaded:
-    """Create placeholder prompts for tasks 0 to size − 1 of an environment, which starts each
-    conversation itself. `keel.agents.probe` rejects an environment that does not."""
+    """Create placeholder prompts for tasks 0 to size − 1 of an environment that starts its own
+    conversations. `keel.agents.probe` rejects other environments."""
     items: list[Item] = []
     for index in range(source.size):
         message = {"role": "user", "content": f"(task {source.name}/{index})"}

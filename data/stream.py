@@ -33,8 +33,8 @@ class Stream(Generic[T]):
         seed: int,
         content: Callable[[T], str],
     ) -> None:
-        """Start at the beginning. Sources of weight 0 are skipped. `content` returns the text of a
-        prompt, which must be the same when a run resumes."""
+        """Start at the beginning of the stream, ignoring sources with weight 0. `content` returns
+        the text of a prompt, which must be the same when a run resumes."""
         self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
         total = sum(weights[name] for name in self._sources)

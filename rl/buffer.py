@@ -144,8 +144,8 @@ class GroupBuffer:
         return self._batches.popleft()
 
     def adopted(self, step: int) -> None:
-        """Free the slots of the groups trained on up to `step`. Call this as soon as the engines
-        use the new weights."""
+        """Free the slots of all groups that were used for training up to and including `step`. Call
+        this as soon as the engines use the new weights."""
         self._adopted = max(self._adopted, step)
 
     def unfinished(self) -> tuple[Prompt, ...]:

@@ -114,7 +114,8 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRuntime:
-    """A model behind an API endpoint, and a scorer. It can replace a `Runtime` for sampling."""
+    """A stand-in for `Runtime` that samples from a model behind an API endpoint and includes a
+    scorer."""
 
     config: Config
     completions: EndpointCompletions

@@ -199,8 +199,8 @@ class ChatRequest(_Model):
 
     @property
     def characters(self) -> int:
-        """Estimated length of the rendered request in characters. Each message adds one token of
-        markup."""
+        """Estimated length of the rendered request in characters, counting one token of markup per
+        message."""
         users = [i for i, message in enumerate(self.messages) if message["role"] in USER_ROLES]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])

@@ -45,8 +45,7 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
 
 
 def descendants(pid: int) -> list[int]:
-    """List the descendants of `pid` in all process groups. Processes whose parent has died are
-    missing."""
+    """List the descendants of `pid` in all process groups, except those whose parent has died."""
     pids: list[int] = []
     pending = [pid]
     while pending:

@@ -85,7 +85,8 @@ class AlgorithmConfig(Section):
     @property
     def probes(self) -> int:
         """Maximum number of tokens per completion or turn for which to compute the probability mass
-        of the sampling mask. The metric alone needs only one token."""
+        of the sampling mask. One token is enough if only the metric needs it (`kept_mass_coef: 0`).
+        """
         return _PROBES if self.kept_mass_coef > 0 else 1
 
     def check_sampling(self, sampling: SamplingConfig) -> None:

@@ -117,8 +117,8 @@ class RolloutConfig(Section):
 
     @property
     def silent_s(self) -> float:
-        """Time in seconds without a finished group after which an engine counts as dead. Work
-        between steps does not count.
+        """Seconds that an engine may go without finishing a group before it is considered dead.
+        Work between steps does not count.
 
         A live engine cuts or drops a late group within `CUT_S`, and a weight update can keep it
         busy for `update_timeout_s`.

@@ -74,13 +74,15 @@ def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSource:
-    """Read the trajectories of a run (`trajectories/`) or an evaluation (`samples.jsonl`) that pass
-    the source's filters, such as `least_reward`.
+    """Read the trajectories of a run (`trajectories/`) or evaluation (`samples.jsonl`), keeping
+    those that pass the source's filters, such as `least_reward`.
 
-    A trajectory is rendered again from its messages if it was sampled with a tokenizer other than
-    the learner's (`tokenizer`, a digest), in a different thinking mode or without the source's
-    system message. Raises ConfigError if there is nothing to read, or with the location of a
-    malformed trajectory, unless `on_bad_line: skip` is set.
+    A trajectory is rendered again from its messages if it was sampled in a different thinking mode,
+    without the source's system message or with a different tokenizer. `tokenizer` is the digest of
+    the learner's tokenizer.
+
+    Raises ConfigError if there is nothing to read. A malformed trajectory also raises ConfigError,
+    with its location, unless `on_bad_line: skip` is set.
     """
     path, knob = data_path(source.path), f"sft.sources[{source.name}].path"
     if not path.is_dir():

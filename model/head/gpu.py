@@ -146,8 +146,8 @@ def build_plan(
 def _find_union(
     kept_ids: Tensor, tokens: int, vocabulary: int, d: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the union of the ids and the position of each entry in it, or None if gather is
-    faster."""
+    """Return the union of `kept_ids` and the position of each entry in the union, or None if
+    gathering one row per entry is faster."""
     entries = len(kept_ids)
     # The union is at least as large as the mean mask.
     if entries < _UNION_FLOOR * tokens:

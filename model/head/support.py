@@ -61,7 +61,7 @@ def support_head(
     softcap: float | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each target over its sampling mask, and the entropy over the
+    """Compute the log-probability of each target and the entropy, both over the token's sampling
     mask.
 
     Args:
@@ -72,8 +72,9 @@ def support_head(
         kept_offsets: [T+1] integers; the mask of token t is
             `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, empty for the whole vocabulary.
         temperature: τ, above 0.
-        bias, scale, softcap: [V] and two numbers, from which the logits are computed as
-            c·tanh(z/c) with z = scale · (W·h + bias), where c is the softcap; None for no cap.
+        bias: [V] floats; None for no bias.
+        scale: factor of the logits z = scale · (W·h + bias).
+        softcap: c, which caps the logits to c·tanh(z/c); None for no cap.
         memo: initially empty dict that caches checks and plans for further calls with the same
             index tensors.
 
@@ -159,7 +160,7 @@ class _Curve(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """(token, id) pairs of all sampling masks."""
+    """(row of `hidden`, kept id) pairs of all sampling masks."""
 
     ids: Tensor
     rows: Tensor

@@ -195,8 +195,8 @@ def estimate_packing(
     counts = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
 
     def estimate_layout(count: int) -> tuple[float, int, int]:
-        """Return the step time (`_step_time`), the number of micro-batches per rank and the busiest
-        rank's tokens, for prefix groups of at most `count` items."""
+        """Estimate the step time (see `_step_time`), the number of micro-batches per rank and the
+        number of tokens on the busiest rank, with at most `count` items per prefix group."""
         rows = free = idle = slowest = 0
         for items, parts in ((count, groups * (size // count)), (size % count, groups)):
             if items:

@@ -307,8 +307,8 @@ def render(
 
 
 def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise ValueError if the rendered `text` lacks a developer message, or a system message that
-    is not the first message."""
+    """Raise ValueError if the rendered `text` is missing a developer message, or a system message
+    after the first message."""
     for number, message in enumerate(messages):
         late = number > 0 and message["role"] == "system"
         checked = late or message["role"] == "developer"

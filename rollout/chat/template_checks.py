@@ -44,8 +44,8 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Check that the policy can call tools only while it thinks, and that the thinking continues
-    after the result. Raises ValueError naming the template and a fix.
+    """Check that the policy can call tools only while thinking, and that it continues thinking
+    after the tool result. Raises ValueError naming the template and a fix.
 
     `chat` must have `tools_in_thinking` set and pass `check_prefix_law`.
     """

@@ -91,7 +91,8 @@ class _RouteTable:
         return self._batch.block_table[self.group].get_numpy_array()[row].tolist()
 
     def rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """Return the routes [tokens − first, L, K] of the request with these cache blocks."""
+        """Return the expert routes of the request that owns these cache blocks, starting at
+        position `first`: [tokens − first, L, K]."""
         positions = np.arange(first, tokens)
         begins = np.asarray(blocks, np.int64)[positions // self._block] * self._block
         return self._slots[torch.from_numpy(begins + positions % self._block)].numpy()

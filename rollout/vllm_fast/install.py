@@ -131,7 +131,8 @@ class FastExtension(WeightsExtension):
         )
 
     def keel_routes(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """Return the routes [tokens − first, L, K] of the request with these cache blocks."""
+        """Return the expert routes of the request that owns these cache blocks, starting at
+        position `first`: [tokens − first, L, K]."""
         return self.model_runner.aux_output_connector.rows(self._keel_slots(blocks)[first:tokens])
 
     def keel_finished_routes(

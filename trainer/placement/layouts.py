@@ -356,8 +356,8 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Yield the layouts that fit. Stops once an engine's cache holds all sequences without
-        time-sharing."""
+        """Yield the layouts that fit in memory. Stops after the first one without time-sharing
+        whose engine cache can hold all sequences at once."""
         for turns in self.sharing_modes:
             if self._try_placement({**values, **turns}) is None:
                 continue

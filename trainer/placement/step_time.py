@@ -34,8 +34,8 @@ COMPILE_S = 20.0  # added to the first step by `trainer.compile`: 13 to 20 s in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Achieved fractions of the peak rates, and fixed costs, fitted to the steps in
-    docs/scaling.md."""
+    """Achieved fractions of the hardware's peak rates, and fixed costs. Both are fitted to the step
+    times in docs/scaling.md."""
 
     # Trainer: fractions of the peak that GEMMs reach (0.78 for dense layers and 0.66 for grouped
     # experts in profiles), and attention. On n tokens, FlashAttention-4 reaches `flash4_share` ·
@@ -225,7 +225,8 @@ def step_time(
 
 
 def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
-    """Estimate the seconds per step of supervised training, with all contexts at their limits."""
+    """Estimate the time in seconds of a supervised training step with the maximum number of
+    tokens."""
     sft, trainer, rates = config.sft, config.trainer, Rates()
     each = (sft.tokens_per_step or sft.max_context_tokens * sft.step_contexts) / sft.step_contexts
     most = each * math.ceil(sft.step_contexts / trainer.groups)  # of a rank

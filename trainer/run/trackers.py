@@ -182,7 +182,8 @@ def _mlflow_name(name: str) -> str:
 
 
 class _Trackio:
-    """Logs to trackio (TRACKIO_* variables), which itself stores unsent data and retries."""
+    """Logs to trackio, which is configured through TRACKIO_* variables. It stores unsent data and
+    retries on its own."""
 
     remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, its token and the network"
 

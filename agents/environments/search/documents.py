@@ -241,8 +241,8 @@ def clean_text(text: str) -> str:
 
 
 def _split_words(text: str) -> list[str]:
-    """Split a text into words, ignoring case and accents. Runs of a script without spaces are kept
-    whole."""
+    """Split a text into words, ignoring case and accents. Text in scripts without spaces is not
+    split into words."""
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return _TERMS.findall(unicodedata.normalize("NFC", plain))
 
