@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import ObjectLostError, RayError
+from ray.exceptions import ObjectLostError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.agents.runner import PURPOSES, make_room
@@ -73,6 +73,9 @@ class NodeWorker:
         self._factories: dict[str, Factory] = {}
         self._closing: list[Callable[[], Awaitable[None]]] = []
         self._open: dict[int, Environment] = {}
+        self._closed: set[int] = (
+            set()
+        )  # numbers of closed episodes; closing may come before opening
 
     async def start(self, *settings: Any) -> str:
         """Start the workers. Returns the reason why this node cannot do the work, or ""."""
@@ -126,6 +129,8 @@ class NodeWorker:
     async def open(self, number: int, source: str, task: Prompt, seed: int) -> Any:
         """Open the environment of an episode. An `EnvironmentLost` error is returned instead of
         raised."""
+        if number in self._closed:  # the episode was cancelled in the meantime
+            return None
         self._open[number] = self._factories[source]()
         return await self.act(number, "open", task, seed=seed)
 
@@ -138,6 +143,7 @@ class NodeWorker:
             return error
 
     async def close(self, number: int) -> None:
+        self._closed.add(number)
         if environment := self._open.pop(number, None):
             await environment.close()
 
@@ -365,8 +371,8 @@ class WorkNodes(WorkerPool):
         node.silent_s = 0.0
         try:
             refusal = node.request.result()
-        except (EngineError, RayError) as error:
-            self.lose(node, str(error))
+        except Exception as error:  # one node's error must not keep the others from being checked
+            self.lose(node, f"{type(error).__name__}: {error}")
             return
         if refusal:
             self.lose(node, refusal, math.inf)

@@ -245,9 +245,9 @@ class DrivenEpisode(Episode):
         )
         tools = McpTools(self.environment, opening.tools, budget=self.budget)
         await self.starting.acquire()
-        address = self.endpoint.add(recorder, tools if opening.tools else None)
         begun = asyncio.create_task(recorder.begun.wait())
         begun.add_done_callback(lambda _: self.starting.release())
+        address = self.endpoint.add(recorder, tools if opening.tools else None)
         late, seed = recorder.overdue(self.program.open_s), self.environment_seed
         grace_s = 0.0
         try:
@@ -264,10 +264,10 @@ class DrivenEpisode(Episode):
         was_cut = recorder.finish_reason != "stop" or tools.done
         refusal = recorder.failure or recorder.refusal
         refusal = f"; the endpoint had refused: {refusal}" if refusal else ""
-        if not recorder.segments:
-            return f"{ended.describe(self.program)}; without a turn of the policy{refusal}"
         if tools.lost is not None:
             raise tools.lost
+        if not recorder.segments:
+            return f"{ended.describe(self.program)}; without a turn of the policy{refusal}"
         if ended.failed and not was_cut:  # after a cut, its work counts however it took the error
             reason = f"{ended.describe(self.program)}{refusal}"
             if recorder.failure or self.program.drop_failures:

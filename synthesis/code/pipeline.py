@@ -57,7 +57,7 @@ not count. There is no network."""
 
 
 class CodePipeline:
-    """Creates coding tasks, as a `keel.commands.synthesize.Pipeline`."""
+    """Creates coding tasks."""
 
     def __init__(self, config: CodeTasksConfig, author: Author, folder: Path) -> None:
         if not config.sources:

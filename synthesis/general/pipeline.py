@@ -48,7 +48,7 @@ from keel.synthesis.ledger import Rejected
 
 
 class GeneralPipeline:
-    """Creates tasks for general agents, as a `keel.commands.synthesize.Pipeline`. Each key consists
+    """Creates tasks for general agents. Each key consists
     of a category and a number."""
 
     def __init__(

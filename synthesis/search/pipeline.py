@@ -52,7 +52,7 @@ def _rubric_of(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SearchPipeline:
-    """Creates search tasks, as a `keel.commands.synthesize.Pipeline`."""
+    """Creates search tasks."""
 
     def __init__(
         self,

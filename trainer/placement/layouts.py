@@ -44,7 +44,7 @@ from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
 Values = Mapping[str, Any]  # knob values, keyed by knob name
 _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
 TIE = 1.02
-_KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need (rollout/engine/kv_cache.py)
+_KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need
 _SHARE, _MAX_SHARE = 0.92, 0.95
 """Largest fraction of a GPU that an engine can get, with and without a safety margin. vLLM needs
 all of this memory to be free at startup, and some memory is always in use."""
