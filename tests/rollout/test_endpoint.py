@@ -182,13 +182,13 @@ def test_thinking_is_returned_until_a_user_message() -> None:
         def speak() -> None:
             said = turns.turn(talk.request(max_tokens=50, seed=1), "eval").result(PATIENCE_S)
             (call,) = talk.append(said).calls
-            talk.answer([{"role": "tool", "content": "3", "tool_call_id": call.call_id}])
+            talk.append_messages([{"role": "tool", "content": "3", "tool_call_id": call.call_id}])
 
         speak()
         speak()
         talk.rewrite(talk.view)
         speak()
-        talk.answer([QUESTION])
+        talk.append_messages([QUESTION])
         speak()
         sent = [one["messages"] for one in server.requests]
     said = [[m for m in messages if m["role"] == "assistant"] for messages in sent]

@@ -146,7 +146,7 @@ def test_hostile_texts_are_quick(right: str) -> None:
 @pytest.mark.e2e
 def test_plain_answers_load_no_computer_algebra() -> None:
     code = (
-        "import sys; from keel.rewards.rules.maths import mathematical as m\n"
+        "import sys; from keel.rewards.rules.maths import maths_verifier as m\n"
         "assert m('42')(r'\\boxed{42}') and m(r'\\{1,2\\}')(r'\\boxed{\\{2,1\\}}')\n"
         "assert m(r'x^2+1')('$1+x^2$') and not any('sympy' in name for name in sys.modules)"
     )

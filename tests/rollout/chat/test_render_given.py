@@ -100,7 +100,7 @@ def sampled(name: str, messages: list[Message], contexts: list[_Context], *, thi
             between = [dict(m) for m in messages[place + 1 : following]]
             for call, answer in zip(parsed.calls, between, strict=False):
                 answer["tool_call_id"] = call.call_id
-            episode.answer(between)
+            episode.append_messages(between)
     return episode.segments()
 
 
