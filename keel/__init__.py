@@ -1,6 +1,6 @@
 """Keel: RL post-training for language models.
 
-In a checkout the sub-packages are links to the folders at its top. `keel.train` starts a run from
+Sub-packages are links to the top folders of the checkout. `keel.train` starts a run from
 Python (`keel.commands.api`).
 """
 

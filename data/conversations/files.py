@@ -143,7 +143,7 @@ def _read_conversations(
 ) -> ReadSource:
     """Read conversations from (location, row) pairs. `records` returns the conversations in a row,
     or raises BadLine if the row is malformed."""
-    # With a limit per prompt, `size` applies after it.
+    # `size` counts the conversations that a limit per prompt leaves.
     size = 0 if source.most_per_prompt else source.size
     strict = source.on_bad_line == "error"
     examples: list[Example] = []
