@@ -7,6 +7,7 @@ appears immediately.
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -14,7 +15,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,22 +27,34 @@ from keel.model.hub import check_path, hub_answers, is_hub_name
 
 T = TypeVar("T")
 _TEMPLATE = """\
-# {title}
-#   keel check {file}; keel train {file}; keel knobs NAME
+# keel check {file}; keel train {file}; keel knobs NAME
 run:
   dir: {dir}  # metrics, checkpoints, trained model
   steps: {steps}
   eval_every: {eval_every}  # steps between evaluations
   device: {device}
-  gpus_per_node: {gpus_per_node}
+  gpus_per_node: {gpus}
   nodes: {nodes}
   gpu_gib: {gpu_gib}  # memory per GPU, for `keel check` elsewhere
-model: {model}  # {about_model}
+model: {model}  # a folder, a name of the hub, or tiny
 data:
   max_prompt_tokens: {max_prompt_tokens}  # {about_prompts}
   long_prompts: {long_prompts}  # leave longer ones out, and count them
   sources:
-{source}
+    - name: {name}
+      source: {source}
+      path: {path}
+      subset: {subset}
+      columns: {columns}
+      answer_after: {mark}
+      template: {template}  # asks for the answer in \\boxed{{}}
+      task: {task}
+      params: {params}
+      environment: {environment}
+      size: {size}  # generated from the seed
+      holdout: {holdout}  # {about_holdout}
+      rewards: {rewards}  # {about_rewards}
+      thinking: {thinking}  # true: think before answering, in more tokens
 eval: {eval}  # read and scored like the source above
 rollout:
   engines: {engines}
@@ -51,10 +63,36 @@ algorithm: {algorithm}  # {completions} completions per step
 trainer: {trainer}
 """
 """Template of the recipe. Lines without a value and empty comments are omitted."""
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gpu": {
+        "steps": 200,
+        "holdout": 200,
+        "tokens": (1024, 4096),  # without and with thinking
+        "sampling": {"top_p": 0.95, "top_k": 512},
+        "algorithm": {"prompts_per_step": 32, "group_size": 8},
+        "trainer": {"lr": 1e-6},
+    },
+    "cpu": {  # a 135 M model takes its first step within two minutes on two cores
+        "steps": 50,
+        "holdout": 16,
+        "tokens": (128, 256),
+        "sampling": {},
+        "algorithm": {"prompts_per_step": 4, "group_size": 8},
+        "trainer": {"lr": 5e-6, "micro_batch_tokens": 2048},
+    },
+    "tiny": {
+        "steps": 200,
+        "holdout": 128,
+        "tokens": (48, 48),
+        "sampling": {"top_p": 0.95, "top_k": 64},
+        "algorithm": {"prompts_per_step": 16, "group_size": 8},
+        "trainer": {"lr": 2e-4},
+    },
+}
 _COMMENT_COLUMN = 33
 _SMALL_MODEL = "Qwen/Qwen3-0.6B"
 _TINY_TASK = "spell_backward"
-_ASSUMED_GIB = 80.0
+_ASSUMED_GIB = 80
 """GPU memory in GiB to assume on a machine without a GPU."""
 _EPISODE_PROMPT_TOKENS = 3072
 """Assumed number of tokens in an episode before its last turn, including tool descriptions and tool
@@ -73,8 +111,8 @@ _ANSWERS = (
     *("target", "label", "solution", "gold", "output", "response", "completion", "reply"),
 )
 """Likely names of the answer column, most likely first."""
-_JUDGED = ("tests", "criteria", "refuse", "reward")
-"""Keys other than `answer` that define how to judge a completion."""
+_JUDGES = ("tests", "criteria", "refuse", "reward")
+"""Columns other than `answer` that define how to judge a completion."""
 _MARKS = ("####", "Answer:", "answer is")
 """Markers before the final answer in worked solutions."""
 _MIN_SHARE = 0.9
@@ -86,42 +124,6 @@ _NUMBER = re.compile(
     r"[-+−$€£(\[{]*\s*(\\[a-zA-Z]+|\d|\.\d|[a-zA-Z](?![a-zA-Z])).{0,60}", flags=re.DOTALL
 )
 _WORD = re.compile(r"(?<!\\)\b(?!sqrt|frac|pi|sin|cos|tan|log|ln|exp|cm|km|kg)[^\W\d_]{3,}")
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gpu": {
-        "steps": 200,
-        "heldout": 200,
-        "tokens": (1024, 4096),  # without and with thinking
-        "sampling": {"top_p": 0.95, "top_k": 512},
-        "prompts_per_step": 32,
-        "trainer": {"lr": 1e-6},
-    },
-    "cpu": {  # a 135 M model takes its first step within two minutes on two cores
-        "steps": 50,
-        "heldout": 16,
-        "tokens": (128, 256),
-        "sampling": {},
-        "prompts_per_step": 4,
-        "trainer": {"lr": 5e-6, "micro_batch_tokens": 2048},
-    },
-    "tiny": {
-        "steps": 200,
-        "heldout": 128,
-        "tokens": (48, 48),
-        "sampling": {"top_p": 0.95, "top_k": 64},
-        "prompts_per_step": 16,
-        "trainer": {"lr": 2e-4},
-    },
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    knobs: Mapping[str, Any]
-    comments: Mapping[str, str]
-    learns: str
-    prompt_tokens: int
-    about_prompts: str = ""
-    drop_long: bool = False
 
 
 def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
@@ -143,11 +145,14 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
         return read(str(default))
 
     try:
-        path, text = _recipe(flags, ask, terminal)
+        values = _values(flags, ask, terminal)
+        path = Path(flags.file or ask("File to write", f"{values['name']}.yaml", _free))
     except (EOFError, KeyboardInterrupt):
         print("\nkeel new: stopped; nothing was written", file=sys.stderr)
         return _STOPPED
     _free(str(path))
+    name = shlex.quote(str(path))
+    text = _filled(values | {"file": name})
     path.write_text(text, encoding="utf-8")
     try:
         load_config(path)
@@ -155,7 +160,7 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
         path.unlink()
         raise
     print(f"wrote {path}:\n\n{text}", flush=True)
-    status, name = check(str(path)), shlex.quote(str(path))
+    status = check(str(path))
     if status:
         print(f"\nEdit {path}, then run: keel check {name}", file=sys.stderr)
     else:
@@ -163,121 +168,101 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
     return status
 
 
-def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) -> tuple[Path, str]:
-    gpus_found, gib_found = _detect_gpus()
-    gpus = ask("GPUs (0: none)", gpus_found, _at_least(0)) if flags.gpus is None else flags.gpus
+def _values(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) -> dict[str, Any]:
+    """Return the values of the template."""
+    here = _count_gpus()
+    gpus = ask("GPUs (0: none)", here, _at_least(0)) if flags.gpus is None else flags.gpus
     if gpus < 0 or flags.nodes < 1:
         raise ConfigError(f"--gpus {gpus} --nodes {flags.nodes}: must be at least 0 and 1")
-    gib = flags.gpu_gib or (0.0 if gib_found else _ASSUMED_GIB)
-    question = "Model: a folder, a name of the hub, or tiny"
     usual = _SMALL_MODEL if gpus else TINY_MODEL
+    question = "Model: a folder, a name of the hub, or tiny"
     model = _checked_model(flags.model) if flags.model else ask(question, usual, _checked_model)
     tiny = model == TINY_MODEL
     defaults = _DEFAULTS["tiny" if tiny else "gpu" if gpus else "cpu"]
-    source = _source(flags, ask, defaults["heldout"], tiny=tiny, terminal=terminal)
+    data, task = _choose_source(flags, ask, tiny=tiny, terminal=terminal)
+    if data:
+        source = _data_source(data, flags, ask if terminal else None, defaults["holdout"])
+    else:
+        source = _generated_source(task, flags, defaults["holdout"])
     think = flags.think
     if think is None:
         think = not tiny and ask("Think before answering (y/n)", "n", str).lower().startswith("y")
     tokens = flags.max_tokens
     if tokens is None:
         tokens = ask("Longest completion, in tokens", defaults["tokens"][think], _at_least(1))
-    prompts = min(source.prompt_tokens, 512 - tokens) if tiny else source.prompt_tokens
     steps = ask("Steps", defaults["steps"], _at_least(1)) if flags.steps is None else flags.steps
-    knobs = {**source.knobs, "thinking": None if tiny else think}
-    comments = {**source.comments, "thinking": "true: think before answering, in more tokens"}
-    if flags.eval:
-        knobs["holdout"] = 0
-    name = source.knobs["name"]
-    path = Path(flags.file or ask("File to write", f"{name}.yaml", _free))
-    total = gpus * flags.nodes
-    machine = f"{total} GPU{'s' * (total > 1)}" if total else "this machine's CPU"
-    label = "The tiny model" if tiny else model.rstrip("/").rpartition("/")[2]
-    batch = {"prompts_per_step": defaults["prompts_per_step"], "group_size": 8}
+    prompt_tokens = min(source["prompt_tokens"], 512 - tokens) if tiny else source["prompt_tokens"]
     values = {
-        # A path may contain line breaks.
-        "title": " ".join(f"{label} learns {source.learns}, on {machine}.".split()),
-        "file": " ".join(shlex.quote(str(path)).split()),
-        "dir": _yaml_scalar(f"runs/{name}"),
+        "dir": f"runs/{source['name']}",
         "steps": steps,
         "eval_every": max(1, steps // 10),
-        "device": None if gpus else "cpu",
-        "gpus_per_node": gpus or None,
-        "nodes": flags.nodes if flags.nodes > 1 and gpus else None,
-        "gpu_gib": f"{gib:g}" if gib and gpus else None,
-        "model": _flow({"path": model, **({"dtype": "float32"} if tiny else {})}),
-        "about_model": "built on the spot" if tiny else "a folder, or a name of the hub",
-        "max_prompt_tokens": max(1, prompts),
-        "about_prompts": source.about_prompts,
-        "long_prompts": "drop" if source.drop_long else None,
-        "source": _entry(knobs, comments),
-        "eval": _flow({"file": flags.eval}) if flags.eval else None,
+        "model": {"path": model, **({"dtype": "float32"} if tiny else {})},
+        "max_prompt_tokens": max(1, prompt_tokens),
+        "eval": {"file": flags.eval} if flags.eval else None,
         "engines": 2 if tiny else None,
-        "sampling": _flow({**defaults["sampling"], "max_tokens": tokens}),
-        "algorithm": _flow(batch),
-        "completions": batch["prompts_per_step"] * batch["group_size"],
-        "trainer": _flow(defaults["trainer"]),
+        "sampling": {**defaults["sampling"], "max_tokens": tokens},
+        "algorithm": defaults["algorithm"],
+        "completions": math.prod(defaults["algorithm"].values()),
+        "trainer": defaults["trainer"],
     }
-    lines: list[str] = []
-    for line in _TEMPLATE.splitlines():
-        knob, _, comment = line.partition("  # ")
-        if not any(values[name] is None for name in re.findall(r"{(\w+)}", knob)):
-            lines.append(_commented(knob.format_map(values), comment.format_map(values)))
-    return path, "\n".join(lines) + "\n"
+    if gpus:
+        values |= {"gpus": gpus, "nodes": flags.nodes if flags.nodes > 1 else None}
+        values["gpu_gib"] = flags.gpu_gib or (None if here else _ASSUMED_GIB)
+    else:
+        values["device"] = "cpu"
+    values |= source
+    if not tiny:
+        values["thinking"] = think
+    if flags.eval:
+        values["holdout"] = 0
+    return values
 
 
-def _source(
-    flags: argparse.Namespace, ask: Callable[..., Any], heldout: int, *, tiny: bool, terminal: bool
-) -> _Source:
+def _choose_source(
+    flags: argparse.Namespace, ask: Callable[..., Any], *, tiny: bool, terminal: bool
+) -> tuple[str, str]:
+    """Return the data (a path or a name of the hub) and the task of reasoning_gym. At most one of
+    them is set; if neither is, the environment generates the tasks."""
     if tiny and (flags.data or flags.environment):
         flag = f"--data {flags.data}" if flags.data else f"--environment {flags.environment}"
         raise ConfigError(f"{flag}: the tiny model knows some --task only. Name a --model")
     if flags.data and flags.task:
         raise ConfigError(f"--data {flags.data} and --task {flags.task}: keep one")
-
-    name = flags.data or flags.task
-    if not name and not flags.environment:
-        if not terminal and not tiny:
-            raise ConfigError("--data is missing. Name prompts, or use --task or --environment")
-        kinds = "" if tiny else "a file, a folder, a dataset of the hub, or "
-        question = f"Prompts: {kinds}a task of reasoning_gym"
-        name = ask(question, _TINY_TASK if tiny else "chain_sum", str)
-        flags.data = not tiny and (not re.fullmatch(r"\w+", name) or data_path(name).exists())
-    if flags.data:
-        return _suggest_source(name, flags, ask if terminal else None, heldout)
-    return _generated(flags, name, heldout)
+    if flags.data or flags.task or flags.environment:
+        return flags.data or "", flags.task or ""
+    if tiny:
+        return "", ask("Prompts: a task of reasoning_gym", _TINY_TASK, str)
+    if not terminal:
+        raise ConfigError("--data is missing. Name prompts, or use --task or --environment")
+    question = "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym"
+    name = ask(question, "chain_sum", str)
+    is_task = re.fullmatch(r"\w+", name) and not data_path(name).exists()
+    return ("", name) if is_task else (name, "")
 
 
-def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
-    environment = flags.environment
-    words = re.findall(r"[^\W\d]\w*", environment.removesuffix(".py"))
+def _generated_source(task: str, flags: argparse.Namespace, holdout: int) -> dict[str, Any]:
+    words = re.findall(r"[^\W\d]\w*", flags.environment.removesuffix(".py"))
     short = task == _TINY_TASK
-    judge = "the task's verifier" if task else "the verdict"
-    return _Source(
-        knobs={
-            "name": task or (words[-1].lower() if words else "episodes"),
-            "source": "reasoning_gym" if task else "environment",
-            "task": task,
-            "params": {"min_word_len": 4, "max_word_len": 7} if short else {},
-            "environment": {"target": environment} if environment else {},
-            "size": 4000 if task else 2000,
-            "holdout": min(128, heldout) if task else 64,
-            "rewards": _weights(flags.reward, judged=True) if flags.reward or not task else {},
-        },
-        comments={
-            "size": "generated from the seed",
-            "holdout": "never trained on",
-            "rewards": judge + ", and your function: docs/rewards.md" * bool(flags.reward),
-        },
-        learns=f"{task} of reasoning_gym" if task else f"in {environment}",
-        prompt_tokens=64 if short else 512 if task else _EPISODE_PROMPT_TOKENS,
-        about_prompts="" if task else "with max_tokens, room for all turns",
-    )
+    return {
+        "name": task or (words[-1].lower() if words else "episodes"),
+        "source": "reasoning_gym" if task else "environment",
+        "task": task,
+        "params": {"min_word_len": 4, "max_word_len": 7} if short else {},
+        "environment": {"target": flags.environment} if flags.environment else {},
+        "size": 4000 if task else 2000,
+        "holdout": min(128, holdout) if task else 64,
+        "about_holdout": "never trained on",
+        "rewards": _weights(flags.reward, judged=True) if flags.reward or not task else {},
+        "about_rewards": "the task's verifier" if task else "the verdict",
+        "prompt_tokens": 64 if short else 512 if task else _EPISODE_PROMPT_TOKENS,
+        "about_prompts": "" if task else "with max_tokens, room for all turns",
+    }
 
 
-def _suggest_source(
-    data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, heldout: int
-) -> _Source:
-    """Suggest a data source from the first rows of a file, a folder or a hub dataset."""
+def _data_source(
+    data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, holdout: int
+) -> dict[str, Any]:
+    """Describe a file, a folder or a hub dataset after reading its first rows."""
     from keel.data.rows.places import read_source_rows  # noqa: PLC0415  takes half a second
     from keel.data.rows.read import BadLine, data_extension  # noqa: PLC0415
 
@@ -293,85 +278,66 @@ def _suggest_source(
     if not records:
         raise ConfigError(f"{knob}: no row of it can be read")
     names = list(dict.fromkeys(name for record in records for name in record))
+    columns = f"the columns {', '.join(names)}"
     for flag, name in (("--prompt", flags.prompt), ("--answer", flags.answer)):
         if name and name not in names:
-            raise ConfigError(f"{flag} {name}: {knob} has only the columns {', '.join(names)}")
+            raise ConfigError(f"{flag} {name}: {knob} has only {columns}")
     prompt = flags.prompt or next((name for name in _PROMPTS if name in names), "")
     if not prompt:
+        raise ConfigError(f"{knob} has {columns}. Name that of the prompts: --prompt COLUMN")
+    if "environment" in names and not flags.environment:
         raise ConfigError(
-            f"{knob}: no column looks like a prompt; it has {', '.join(names)}. Name one: --prompt "
-            "COLUMN"
-        )
-    judged, column, mark = _detect_judging(records, names, flags.answer)
-    reward, environment = flags.reward, flags.environment
-    if "environment" in names and not environment:
-        raise ConfigError(
-            f"{data}: has a column `environment`. Name its reader with --environment, such as "
+            f"{knob} has a column `environment`. Name its reader with --environment, such as "
             "my_env:Shop"
         )
-    if not judged and not reward and not environment:
+    judge, answer, mark = _detect_judge(records, names, flags.answer)
+    reward = flags.reward
+    if not judge and not reward and not flags.environment:
         if ask is None:
             raise ConfigError(
-                f"{data}: no column looks like an answer; it has {', '.join(names)}. Name one "
-                "with --answer, or a function with --reward (docs/rewards.md)"
+                f"{knob}: no column looks like an answer; it has {columns}. Name one with "
+                "--answer, or a function with --reward (docs/rewards.md)"
             )
         question = "No column looks like an answer. Reward function"
         reward = ask(question, "my_rewards.reward", str)
-    columns = {} if prompt in ("prompt", "messages") else {"prompt": prompt}
-    if column and column != "answer":
-        columns["answer"] = column
-    # A row has one prompt and one thing to be judged by: exclude other columns with such names.
-    others = {"answer", *_JUDGED} if column else set(_JUDGED) - {judged}
-    others |= {"messages"} - {prompt}
-    if prompt == "messages" or "prompt" in columns:
-        others |= {"prompt"}
-    columns |= {key: "" for key in sorted(others - {*columns}) if key in names and key != column}
-    texts = [_text(record.get(prompt)) for record in records]
-    asks_boxed = _mostly(["boxed" in text for text in texts])
+    texts = [str(record.get(prompt, "")) for record in records]
     longest = max(len(text.encode()) for text in texts)
+    asks_boxed = _mostly(["boxed" in text for text in texts])
     number, whole = min(len(first), _MAX_ROWS), len(first) <= _MAX_ROWS
-    count = f"{number:,} rows" if whole else f"more than {number:,} rows"
-    about = f"judged by the column `{judged}`" if judged in _JUDGED else ""
-    if judged in ("mathematics", "text"):
-        about = f"answers are compared as {judged}"
+    about = "your function: docs/rewards.md" if reward else ""
+    if judge:
+        about = f"compared as {judge}" if answer else f"judged by the column `{judge}`"
     stem = Path(data.rstrip("/")).name.partition(".")[0]
-    boxed = judged == "mathematics" and not asks_boxed and not environment
-    return _Source(
-        knobs={
-            "name": re.sub(r"[^\w-]+", "-", stem).strip("-") or "data",
-            "source": kind,
-            "path": data,
-            "subset": flags.subset,
-            "columns": columns,
-            "answer_after": mark,
-            "template": "boxed" if boxed else "",
-            "environment": {"target": environment} if environment else {},
-            "holdout": min(heldout, -(-number // 10)) if number > 1 else 0,
-            "rewards": _weights(reward, judged=bool(judged or environment)),
-        },
-        comments={
-            "template": "asks for the answer in \\boxed{}",
-            "holdout": f"of {count}; never trained on",
-            "rewards": "; ".join(
-                filter(None, [about, "your function: docs/rewards.md" if reward else ""])
-            ),
-        },
-        learns=f"from {data}",
-        prompt_tokens=max(256, -(-(longest // 2 + 64) // 128) * 128),
-        about_prompts=f"the longest one found has {longest:,} bytes",
-        drop_long=not whole,
-    )
+    return {
+        "name": re.sub(r"[^\w-]+", "-", stem).strip("-") or "data",
+        "source": kind,
+        "path": data,
+        "subset": flags.subset,
+        "columns": _columns(names, prompt, answer, judge),
+        "mark": mark,
+        "template": "boxed"
+        if judge == "mathematics" and not asks_boxed and not flags.environment
+        else None,
+        "environment": {"target": flags.environment} if flags.environment else {},
+        "holdout": min(holdout, -(-number // 10)) if number > 1 else 0,
+        "about_holdout": f"of {'' if whole else 'more than '}{number:,} rows; never trained on",
+        "rewards": _weights(reward, judged=bool(judge or flags.environment)),
+        "about_rewards": about,
+        "prompt_tokens": max(256, -(-(longest // 2 + 64) // 128) * 128),
+        "about_prompts": f"the longest one found has {longest:,} bytes",
+        "long_prompts": None if whole else "drop",
+    }
 
 
-def _detect_judging(
+def _detect_judge(
     records: Sequence[Mapping[str, Any]], names: Sequence[str], answer: str
 ) -> tuple[str, str, str]:
-    """Return how to judge completions ("mathematics", "text", a key in `_JUDGED`, or "" if
+    """Return how to judge completions ("mathematics", "text", a column in `_JUDGES`, or "" if
     unknown), the answer column, and the marker before the answer."""
     if not answer and "answer" not in names:
-        for key in _JUDGED:
-            if key in names:
-                return key, "", ""
+        for name in _JUDGES:
+            if name in names:
+                return name, "", ""
     column = answer or next((name for name in _ANSWERS if name in names), "")
     answers = [str(r[column]).strip() for r in records if r.get(column) is not None]
     if not answers:
@@ -383,6 +349,19 @@ def _detect_judging(
     if sum(map(len, finals)) > _PROSE_CHARACTERS * len(finals):
         return "", answer, mark
     return "text", column, mark
+
+
+def _columns(names: Sequence[str], prompt: str, answer: str, judge: str) -> dict[str, str]:
+    """Map the columns, and exclude the others that would be a second prompt or a second judge."""
+    columns = {} if prompt in ("prompt", "messages") else {"prompt": prompt}
+    if answer and answer != "answer":
+        columns["answer"] = answer
+    single = {"messages", *_JUDGES} - {prompt, judge}
+    if answer:
+        single.add("answer")
+    if prompt == "messages":
+        single.add("prompt")
+    return columns | {name: "" for name in sorted(single - {answer, *columns}) if name in names}
 
 
 def _mostly(flags: Sequence[bool]) -> bool:
@@ -400,43 +379,20 @@ def _flatten(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, **inner}
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return "\n".join(str(each.get("content") or "") for each in value if isinstance(each, dict))
-    return str(value or "")
-
-
-def _entry(knobs: Mapping[str, Any], comments: Mapping[str, str]) -> str:
-    lines = [
-        _commented(f"      {name}: {_flow(value)}", comments.get(name, ""))
-        for name, value in knobs.items()
-        if value not in (None, "", {})
-    ]
-    return "    - " + "\n".join(lines)[6:]
-
-
-def _commented(line: str, comment: str) -> str:
-    return f"{line:<{_COMMENT_COLUMN}} # {comment}" if comment else line
-
-
 def _weights(reward: str, *, judged: bool) -> dict[str, float]:
     if reward in ("", "correct"):
         return {"correct": 1.0}
     return {"correct": 1.0, reward: _EXTRA_REWARD} if judged else {reward: 1.0}
 
 
-def _detect_gpus() -> tuple[int, float]:
-    """Return the number of GPUs and the smallest GPU memory in GiB, as reported by nvidia-smi."""
+def _count_gpus() -> int:
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return 0, 0.0
-    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return 0
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10.0)
-        sizes = [float(line) / 1024 for line in done.stdout.split()]
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return 0, 0.0
-    return len(sizes), min(sizes, default=0.0)
+        return len(subprocess.check_output([tool, "--list-gpus"], timeout=10.0).splitlines())
+    except (OSError, subprocess.SubprocessError):
+        return 0
 
 
 def _at_least(low: int) -> Callable[[str], int]:
@@ -460,6 +416,24 @@ def _free(path: str) -> str:
     if not Path(path).parent.is_dir():
         raise ConfigError(f"{path}: no such folder as {Path(path).parent}")
     return path
+
+
+def _filled(values: Mapping[str, Any]) -> str:
+    """Fill the template: values as YAML, and the words of comments on one line."""
+    texts = {key: " ".join(str(value).split()) for key, value in values.items()}
+    lines: list[str] = []
+    for line in _TEMPLATE.splitlines():
+        knob, _, comment = line.partition("  # ")
+        value = re.search(r"{(\w+)}", knob)
+        if value and not knob.startswith("#"):
+            if values.get(value[1]) in (None, "", {}):
+                continue
+            knob = knob.replace(value[0], _flow(values[value[1]]))
+        else:
+            knob = knob.format_map(texts)
+        comment = comment.format_map(texts)
+        lines.append(f"{knob:<{_COMMENT_COLUMN}} # {comment}" if comment else knob)
+    return "\n".join(lines) + "\n"
 
 
 def _flow(value: object) -> str:

@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "shop.jsonl": [{"prompt": "Buy.", "environment": {"shelf": 1}}] * 8,
     }.items():
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in kept))
-    monkeypatch.setattr(module, "_detect_gpus", lambda: (0, 0.0))
+    monkeypatch.setattr(module, "_count_gpus", lambda: 0)
     yield tmp_path
 
 
@@ -69,7 +69,7 @@ def test_flags_make_a_recipe() -> None:
 
 REFUSED = {
     "--model a/b --gpus 0": "--data is missing",
-    "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has prompt",
+    "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has the columns prompt",
     "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`",
     "--model ./nope --gpus 0 --data school.jsonl": "'./nope' does not exist",
     "--model tiny --data school.jsonl": "--data school.jsonl: the tiny model",
