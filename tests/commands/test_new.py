@@ -69,7 +69,7 @@ def test_flags_make_a_recipe() -> None:
 
 REFUSED = {
     "--model a/b --gpus 0": "--data is missing",
-    "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has the columns prompt",
+    "--model a/b --gpus 0 --data open.jsonl": "no column looks like an answer; it has the columns",
     "--model a/b --gpus 0 --data shop.jsonl": "has a column `environment`",
     "--model ./nope --gpus 0 --data school.jsonl": "'./nope' does not exist",
     "--model tiny --data school.jsonl": "--data school.jsonl: the tiny model",
