@@ -4,7 +4,7 @@ sampled token is trained exactly once and after exactly the token ids that prece
 sampling."""
 
 from collections.abc import Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import takewhile
 from math import inf
 
 import numpy as np
@@ -139,16 +139,6 @@ class SegmentRecord:
 def segments_of(records: Iterable[SegmentRecord]) -> tuple[Segment, ...]:
     segments = (record.segment() for record in records)
     return tuple(segment for segment in segments if segment is not None)
-
-
-def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
-    longest = 0
-    for record in records:
-        other = record.ids
-        if ids[:longest] == other[:longest]:
-            pairs = zip(islice(ids, longest, None), islice(other, longest, None), strict=False)
-            longest += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return longest
 
 
 class Conversation:

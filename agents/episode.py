@@ -11,10 +11,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
-from keel.agents.budget import Budget, add_turn
 from keel.agents.conversation import Conversation
 from keel.agents.types import (
     Environment,
@@ -27,7 +26,72 @@ from keel.agents.types import (
 from keel.rl.turns import MALFORMED, Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
-Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
+CHARACTERS_PER_TOKEN = 16
+"""Upper bound on the average number of characters per token in a long text. Prose has about 4."""
+_SHORT_TEXT = 1 << 16
+"""Texts up to this many characters are always tokenized, which takes at most 0.1 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    turns: int
+    turn_tokens: int
+    """Maximum number of tokens sampled per turn. A truncated turn is continued only if an agent
+    program requests it."""
+    tokens: int
+    window: int
+    timeout_s: float = inf
+    """Time limit for the trajectory in seconds, including cancelled turns, tool calls, and the time
+    that a program spends between turns."""
+    call_s: float = 60.0
+    calls: float = inf
+    """Maximum number of tool calls. Further calls return an error."""
+
+    @property
+    def characters(self) -> int:
+        """Maximum number of characters to tokenize. Longer texts are assumed to exceed the context
+        window, because tokenizing them would block all other episodes."""
+        return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
+
+    def truncate(self, text: str) -> str:
+        excess = len(text) - self.characters
+        return text if excess <= 0 else f"{text[:-excess]}\n[{excess} characters left out]"
+
+    def refusal(self, calls: int) -> str:
+        if calls < self.calls:
+            return ""
+        return f"Nothing was run: {self.calls} calls have been, and no more will be."
+
+    def remaining_s(self, usage: Usage) -> float:
+        return self.timeout_s - usage.sampling_s - usage.tools_s
+
+    def turn_limit(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
+        """Return the limit that the next turn will reach first, and the number of tokens left
+        before it is reached. A number below 1 means that it has already been reached."""
+        if usage.turns >= self.turns:
+            return "turns", 0
+        if self.remaining_s(usage) <= 0:
+            return "deadline", 0
+        limits: dict[FinishReason, int] = {
+            "length": min(self.tokens - sampled, self.turn_tokens),
+            "window": self.window - context,
+        }
+        nearest = min(limits, key=lambda name: limits[name])
+        return nearest, limits[nearest]
+
+
+def add_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
+    """Return a copy of `usage` that includes one more turn. `repeated` is the number of context
+    tokens that an earlier turn already processed."""
+    return replace(
+        usage,
+        turns=usage.turns + 1,
+        repeated_tokens=usage.repeated_tokens + repeated,
+        cached_tokens=usage.cached_tokens + min(result.cached_tokens, repeated),
+        sampling_s=usage.sampling_s + result.sampling_s,
+    )
+
+
 BROKE = "the conversation broke: "
 """Prefix of the drop reason of a trajectory whose conversation is invalid."""
 _NOTHING_SAMPLED = "late: its time was up before it had sampled a token (rollout.timeout_s)"
@@ -35,19 +99,15 @@ POLICY_PHASES = ("call", "reply")
 """The phases in which the policy's actions can crash an environment."""
 
 
-class _EngineRefused(RuntimeError):
-    """Raised when an engine rejects a request. The run then fails with the ValueError that caused
-    it."""
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Episode:
     """One episode. It can only be run once."""
 
     environment: Environment
     task: Prompt
     chat: Chat
-    sample: Sample
+    sample: Callable[[TurnRequest], Awaitable[TurnResult]]
+    """Samples a turn on an engine. It must not raise ValueError, which would drop the episode."""
     budget: Budget
     context: ContextManager
     name: str
@@ -68,9 +128,6 @@ class Episode:
         episode is dropped. Raises NodeLost if the node of the environment was lost."""
         try:
             return await self._run()
-        except _EngineRefused as refused:
-            assert refused.__cause__ is not None
-            raise refused.__cause__ from None
         except NodeLost:
             raise
         except EnvironmentLost as error:
@@ -203,7 +260,7 @@ class Episode:
             seed=self.seed,
             timeout_s=self.budget.remaining_s(self.usage),
         )
-        result = await self._sampled(request)
+        result = await self.sample(request)
         self.usage = add_turn(self.usage, result, repeated=request.routes_from)
         if not len(result.token_ids_N):
             return "deadline"
@@ -214,12 +271,6 @@ class Episode:
             # Either a limit, or an end of turn that the chat format does not know.
             return "stop" if result.finish_reason == "stop" else nearest
         return parsed.calls, conversation.view[-1]
-
-    async def _sampled(self, request: TurnRequest) -> TurnResult:
-        try:
-            return await self.sample(request)
-        except ValueError as error:
-            raise _EngineRefused from error
 
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]

@@ -1,15 +1,23 @@
-"""Tries an environment before a run, so that problems surface before the engines start."""
+"""Tries an environment or an agent program before a run, so that problems surface before the
+engines start."""
 
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
+from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
+from keel.agents.endpoint.server import Endpoint
 from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_process.process import Program
+from keel.agents.episode import Budget, ContextManager
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import (
+    Environment,
     EnvironmentLost,
     Opening,
     SystemPrompt,
@@ -17,7 +25,7 @@ from keel.agents.types import (
     Unscored,
     WithSystemPrompt,
 )
-from keel.rl.turns import Chat, Message, ToolSpec
+from keel.rl.turns import Chat, Message, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Prompt, Verdict
 
 _VERDICT_S = 20.0
@@ -141,3 +149,84 @@ def _count_tokens(opening: Opening, chat: Chat, window: int, thinking: bool) -> 
             "Raise agents.window, offer fewer tools, or shorten the opening"
         )
     return len(ids)
+
+
+_SCRIPTED_TEXT = "\\boxed{0}"
+_TRIAL_TURNS = 3
+_TRIAL_S = 60.0
+_MAX_OUTPUT = 500
+
+
+async def try_program(
+    program: AgentProgram,
+    environment: Environment,
+    *,
+    task: Prompt,
+    seed: int,
+    chat: Chat,
+    speak: Callable[[str], Sequence[int]],
+    budget: Budget,
+) -> str:
+    """Run a program for one episode, with a scripted model in place of the policy, and describe how
+    it went. Raises ValueError if the program fails to start or never requests a turn, or if the
+    task has no grader."""
+    contexts: list[int] = []
+
+    async def sample(request: TurnRequest) -> TurnResult:
+        contexts.append(len(request.token_ids_T))
+        ids = np.array(speak(_SCRIPTED_TEXT), np.int32)
+        is_cut = len(ids) > request.max_tokens
+        ids = ids[: request.max_tokens]
+        return TurnResult(
+            token_ids_N=ids,
+            logp_old_N=np.zeros(len(ids), np.float32),
+            version_N=np.zeros(len(ids), np.int32),
+            finish_reason="length" if is_cut else "stop",
+        )
+
+    turns, timeout_s = min(budget.turns, _TRIAL_TURNS), min(budget.timeout_s, _TRIAL_S)
+    began = time.monotonic()
+    async with Endpoint() as endpoint:
+        episode = DrivenEpisode(
+            program=program,
+            endpoint=endpoint,
+            environment=environment,
+            task=task,
+            chat=chat,
+            sample=sample,
+            budget=replace(budget, turns=turns, timeout_s=timeout_s),
+            context=ContextManager(method="none", window=budget.window, most=0),
+            name="keel check",
+            sibling=0,
+            seed=seed,
+            environment_seed=seed,
+        )
+        outcome = await episode.run()
+    ended, recorder = episode.ended, episode.recorder
+    failed = ended.failed if ended is not None else ""
+    limit = "stop" if isinstance(outcome, str) else outcome.finish_reason
+    if not contexts:
+        raise ValueError(
+            f"task {task.prompt_id}: {outcome}. It must ask the policy at OPENAI_BASE_URL, with "
+            f"OPENAI_API_KEY, within open_s = {program.open_s:g} s and agents.window = "
+            f"{budget.window} tokens"
+        )
+    if isinstance(outcome, str) and not failed:
+        raise ValueError(f"task {task.prompt_id}: {outcome}")
+    if not failed:
+        summary = "ended well"
+    elif limit not in ("stop", "crash"):
+        summary = f"was stopped there ({limit})"
+    else:
+        assert ended is not None
+        effect = "is dropped" if program.drop_failures else "counts as a failure, reward 0"
+        summary = (
+            f"WARNING: it {failed} after the model had answered {_SCRIPTED_TEXT!r}. In training, a "
+            f"failure {effect} (on_failure). Its last words: {ended.output[-_MAX_OUTPUT:]}"
+        )
+        if recorder is not None and recorder.refusal:
+            summary += f". The endpoint refused a request: {recorder.refusal}"
+    return (
+        f"asked a model by script for {len(contexts)} turns, the first after {contexts[0]} tokens, "
+        f"and {summary} ({time.monotonic() - began:.1f} s)"
+    )

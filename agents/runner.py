@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from keel.agents.budget import Budget
 from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
 from keel.agents.endpoint.server import Endpoint
-from keel.agents.episode import ContextManager, Episode
+from keel.agents.episode import Budget, ContextManager, Episode
 from keel.agents.types import Environment, NodeLost
 from keel.rl.seeds import seed_of
 from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of
@@ -33,6 +32,11 @@ _CLOSE_S = 120.0
 
 TurnSampler = Callable[[TurnRequest, Purpose], Future[TurnResult]]
 """Submits a request to an engine and immediately returns a future for the turn."""
+
+
+class _EngineRefused(RuntimeError):
+    """Raised in an episode when an engine rejects a request. The group then fails with the
+    ValueError that caused it, because a ValueError of the episode itself only drops the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,7 @@ class EpisodeRunner:
         self,
         kinds: Mapping[str, EpisodeKind],
         *,
-        turns: TurnSampler,
+        sample: TurnSampler,
         seed: int,
         most_open: int,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
@@ -66,8 +70,8 @@ class EpisodeRunner:
         episodes run concurrently for training, and the same number for evaluation. The functions in
         `closing` are called at the end to release resources that the environments share."""
         has_programs = any(kind.program is not None for kind in kinds.values())
-        make_room(len(PURPOSES) * most_open, programs=has_programs)
-        self._kinds, self._turns, self._seed = kinds, turns, seed
+        raise_file_limit(len(PURPOSES) * most_open, programs=has_programs)
+        self._kinds, self._sample, self._seed = kinds, sample, seed
         self._starting = asyncio.Semaphore(_STARTING)
         self._endpoint: Endpoint | None = None
         self._closing = closing
@@ -182,7 +186,10 @@ class EpisodeRunner:
         self, prompt: Prompt, sibling: int, purpose: Purpose, version: int, draw: int
     ) -> Trajectory | str:
         async def sample(request: TurnRequest) -> TurnResult:
-            return await asyncio.wrap_future(self._turns(request, purpose))
+            try:
+                return await asyncio.wrap_future(self._sample(request, purpose))
+            except ValueError as error:
+                raise _EngineRefused from error
 
         kind = self._kinds[prompt.environment]
         make_episode: Callable[..., Episode] = Episode
@@ -214,6 +221,9 @@ class EpisodeRunner:
                     return await episode.run()
                 except NodeLost as lost:
                     reason = str(lost)
+                except _EngineRefused as refused:
+                    assert refused.__cause__ is not None
+                    raise refused.__cause__ from None
         return reason
 
 
@@ -225,7 +235,7 @@ _SPARE_CONNECTIONS = 256
 _SPARE_FILES = 512
 
 
-def make_room(episodes: int, *, programs: bool = False) -> None:
+def raise_file_limit(episodes: int, *, programs: bool = False) -> None:
     """Raise the limit on open files for `episodes` concurrent episodes. Set `programs` if some of
     them are driven by agent programs. Raises ValueError if the hard limit is too low."""
     files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES

@@ -30,8 +30,7 @@ import ray
 import torch
 
 from benchmarks.common import arguments, run_facts
-from keel.agents.budget import Budget
-from keel.agents.episode import ContextManager
+from keel.agents.episode import Budget, ContextManager
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Opening, ToolResult, Transcript
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
@@ -277,7 +276,7 @@ def main() -> None:
         )
         runner = EpisodeRunner(
             {"look": kind},
-            turns=lambda request, purpose: pool.turn(request, purpose=purpose),
+            sample=lambda request, purpose: pool.turn(request, purpose=purpose),
             seed=0,
             most_open=EPISODES,
         )

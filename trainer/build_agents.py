@@ -10,21 +10,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from keel.agents.budget import Budget
-from keel.agents.endpoint.program import AgentProgram, resolve_command, try_program
+from keel.agents.endpoint.program import AgentProgram, resolve_command
 from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_process.process import KEEL, Deadlines, EnvSandbox, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
-from keel.agents.episode import POLICY_PHASES, ContextManager
+from keel.agents.episode import POLICY_PHASES, Budget, ContextManager
 from keel.agents.mcp_client import McpEpisode, McpServer
-from keel.agents.probe import probe
+from keel.agents.probe import probe, try_program
 from keel.agents.runner import (
     PURPOSES,
     EpisodeKind,
     EpisodeRunner,
     TurnSampler,
     environment_seed,
-    make_room,
+    raise_file_limit,
 )
 from keel.agents.types import Environment, NoEnvironment, SystemPrompt, WithSystemPrompt
 from keel.configs.paths import data_path
@@ -86,7 +85,7 @@ def check_environments(
     if config.with_agents:
         try:
             driven = any(source.environment.program for source in config.data.sources)
-            make_room(len(PURPOSES) * config.agents.max_concurrent_episodes, programs=driven)
+            raise_file_limit(len(PURPOSES) * config.agents.max_concurrent_episodes, programs=driven)
         except ValueError as error:
             raise ConfigError(
                 f"agents.max_concurrent_episodes = {config.agents.max_concurrent_episodes}: {error}"
@@ -147,7 +146,7 @@ async def _try_source(
         notes[f"{source.name}, its environment"] = note
     if (driver := _agent_program(config, source)) is not None:
         assert chat is not None
-        tried = await try_program(
+        notes[f"{source.name}, its program"] = await try_program(
             driver,
             environment_factory(config, source)(),
             task=task,
@@ -155,10 +154,6 @@ async def _try_source(
             chat=chat,
             speak=partial(spoken_ids, chat, thinking=source.thinking),
             budget=budget(config, source),
-        )
-        notes[f"{source.name}, its program"] = (
-            f"asked a model by script for {tried.turns} turns, the first after "
-            f"{tried.opening_tokens} tokens, and {tried.ended} ({tried.seconds:.1f} s)"
         )
     return notes
 
@@ -223,7 +218,7 @@ Factory = Callable[[], Environment]
 def episode_runner(
     config: Config,
     chat: Chat,
-    turns: TurnSampler,
+    sample: TurnSampler,
     place: Callable[[str, Factory], Environment] | None = None,
 ) -> EpisodeRunner:
     """Build the runner that plays episodes in the environments. `place` is called with the name of
@@ -258,7 +253,7 @@ def episode_runner(
     return EpisodeRunner(
         {source.name: kind(source) for source in sources},
         closing=closing,
-        turns=turns,
+        sample=sample,
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
     )

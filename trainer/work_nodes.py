@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import ObjectLostError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from keel.agents.runner import PURPOSES, make_room
+from keel.agents.runner import PURPOSES, raise_file_limit
 from keel.agents.types import (
     Environment,
     EnvironmentLost,
@@ -108,7 +108,7 @@ class NodeWorker:
             open_sandbox(config.rewards.code.isolation)
         sources = [source for source in data.sources if source.environment.enabled]
         if sources:
-            make_room(len(PURPOSES) * config.agents.max_concurrent_episodes)
+            raise_file_limit(len(PURPOSES) * config.agents.max_concurrent_episodes)
         starting = asyncio.Semaphore(MAX_STARTING)
         for source in sources:
             self._factories[source.name] = environment_factory(

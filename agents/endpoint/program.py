@@ -9,15 +9,11 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
-from keel.agents.budget import Budget
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint, McpTools
 from keel.agents.env_process.client import task_fields, verdict_of
@@ -30,9 +26,9 @@ from keel.agents.env_process.process import (
     encode_line,
     launch,
 )
-from keel.agents.episode import ContextManager, Episode
-from keel.agents.types import Environment, EnvironmentLost, Unscored
-from keel.rl.turns import Chat, Message, TurnRequest, TurnResult
+from keel.agents.episode import Episode
+from keel.agents.types import EnvironmentLost, Unscored
+from keel.rl.turns import Message
 from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, Trajectory, Verdict
 
 _RESERVED_ENV = (
@@ -217,7 +213,7 @@ def _parse_result(
         return Unscored(reason=str(error)), answer
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class DrivenEpisode(Episode):
     """An episode in which an agent program requests the turns. If the program fails after its first
     turn, the episode ends with `crash`, or is dropped if the endpoint had failed first."""
@@ -238,7 +234,7 @@ class DrivenEpisode(Episode):
             name=self.name,
             prompt_id=self.task.prompt_id,
             chat=self.chat,
-            sample=self._sampled,
+            sample=self.sample,
             thinking=self.task.thinking,
             seed=self.seed,
             budget=self.budget,
@@ -288,7 +284,7 @@ class DrivenEpisode(Episode):
         return self.recorder.segments, messages, len(index.opening)
 
     def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
-        trajectory = Episode._trajectory(self, reason, verdict)
+        trajectory = super()._trajectory(reason, verdict)
         assert self.recorder is not None
         dialogues = self.recorder.index.dialogues
         return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
@@ -309,95 +305,3 @@ class DrivenEpisode(Episode):
                 "the file KEEL_VERDICT, or give the prompts an answer, tests or criteria"
             )
         return replace(trajectory, verdict=verdict)
-
-
-_SCRIPTED_TEXT = "\\boxed{0}"
-_TRIAL_TURNS = 3
-_TRIAL_S = 60.0
-_MAX_OUTPUT = 500
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ProgramTrial:
-    turns: int
-    opening_tokens: int
-    """Number of tokens in the program's first request, including the tools."""
-    seconds: float
-    ended: str
-
-
-async def try_program(
-    program: AgentProgram,
-    environment: Environment,
-    *,
-    task: Prompt,
-    seed: int,
-    chat: Chat,
-    speak: Callable[[str], Sequence[int]],
-    budget: Budget,
-) -> _ProgramTrial:
-    """Run a program for one episode, with a scripted model in place of the policy. Raises
-    ValueError if the program fails to start or never requests a turn, or if the task has no grader.
-    """
-    contexts: list[int] = []
-
-    async def sample(request: TurnRequest) -> TurnResult:
-        contexts.append(len(request.token_ids_T))
-        ids = np.array(speak(_SCRIPTED_TEXT), np.int32)
-        is_cut = len(ids) > request.max_tokens
-        ids = ids[: request.max_tokens]
-        return TurnResult(
-            token_ids_N=ids,
-            logp_old_N=np.zeros(len(ids), np.float32),
-            version_N=np.zeros(len(ids), np.int32),
-            finish_reason="length" if is_cut else "stop",
-        )
-
-    turns, timeout_s = min(budget.turns, _TRIAL_TURNS), min(budget.timeout_s, _TRIAL_S)
-    began = time.monotonic()
-    async with Endpoint() as endpoint:
-        episode = DrivenEpisode(
-            program=program,
-            endpoint=endpoint,
-            environment=environment,
-            task=task,
-            chat=chat,
-            sample=sample,
-            budget=replace(budget, turns=turns, timeout_s=timeout_s),
-            context=ContextManager(method="none", window=budget.window, most=0),
-            name="keel check",
-            sibling=0,
-            seed=seed,
-            environment_seed=seed,
-        )
-        outcome = await episode.run()
-    ended, recorder = episode.ended, episode.recorder
-    failed = ended.failed if ended is not None else ""
-    limit = "stop" if isinstance(outcome, str) else outcome.finish_reason
-    if not contexts:
-        raise ValueError(
-            f"task {task.prompt_id}: {outcome}. It must ask the policy at OPENAI_BASE_URL, with "
-            f"OPENAI_API_KEY, within open_s = {program.open_s:g} s and agents.window = "
-            f"{budget.window} tokens"
-        )
-    if isinstance(outcome, str) and not failed:
-        raise ValueError(f"task {task.prompt_id}: {outcome}")
-    if not failed:
-        summary = "ended well"
-    elif limit not in ("stop", "crash"):
-        summary = f"was stopped there ({limit})"
-    else:
-        assert ended is not None
-        effect = "is dropped" if program.drop_failures else "counts as a failure, reward 0"
-        summary = (
-            f"WARNING: it {failed} after the model had answered {_SCRIPTED_TEXT!r}. In training, a "
-            f"failure {effect} (on_failure). Its last words: {ended.output[-_MAX_OUTPUT:]}"
-        )
-        if recorder is not None and recorder.refusal:
-            summary += f". The endpoint refused a request: {recorder.refusal}"
-    return _ProgramTrial(
-        turns=len(contexts),
-        opening_tokens=contexts[0],
-        seconds=time.monotonic() - began,
-        ended=summary,
-    )

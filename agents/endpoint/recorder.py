@@ -13,15 +13,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import count
+from itertools import count, islice, takewhile
 from math import inf
 from time import monotonic
 from typing import Any, cast
 
 import numpy as np
 
-from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget, add_turn
-from keel.agents.conversation import SegmentRecord, common_prefix, message_of, segments_of
+from keel.agents.conversation import SegmentRecord, message_of, segments_of
 from keel.agents.endpoint.requests import (
     ApiError,
     ChatRequest,
@@ -29,6 +28,7 @@ from keel.agents.endpoint.requests import (
     budget_error,
     replace_surrogates,
 )
+from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget, add_turn
 from keel.agents.schemas import argument_validator
 from keel.rl.turns import (
     USER_ROLES,
@@ -192,7 +192,7 @@ class TrajectoryRecorder:
             and before.record not in self._growing
         ):
             record, how = before.record, "extended"
-        repeated = common_prefix(ids, self._records) if before is None else before.end - 1
+        repeated = _common_prefix(ids, self._records) if before is None else before.end - 1
         self._growing.add(record)
         try:
             result = await self._grow(record, ids, limit)
@@ -330,6 +330,16 @@ class TrajectoryRecorder:
             raise _trajectory_over()
         if self.over:
             raise ApiError(403, "the environment has ended the task", code="task_over")
+
+
+def _common_prefix(ids: Sequence[int], records: Sequence[SegmentRecord]) -> int:
+    longest = 0
+    for record in records:
+        other = record.ids
+        if ids[:longest] == other[:longest]:
+            pairs = zip(islice(ids, longest, None), islice(other, longest, None), strict=False)
+            longest += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return longest
 
 
 def _trajectory_over() -> ApiError:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
-from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget
+from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget
 from keel.agents.schemas import argument_validator
 from keel.rl import strict_json
 from keel.rl.turns import USER_ROLES, Message, ToolSpec

@@ -16,7 +16,6 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from keel.agents.budget import Budget
 from keel.agents.endpoint import anthropic
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import (
@@ -32,6 +31,7 @@ from keel.agents.endpoint.requests import (
     stream_events,
 )
 from keel.agents.env_runtime.processes import make_socket_folder
+from keel.agents.episode import Budget
 from keel.agents.types import Environment, EnvironmentLost, ToolResult
 from keel.rl.turns import ToolCall, ToolSpec
 

@@ -9,8 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from keel.agents.budget import Budget
-from keel.agents.episode import ContextManager, Episode
+from keel.agents.episode import Budget, ContextManager, Episode
 from keel.agents.types import (
     Environment,
     EnvironmentLost,

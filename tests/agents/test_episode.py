@@ -116,9 +116,11 @@ def test_failed_grading_is_never_a_zero() -> None:
 def test_engine_error_is_raised_and_the_environment_closed() -> None:
     sums, policy = Sums(), Policy([])
     policy.fail = ValueError("exceeds the engine")
-    with pytest.raises(ValueError, match="exceeds"):
-        play(policy, sums)
-    assert sums.log == ["open 7", "close"]
+    with running(policy, Factory(lambda: sums)) as runner:
+        group = runner.submit(TASK, group_size=1, purpose="train")
+        with pytest.raises(ValueError, match="exceeds"):
+            group.result(PATIENCE_S)
+    assert sums.log[0].startswith("open") and sums.log[1:] == ["close"]
 
 
 def test_oversized_text_is_cut_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +209,7 @@ def running(
                 environment=factory or Factory(), chat=CHAT, budget=BUDGET, context=NO_CONTEXT
             )
         },
-        turns=turns.submit if isinstance(turns, Policy) else turns,
+        sample=turns.submit if isinstance(turns, Policy) else turns,
         seed=1,
         most_open=most_open,
     ) as runner:

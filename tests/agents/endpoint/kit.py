@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from keel.agents.budget import Budget
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import Reply, load_object, read_request
 from keel.agents.endpoint.server import Address, Endpoint
+from keel.agents.episode import Budget
 from keel.rl.types import NO_ROUTE, Segment
 from tests.agents.episodes import result_of
 from tests.agents.scripted import CHAT, Policy

@@ -129,7 +129,7 @@ def running(
                 )
                 for name, code in programs.items()
             },
-            turns=policy if callable(policy) else policy.submit,
+            sample=policy if callable(policy) else policy.submit,
             seed=1,
             most_open=64,
         ) as runner:
