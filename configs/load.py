@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,9 +35,14 @@ from keel.configs.synthesis import SynthesisConfig
 
 _MOST_VALUES = 100_000
 """Maximum number of values in a recipe after expanding its YAML aliases."""
-_MOST_DIGITS = 100
 _RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
 """Matches a call of an OmegaConf resolver, such as `${oc.env:HOME}`."""
+_TAG = "tag:yaml.org,2002:"
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
 _ROW_KNOBS = frozenset(
     {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
     | {"pass_rates", "least_pass_rate", "most_pass_rate"}
@@ -191,24 +197,18 @@ def _read_layers(
     if real in trail:
         raise ConfigError(f"{path}: `defaults` is circular")
     text = read_recipe(path, folder)
-    lines: dict[str, str] = {}
     try:
-        nodes = _composed(text)
-        if nodes is None:
-            raise ConfigError(f"{path}:1: a recipe consists of `section:` and `key: value` lines")
-        lines = {key: f"{path}:{line}" for key, _, line in nodes}
-        for key, node, line in nodes:
-            if problem := _number_warning(node):
-                raise ConfigError(f"{path}:{line}: {key} = {node.value[:40]}: {problem}")
-        layer = deepcopy(_values(text))
-    except yaml.YAMLError as error:
+        parsed, nodes = _parse_recipe(text)
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {_reason(error)}") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain_reference(error, lines, str(path))) from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply, or an alias that contains itself") from error
+    if not isinstance(parsed, dict | None):
+        raise ConfigError(f"{path}:1: a recipe consists of `section:` and `key: value` lines")
+    layer = deepcopy(cast(dict[str, Any], parsed or {}))
+    lines = {key: f"{path}:{line}" for key, _, line in nodes}
     if "defaults" not in layer:
         return [layer], lines
     base = layer.pop("defaults")
@@ -227,40 +227,43 @@ def _read_layers(
     return [*bases, layer], kept | lines
 
 
-def _parse_yaml(text: str) -> yaml.Node | None:
-    """Parse YAML to nodes without building objects. Raises yaml.YAMLError if the YAML is invalid or
-    its aliases expand to too many values.
+class _Loader(yaml.SafeLoader):
+    """Reads numbers as in Python: 1e-6 is a number, and 1:30, 010 and dates are text. Duplicate
+    keys are errors."""
 
-    Uses PyYAML's own parser, because libyaml crashes on deeply nested brackets.
-    """
-    root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
-    if _size(root, {}) >= _MOST_VALUES:
-        raise yaml.YAMLError(f"its aliases expand to {_MOST_VALUES} values or more")
-    return root
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = set[str]()
+        for key, _ in node.value:
+            if key.value in keys and isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    problem=f"duplicate key {key.value}", problem_mark=key.start_mark
+                )
+            keys.add(str(key.value))
+        return super().construct_mapping(node, deep=deep)
 
 
-def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
-    if id(node) not in known:
-        known[id(node)] = 1  # ends the recursion of an alias that contains itself
-        below: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            below = [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            below = list(node.value)
-        known[id(node)] = min(_MOST_VALUES, 1 + sum(_size(one, known) for one in below))
-    return known[id(node)]
+_Loader.yaml_implicit_resolvers = dict(yaml.SafeLoader.yaml_implicit_resolvers)
+for _first in "-+.0123456789":
+    _Loader.yaml_implicit_resolvers[_first] = [(f"{_TAG}int", _INTEGER), (f"{_TAG}float", _FLOAT)]
+
+
+def _parse_yaml(text: str) -> tuple[Any, yaml.Node | None]:
+    """Parse YAML to plain data and its root node. Raises yaml.YAMLError if the YAML is invalid, and
+    ValueError if a number is too long."""
+    loader: Any = _Loader(text)
+    root: yaml.Node | None = loader.get_single_node()
+    return root and loader.construct_document(root), root
 
 
 # Cached, because parsing dominates loading and tests load the same recipes many times.
 @lru_cache(maxsize=64)
-def _composed(text: str) -> Sequence[tuple[str, yaml.Node, int]] | None:
-    root = _parse_yaml(text)
-    return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
-
-
-@lru_cache(maxsize=64)
-def _values(text: str) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text)))
+def _parse_recipe(text: str) -> tuple[Any, Sequence[tuple[str, yaml.Node, int]]]:
+    """Parse a recipe to plain data, and the dotted key, node and line of each value."""
+    data, root = _parse_yaml(text)
+    nodes = list(islice(_nodes(root), _MOST_VALUES))
+    if len(nodes) == _MOST_VALUES:
+        raise yaml.YAMLError(f"its aliases expand to {_MOST_VALUES} values or more")
+    return data, nodes
 
 
 def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.Node, int]]:
@@ -275,19 +278,7 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.No
         yield from _nodes(value, child)
 
 
-def _number_warning(node: yaml.Node) -> str:
-    """Return a warning if YAML 1.1 reads a number in an unexpected way, otherwise ""."""
-    kind, text = str(node.tag).rpartition(":")[2], node.value
-    if kind not in ("int", "float") or not isinstance(text, str):
-        return ""
-    if ":" in text:
-        return "YAML reads it as a base-60 number; write the number, or put it in quotes"
-    if kind == "int" and re.fullmatch(r"[-+]?0[0-7_]+", text):
-        return "YAML reads it as an octal number; remove the zeros, or put it in quotes"
-    return "has too many digits" if len(text) > _MOST_DIGITS else ""
-
-
-def _reason(error: yaml.YAMLError) -> str:
+def _reason(error: Exception) -> str:
     problem = getattr(error, "problem", None) or str(error)
     return "inconsistent indentation" if problem.startswith("expected <block end>") else problem
 
@@ -330,22 +321,15 @@ def _parse_override(override: str) -> tuple[list[str], Any, str]:
     if steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5:
         steps = [*steps[:4], ".".join(steps[4:])]  # the dotted name of a reward function
     try:
-        node = _parse_yaml(text)
-        problem = _number_warning(node) if node is not None else ""
-        rest = text[node.end_mark.index :].strip() if node is not None else ""
-        if rest.startswith("#"):
-            problem = f"YAML reads {rest!r} as a comment; put the value in quotes"
-        if problem:
-            raise ConfigError(f"{origin}: {problem}")
-        # Unlike yaml.safe_load, OmegaConf reads values as it does in a recipe.
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        value, node = _parse_yaml(text)
     except RecursionError as error:
         raise ConfigError(f"{origin}: nested too deeply") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin}: not valid YAML: {_reason(error)}") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain_reference(error, {}, origin)) from error
-    return steps, cast(dict[str, Any], parsed)["value"], origin
+    rest = text[node.end_mark.index :].strip() if node is not None else ""
+    if rest.startswith("#"):
+        raise ConfigError(f"{origin}: YAML reads {rest!r} as a comment; put the value in quotes")
+    return steps, value, origin
 
 
 def _walk(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
