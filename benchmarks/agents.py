@@ -178,9 +178,7 @@ def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
     return made
 
 
-def plainly(
-    pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig | None = None
-) -> dict[str, float]:
+def plainly(pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig) -> dict[str, float]:
     """Sample plain prompts and return their speed and engine statistics."""
     before, began = stats(pool), time.monotonic()
     submitted = [pool.submit(prompt, group_size=1, sampling=sampling) for prompt in requests]
@@ -200,7 +198,10 @@ def plainly(
 
 def stats(pool: Any) -> dict[str, float]:
     (slot,) = pool._supervisor.slots
-    return slot.engine.stats().result(ROUND_S)
+    call = slot.engine.actor.__ray_call__
+    read = lambda worker: (worker._engine._steps, worker._engine._busy_s)  # noqa: E731
+    steps, busy_s = ray.get(call.remote(read), timeout=ROUND_S)
+    return {"steps": steps, "busy_s": busy_s}
 
 
 def measure(
@@ -216,7 +217,8 @@ def measure(
     usages = [t.usage for t in trajectories if t.usage is not None]
     tokens = sum(t.sampled_tokens for t in trajectories)
     speed = tokens / agents_s
-    whole = plainly(pool, [replace(p, environment="") for p in prompts(count, f"{salt}plain")])
+    plain = [replace(p, environment="") for p in prompts(count, f"{salt}plain")]
+    whole = plainly(pool, plain, sampling)
     turns = max(usage.turns for usage in usages)
     each = replace(sampling, max_tokens=TURN_TOKENS)
     by_turn = plainly(pool, turn_prompts(count, turns, salt), each)
@@ -276,7 +278,7 @@ def main() -> None:
         )
         runner = EpisodeRunner(
             {"look": kind},
-            sample=lambda request, purpose: pool.turn(request, purpose=purpose),
+            sample=lambda request, purpose: pool.turn(request, sampling=sampling, purpose=purpose),
             seed=0,
             most_open=EPISODES,
         )

@@ -129,7 +129,9 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
 
     def sampled(size: Size) -> list[Group]:
         requests = [GroupRequest(prompt, size.group) for prompt in questions(size, words=words)]
-        futures = [engine.sample(request) for request in requests]
+        futures = [
+            engine.sample(request, sampling=config.sampling, record=True) for request in requests
+        ]
         return [future.result(timeout=TIMEOUT_S) for future in futures]
 
     groups = sampled(size)

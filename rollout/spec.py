@@ -1,7 +1,6 @@
 """Describes an engine, the environment of its process, and its errors. Imports nothing slow."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
 from keel.configs.schema import Config, Dtype, RolloutConfig
@@ -67,15 +66,6 @@ class EngineSpec:
         """Return the fraction of GPU memory that the engine may use on a GPU with `gpu_gib` GiB."""
         allowed = min(1.0, self.gpu_gib / gpu_gib) if self.gpu_gib else 1.0
         return self.config.gpu_memory_utilization * allowed
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStarted:
-    """An engine's report about its startup."""
-
-    pid: int
-    warnings: tuple[str, ...] = ()  # logged in the engine's process, as about a missing fast path
-    seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # of each startup phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,13 +138,6 @@ class WeightsExtension:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
-    def keel_way(self) -> str:
-        """Return "copies" if updates follow a copy plan, "" before the first update, and otherwise
-        the reason for using vLLM's loader."""
-        if self.keel_plan is not None:
-            return "copies"
-        return self.keel_recorder.refusal if self.keel_recorder is not None else ""
-
     @torch.inference_mode()
     def keel_load_bucket(self, bucket: Bucket) -> None:
         recorder = self.keel_recorder

@@ -51,9 +51,9 @@ class _JobInFlight:
 class EngineThread:
     """Runs an engine on a separate thread, which samples groups and turns and loads weights."""
 
-    def __init__(self, build: Callable[[], Any], config: RolloutConfig) -> None:
-        """Start the thread, build a `VllmEngine` on it, and wait until it is ready. Raises any
-        error of the engine."""
+    def __init__(self, build: Callable[[], VllmEngine], config: RolloutConfig) -> None:
+        """Start the thread, build the engine on it, and wait until it is ready. Raises any error of
+        the engine."""
         self._build, self._config = build, config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._in_flight: dict[int, _JobInFlight] = {}
@@ -73,7 +73,7 @@ class EngineThread:
         ready.result()  # unbounded here; the pool has a timeout for all engines
 
     def sample(
-        self, request: SampleRequest, *, sampling: SamplingConfig | None = None, record: bool = True
+        self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
         """Start sampling a group or a turn, for at most `rollout.timeout_s` or the timeout of the
         turn. Cancelling the future aborts the request.
@@ -84,7 +84,6 @@ class EngineThread:
         not finite, and EngineError if the engine breaks or its last update failed.
         """
         job, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
-        options: dict[str, Any] = {"sampling": sampling or self._config.sampling, "record": record}
         if isinstance(request, TurnRequest):
             timeout_s = min(request.timeout_s, timeout_s)
 
@@ -95,7 +94,7 @@ class EngineThread:
                 raise EngineError(f"its weights are incomplete, an update failed: {self._failure}")
             self._in_flight[job] = _JobInFlight(future, self._busy_s, self._busy_s + timeout_s)
             try:
-                engine.add(job, request, **options)
+                engine.add(job, request, sampling=sampling, record=record)
             except BaseException:
                 self._abort(engine, job)
                 raise
@@ -183,17 +182,6 @@ class EngineThread:
                 raise
 
         self._await(self._enqueue(run), what)
-
-    def stats(self) -> dict[str, float]:
-        """Return the counters accumulated since the engine started, and the number of groups and
-        recordings in it."""
-        names = ("version", "sampled_tokens", "steps", "fast_steps", "recordings")
-
-        def collect(engine: VllmEngine) -> dict[str, float]:
-            own = {"busy_s": self._busy_s, "groups": len(self._in_flight)}
-            return {**{name: getattr(engine, name) for name in names}, **own}
-
-        return self._await(self._enqueue(collect), "the engine's statistics")
 
     def progress(self) -> EngineProgress:
         """Return the engine's progress without waiting, even if a step hangs."""

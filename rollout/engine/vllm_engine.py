@@ -3,20 +3,19 @@
 Only one thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports
 vLLM.
 
-Conversation turns are not added with `LLMEngine.add_request`, which validates each request,
-deep-copies its parameters and hashes every block of its prompt. This takes most of the CPU time of
-a turn. `_TemplatedRequests` uses vLLM's own method only for the first request of each kind, and
-copies that one for later requests. It also reuses the block hashes of a conversation's last turn
-where the token ids are unchanged.
+Requests are not added with `LLMEngine.add_request`, which validates each request, deep-copies its
+parameters and hashes every block of its prompt. This takes most of the CPU time of a conversation
+turn. `_TemplatedRequests` uses vLLM's own method only for the first request with the same sampling
+parameters, and copies that one for later requests. It also reuses the block hashes of a
+conversation's last turn where the token ids are unchanged.
 """
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -52,6 +51,9 @@ from keel.rollout.engine.patches import (
     shorten_warm_up,
 )
 from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
+from keel.rollout.recording.native import NativeRecorder
+from keel.rollout.recording.packed import PackedRecorder
+from keel.rollout.recording.v1 import V1Recorder
 from keel.rollout.spec import EngineError, EngineSpec, RecordingError, SampleRequest, captured_sizes
 from keel.rollout.vllm_internals import (
     end_at_next_token,
@@ -66,7 +68,11 @@ from keel.weights.channel import Rendezvous, call_workers
 _DISCARD = 2  # vLLM's sleep level that discards the weights, before the trainer sends new ones
 _CPU_BLOCK = 32  # tokens per KV block. With vLLM's default of 128, completions rarely share one.
 _GIB = 2**30
-_ROUTES_START = "routed_experts_prompt_start"
+_RECORDERS: Mapping[str, type[Recorder]] = {
+    "native": NativeRecorder,
+    "packed": PackedRecorder,
+    "v1": V1Recorder,
+}
 _NO_TOKEN = "late: had no token when the time of its group was up (rollout.timeout_s)"
 _NOT_CUT = "late: had no further token after the time of its group was up (rollout.timeout_s)"
 
@@ -85,7 +91,6 @@ class VllmEngine:
 
             shims.install()
         self.version = 0
-        self.sampled_tokens = self.steps = 0
         self.updating = False  # True while the weights are incomplete or the engine is asleep
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
         self._marks = find_thinking_marks(self._tokenizer, spec.thinking_marks) or THINK
@@ -106,10 +111,7 @@ class VllmEngine:
                 f"algorithm.keep_selection = true: the {name} recorder does not record selections. "
                 "Leave rollout.recorder out, or set keep_selection: false"
             )
-        kind: type[Recorder] = getattr(
-            import_module(f"keel.rollout.recording.{name}"), f"{name.capitalize()}Recorder"
-        )
-        self._recorder = kind(
+        self._recorder = _RECORDERS[name](
             routes=self._routes,
             sampling_mask=self._masks and spec.config.sampling.truncated,
             selection=self._selection,
@@ -133,22 +135,8 @@ class VllmEngine:
             self.sleep()
 
     @property
-    def compile_seconds(self) -> float:
-        """Seconds that torch.compile took at startup. A warm cache makes this short."""
-        return float(self._llm.vllm_config.compilation_config.compilation_time)
-
-    @property
     def busy(self) -> bool:
         return bool(self._jobs) and not self.updating
-
-    @property
-    def recordings(self) -> int:
-        return self._recorder.pending()
-
-    @property
-    def fast_steps(self) -> int:
-        """Number of steps run by `keel.rollout.vllm_fast.scheduler`, or 0 if it is not used."""
-        return getattr(scheduler_of(self._llm), "fast_steps", 0)
 
     def add(
         self, number: int, request: SampleRequest, *, sampling: SamplingConfig, record: bool
@@ -200,12 +188,8 @@ class VllmEngine:
                 f"context of {limit}. Lower rollout.sampling.max_tokens or data.max_prompt_tokens"
             )
         self._jobs[number] = job
-        recording_args = self._recorder.sampling_args(sampling, options)
-        varying = {"max_tokens": sampling.max_tokens}
-        if _ROUTES_START in recording_args:
-            varying[_ROUTES_START] = recording_args[_ROUTES_START]
-        kind = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop)
-        args: dict[str, Any] = {
+        params: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -216,24 +200,18 @@ class VllmEngine:
             "stop_token_ids": list(job.stop_ids),
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
-            **recording_args,
+            **self._recorder.sampling_args(sampling, options),
         }
         for sibling, seed in enumerate(seeds):
-            name, own = f"{number}.{sibling}", {**varying, "seed": seed}
+            name = f"{number}.{sibling}"
             self._requests.add(
-                name,
-                job.context,
-                conversation=job.conversation,
-                kind=(*kind, job.stop_ids, options.routes, options.sampling_mask),
-                varying=own,
-                params=lambda own=own: SamplingParams(**{**args, **own}),
+                name, job.context, {**params, "seed": seed}, conversation=job.conversation
             )
             self._recorder.expect(name, options)
             job.requests[name], self._owners[name] = sibling, number
 
     def step(self) -> Iterator[tuple[int, Result]]:
         """Run one forward pass and yield the jobs that it completes."""
-        self.steps += 1
         finished = [
             output
             for output in self._llm.step()
@@ -354,7 +332,6 @@ class VllmEngine:
         ids = list(completion.token_ids)
         if completion.finish_reason not in ("stop", "length"):
             raise RecordingError(f"{job.label}: ended with {completion.finish_reason!r}")
-        self.sampled_tokens += len(ids)
         versions = np.full(len(ids), -1, np.int32)
         for span in completion.weight_versions or ():
             versions[span.start : span.end] = int(span.version)
@@ -386,7 +363,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         "enable_chunked_prefill": True,
         "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "keel.weights.loader.WeightsExtension",
+        "worker_extension_cls": recorder.worker_extension,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": spec.seed,
@@ -432,6 +409,8 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 
+_OWN_PARAMS = ("seed", "max_tokens", "routed_experts_prompt_start")
+"""Sampling parameters that may differ between requests with the same template."""
 _MAX_HASHED_TOKENS = 2**24  # with stored block hashes. Each takes about 9 bytes.
 
 
@@ -439,7 +418,7 @@ class _TemplatedRequests:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
-        self._templates: dict[Hashable, Any] = {}  # vLLM's `EngineCoreRequest` of each kind
+        self._templates: dict[str, Any] = {}  # vLLM's `EngineCoreRequest`s by parameters
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
         """The conversation, prompt and vLLM `Request` of each unfinished request."""
         self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
@@ -451,22 +430,23 @@ class _TemplatedRequests:
         self,
         name: str,
         context: Sequence[int] | NDArray[np.int32],
+        params: Mapping[str, Any],
         *,
         conversation: str,
-        kind: Hashable,
-        varying: Mapping[str, int],
-        params: Callable[[], SamplingParams],
     ) -> None:
-        """Add a request for one completion with the unique `name`. Requests of the same `kind` may
-        differ only in the parameters listed in `varying`. Raises ValueError if the request is
-        invalid."""
+        """Add a request for one completion with the unique `name` and vLLM's sampling `params`.
+        Raises ValueError if the request is invalid."""
         ids = np.asarray(context, np.int32)
         prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
-        if (template := self._templates.get(kind)) is None:
-            template = self._engine.input_processor.process_inputs(
-                name, {"prompt_token_ids": prompt}, params(), self._engine.get_supported_tasks()
+        own = {key: params[key] for key in _OWN_PARAMS if key in params}
+        key = repr({**params, **dict.fromkeys(own)})
+        if (template := self._templates.get(key)) is None:
+            template = self._templates[key] = self._engine.input_processor.process_inputs(
+                name,
+                {"prompt_token_ids": prompt},
+                SamplingParams(**params),
+                self._engine.get_supported_tasks(),
             )
-            self._templates[kind] = template
         else:
             # vLLM's only check of the ids themselves.
             self._engine.renderer.validate_token_ids((int(ids.min()), int(ids.max())))
@@ -475,8 +455,8 @@ class _TemplatedRequests:
         core_request.prompt_token_ids = prompt
         core_request.arrival_time = time.time()
         core_request.sampling_params = copy(template.sampling_params)
-        for key, value in varying.items():
-            setattr(core_request.sampling_params, key, value)
+        for param, value in own.items():
+            setattr(core_request.sampling_params, param, value)
         self._known = self._hashes.matching_hashes(conversation, ids)
         try:
             prepared, wave = self._core.preprocess_add_request(core_request)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Sequence
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from keel.configs.schema import SamplingConfig
 from keel.model.imports import heavy_imports
-from keel.rollout.spec import EngineProgress, EngineSpec, EngineStarted, SampleRequest
+from keel.rollout.spec import EngineProgress, EngineSpec, SampleRequest
 
 if TYPE_CHECKING:
     from keel.weights.channel import Rendezvous
@@ -28,38 +27,22 @@ class RolloutWorker:
         # and every start compiles again.
         kernels = Path(os.environ.get("TRITON_HOME", "~"), ".triton", "cache").expanduser()
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
-        begin = time.monotonic()
         # vLLM is loaded in the actor's process only, under its environment.
         with heavy_imports():
             from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
             from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
-        loaded = time.monotonic()
         # Warnings are collected because an actor's log does not reach the terminal.
         handler, logger = BufferingHandler(1000), logging.getLogger("keel")
         handler.setLevel(logging.WARNING)
         logger.addHandler(handler)
-        engines: list[VllmEngine] = []
-
-        def build() -> VllmEngine:
-            engines.append(VllmEngine(spec))
-            return engines[0]
-
-        self._engine = EngineThread(build, spec.config)
+        self._engine = EngineThread(lambda: VllmEngine(spec), spec.config)
         logger.removeHandler(handler)
-        compiling = engines[0].compile_seconds
-        self._started = EngineStarted(
-            pid=os.getpid(),
-            warnings=tuple(dict.fromkeys(record.getMessage() for record in handler.buffer)),
-            seconds={
-                "loading libraries": loaded - begin,
-                "compiling": compiling,
-                "model, warm-up and CUDA graphs": time.monotonic() - loaded - compiling,
-            },
-        )
+        self._warnings = tuple(dict.fromkeys(record.getMessage() for record in handler.buffer))
 
-    async def ready(self) -> EngineStarted:
-        return self._started
+    async def ready(self) -> tuple[str, ...]:
+        """Return the warnings that were logged while the engine started."""
+        return self._warnings
 
     async def sample(self, request: SampleRequest, sampling: SamplingConfig, record: bool) -> Any:
         """Sample a group or a turn. Cancelling the call aborts it."""
@@ -88,6 +71,3 @@ class RolloutWorker:
 
     async def progress(self) -> EngineProgress:
         return self._engine.progress()
-
-    async def stats(self) -> dict[str, float]:
-        return await asyncio.to_thread(self._engine.stats)

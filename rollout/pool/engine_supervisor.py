@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.ray_timeouts import POLL_S
 from keel.rl.futures import settle
-from keel.rollout.spec import EngineError, EngineProgress, EngineStarted, SampleRequest
+from keel.rollout.spec import EngineError, EngineProgress, SampleRequest
 from keel.weights.sync import Transfer, UpdatableEngine
 
 MAX_RESTARTS = 3
@@ -40,9 +40,9 @@ class RolloutEngine(UpdatableEngine, Protocol):
     recover from any other error.
     """
 
-    def ready(self) -> Future[EngineStarted]:
-        """Return a future that resolves when the engine can sample or, with `rollout.time_share`,
-        when it is asleep."""
+    def ready(self) -> Future[tuple[str, ...]]:
+        """Return a future that resolves to the engine's warnings when it can sample or, with
+        `rollout.time_share`, when it is asleep."""
         ...
 
     def sample(
@@ -115,7 +115,6 @@ class EngineSupervisor:
         self.update_s = update_s
         self.target: WeightUpdate | None = None
         self.resting: Future[None] | None = None
-        self.start_seconds: dict[str, float] = {}
         self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
         self._started: Stage = "asleep" if config.time_share else "ready"
@@ -148,7 +147,8 @@ class EngineSupervisor:
                 self._check_open(slot.engine)
                 wait([slot.pending], min(rest, POLL_S))
             try:
-                started = slot.pending.result(timeout=0)
+                yield from slot.pending.result(timeout=0)
+                return
             except TimeoutError:
                 raise TimeoutError(
                     f"{name} was not ready within {self._startup_s:g} s (run.startup_timeout_s)"
@@ -160,11 +160,6 @@ class EngineSupervisor:
                 slot.engine = self._build(slot.index)
                 slot.pending = slot.engine.ready()
                 yield f"{name} was restarted: another process freed GPU memory during its start"
-            else:
-                for phase, seconds in started.seconds.items():
-                    self.start_seconds[phase] = max(seconds, self.start_seconds.get(phase, 0.0))
-                yield from started.warnings
-                return
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
         """Make all engines load the new weights, or fall asleep, once they finish their current

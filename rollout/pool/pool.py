@@ -13,7 +13,7 @@ import threading
 import time
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -106,14 +106,6 @@ class RolloutPool:
         self._homes: OrderedDict[str, int] = OrderedDict()  # slot by conversation, oldest first
 
     @property
-    def restarts(self) -> int:
-        return sum(len(slot.restarts) for slot in self._supervisor.slots)
-
-    @property
-    def start_seconds(self) -> Mapping[str, float]:
-        return self._supervisor.start_seconds
-
-    @property
     def steps(self) -> int:
         """Total number of decoding steps of all engines. The value can be a few seconds old."""
         return sum(slot.progress.last.steps for slot in self._supervisor.slots)
@@ -132,7 +124,7 @@ class RolloutPool:
         prompt: Prompt,
         *,
         group_size: int,
-        sampling: SamplingConfig | None = None,
+        sampling: SamplingConfig,
         purpose: Purpose = "train",
     ) -> Future[Group]:
         """Start sampling `group_size` completions of `prompt`. Cancelling the future aborts them.
@@ -142,27 +134,22 @@ class RolloutPool:
         The future raises the engine's error if the prompt is invalid, and EngineError if engines
         keep dying.
         """
-        sampling = sampling or self._config.sampling
         with self._lock:
             draw = self._draws[prompt.prompt_id]
             self._draws[prompt.prompt_id] += 1
-        sample, label = (
-            GroupRequest(prompt, group_size, draw),
-            f"group of prompt {prompt.prompt_id}",
-        )
-        tokens = group_size * sampling.max_tokens
+        sample = GroupRequest(prompt, group_size, draw)
+        label, tokens = f"group of prompt {prompt.prompt_id}", group_size * sampling.max_tokens
         return self._enqueue(sample, sampling, purpose, label, group_size, tokens)
 
     def turn(
         self,
         request: TurnRequest,
         *,
-        sampling: SamplingConfig | None = None,
+        sampling: SamplingConfig,
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
         """Start sampling one turn of a conversation, if possible on the engine that sampled the
         previous turn. If the engine dies, the turn is sampled again."""
-        sampling = sampling or self._config.sampling
         label = f"turn of conversation {request.conversation}"
         return self._enqueue(request, sampling, purpose, label, 1, request.max_tokens)
 

@@ -18,7 +18,6 @@ from keel.rollout.spec import (
     EngineError,
     EngineProgress,
     EngineSpec,
-    EngineStarted,
     SampleRequest,
     environment,
 )
@@ -54,7 +53,7 @@ class _RayEngine:
     ) -> Future[Any]:
         return as_future(ray_timeouts.call(getattr(self.actor, method), *args), gone)
 
-    def ready(self) -> Future[EngineStarted]:
+    def ready(self) -> Future[tuple[str, ...]]:
         return self._call("ready")
 
     def sample(
@@ -67,9 +66,6 @@ class _RayEngine:
 
     def progress(self) -> Future[EngineProgress]:
         return self._call("progress")
-
-    def stats(self) -> Future[dict[str, float]]:
-        return self._call("stats")
 
     def sleep(self) -> Future[None]:
         return self._call("sleep")

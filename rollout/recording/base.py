@@ -72,6 +72,9 @@ class Recorder(ABC):
         self._saved: dict[str, NDArray[Any]] = {}
         """Rows of unfinished requests that were saved before a preemption."""
 
+    worker_extension = "keel.weights.loader.WeightsExtension"
+    """Class whose methods vLLM adds to its workers."""
+
     def engine_args(self) -> dict[str, Any]:
         """Return additional arguments for vLLM's engine."""
         return {}
@@ -97,10 +100,6 @@ class Recorder(ABC):
         """Delete the recording of an aborted request."""
         self._options.pop(request_id, None)
         self._saved.pop(request_id, None)
-
-    def pending(self) -> int:
-        """Return the number of requests for which the recorder still holds data."""
-        return len(self._options)
 
     def _save_before_preemption(self, scheduler: Any, read: _ReadRows, *, group: int = 0) -> None:
         """Save the routes or selections of requests just before vLLM preempts them.

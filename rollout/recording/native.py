@@ -39,12 +39,15 @@ class NativeRecorder(Recorder):
     vLLM does not return the selections of sparse attention, so `SelectionExtension` records them.
     """
 
+    def __init__(self, **recorded: bool) -> None:
+        super().__init__(**recorded)
+        if self._selection:
+            self.worker_extension = "keel.rollout.recording.selection.SelectionExtension"
+
     def engine_args(self) -> dict[str, Any]:
-        extension = "keel.rollout.recording.selection.SelectionExtension"
         return {
             "enable_return_routed_experts": self._routes,
             "return_sampling_mask": self._masks,
-            **({"worker_extension_cls": extension} if self._selection else {}),
         }
 
     def attach(self, engine: LLMEngine) -> None:

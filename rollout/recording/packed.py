@@ -40,13 +40,14 @@ class PackedRecorder(Recorder):
     """A recorder that stores data in arrays. vLLM's scheduler must run in this process, as it does
     in rollout workers."""
 
+    worker_extension = "keel.rollout.vllm_fast.install.FastExtension"
+
     def engine_args(self) -> dict[str, Any]:
         return {
             "enable_return_routed_experts": self._routes,
             "return_sampling_mask": self._masks,
             "scheduler_cls": AsyncFastScheduler,
             "async_scheduling": True,
-            "worker_extension_cls": "keel.rollout.vllm_fast.install.FastExtension",
         }
 
     def attach(self, engine: LLMEngine) -> None:

@@ -139,15 +139,23 @@ def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -
     _ENGINE = EngineThread(lambda: Watched(spec), spec.config)
 
 
+def update_kind(worker: Any) -> str:
+    if worker.keel_plan is not None:
+        return "copies"
+    return worker.keel_recorder.refusal if worker.keel_recorder is not None else ""
+
+
 def _on_engine(function: Callable[[Any], Any]) -> Any:
     return _ENGINE._enqueue(function).result(timeout=DEADLINE_S)
 
 
 def _submit(items: Sequence[Item]) -> list[Future[Any]]:
     return [
-        _ENGINE.sample(item)
+        _ENGINE.sample(item, sampling=_ENGINE._config.sampling, record=True)
         if isinstance(item, TurnRequest)
-        else _ENGINE.sample(GroupRequest(*item[:2]), sampling=item[2], record=item[3])
+        else _ENGINE.sample(
+            GroupRequest(*item[:2]), sampling=item[2] or _ENGINE._config.sampling, record=item[3]
+        )
         for item in items
     ]
 
@@ -187,8 +195,9 @@ class _Host:
 
     @staticmethod
     def updates() -> list[str]:
-        """Return how each worker updates its weights (see `WeightsExtension.keel_way`)."""
-        return _on_engine(lambda engine: engine._llm.collective_rpc("keel_way"))
+        """Return "copies" for each worker that updates with a copy plan, and otherwise the reason
+        for using vLLM's loader, or "" before the first update."""
+        return _on_engine(lambda engine: engine._llm.collective_rpc(update_kind))
 
     @staticmethod
     def fingerprint() -> dict[str, str]:
@@ -222,8 +231,13 @@ class _Host:
         _ENGINE.sleep()
 
     @staticmethod
-    def stats() -> dict[str, float]:
-        return _ENGINE.stats()
+    def version() -> int:
+        return _on_engine(lambda engine: engine.version)
+
+    @staticmethod
+    def pending() -> int:
+        """Return the number of requests and recordings in the engine."""
+        return _on_engine(lambda e: len(_ENGINE._in_flight) + len(e._recorder._options))
 
     @staticmethod
     def watch() -> Watch:

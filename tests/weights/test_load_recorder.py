@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from keel.rl.types import NO_ROUTE
 from tests.buckets import pack_buckets
+from tests.rollout.remote_engine import update_kind
 
 pytestmark = pytest.mark.e2e
 H, E, INNER, RANK, RANKS, WORDS = 16, 4, 8, 1, 2, 11
@@ -134,14 +135,14 @@ class Worker:
     def update(self, tensors: dict[str, Tensor], *, copies: bool = True, size: int = 900) -> str:
         """Send an update whose blocks end within layers; returns the method of the next update."""
         self.extension.keel_begin_update("" if copies else "it is switched off")
-        planned = self.extension.keel_way() == "copies"
+        planned = update_kind(self.extension) == "copies"
         for bucket in pack_buckets(tensors.items(), size):
             data = np.array(bucket.data)
             self.extension.keel_load_bucket(type(bucket)(entries=bucket.entries, data=data))
             if planned:
                 data[:] = 0x55  # the owner may reuse the bucket
         self.extension.keel_finish_update(None)
-        return self.extension.keel_way()
+        return update_kind(self.extension)
 
     def weights(self) -> dict[str, Tensor]:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]

@@ -9,13 +9,7 @@ from typing import Any
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import (
-    EngineError,
-    EngineProgress,
-    EngineStarted,
-    GroupRequest,
-    SampleRequest,
-)
+from keel.rollout.spec import EngineError, EngineProgress, GroupRequest, SampleRequest
 from keel.weights.sync import _send_through_store
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
@@ -33,7 +27,7 @@ class FakeEngine:
         self.naps: list[str] = []
         self.turns: list[str] = []
 
-    def ready(self) -> Future[EngineStarted]:
+    def ready(self) -> Future[tuple[str, ...]]:
         return self.world.start(self)
 
     def sample(
@@ -79,7 +73,7 @@ class World:
 
     def __init__(self, answer: Answer | None = None, **config: Any) -> None:
         self.answer: Answer = answer or (lambda engine, name: engine.finish(name))
-        self.start: Callable[[FakeEngine], Future[Any]] = lambda _: done(EngineStarted(1))
+        self.start: Callable[[FakeEngine], Future[Any]] = lambda _: done(())
         self.progress: Callable[[FakeEngine], Future[Any]] = lambda _: done(EngineProgress())
         self.sleep: Callable[[FakeEngine], Future[None]] = lambda _: done(None)
         self.update: Callable[[FakeEngine, int, Any], Future[int]] = self.load
@@ -99,6 +93,9 @@ class World:
         engine.version = version
         return done(version)
 
+    def submit(self, prompt: Prompt, **options: Any) -> Future[Group]:
+        return self.pool.submit(prompt, **{"sampling": self.config.sampling, **options})
+
     def send(self, version: int) -> Future[None]:
         return self.pool.update(version, _send_through_store(version, []))
 
@@ -112,13 +109,13 @@ class World:
         if not self.lives:
             self.pool.start()
         prompts = [prompt(f"p{i}") for i in range(count)]
-        groups = list(generate(self.pool, prompts, group_size=2, **options))
+        groups = list(generate(self, prompts, group_size=2, **options))
         assert not any(group.dropped for group in groups)
         return sorted(group.prompt.prompt_id for group in groups)
 
 
-def generate(pool: RolloutPool, prompts: Sequence[Prompt], **options: Any) -> Iterator[Group]:
-    groups = [pool.submit(prompt, **options) for prompt in prompts]
+def generate(world: World, prompts: Sequence[Prompt], **options: Any) -> Iterator[Group]:
+    groups = [world.submit(prompt, **options) for prompt in prompts]
     try:
         for group in as_completed(groups):
             yield group.result()

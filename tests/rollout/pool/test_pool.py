@@ -17,7 +17,7 @@ from keel.rollout.pool.engine_supervisor import (
     EngineSlot,
     StallDetector,
 )
-from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
+from keel.rollout.spec import EngineError, EngineProgress
 from tests.rl.rollouts import prompt
 from tests.rollout.pool.fake_engines import (
     FakeEngine,
@@ -40,7 +40,7 @@ def started(answer: Any = None, **config: Any) -> World:
 def test_work_is_balanced_and_bounded() -> None:
     world = started(never)
     for index in range(12):
-        world.pool.submit(prompt(f"p{index}"), group_size=2)
+        world.submit(prompt(f"p{index}"), group_size=2)
     wait_for(lambda: sum(len(engine.asked) for engine in world.lives) == 4)
     time.sleep(0.02)
     # Groups of two, four sequences per engine.
@@ -57,7 +57,7 @@ def test_groups_of_a_dead_engine_are_requeued() -> None:
     world, lines = World(answer), list[str]()
     world.pool.say = lines.append
     assert world.run(6) == [f"p{i}" for i in range(6)]
-    assert world.pool.restarts == 1 and len(lines) == 1 and "killed by signal 9" in lines[0]
+    assert len(world.lives) == 3 and len(lines) == 1 and "killed by signal 9" in lines[0]
     assert world.lives[0].killed and not world.lives[1].killed
 
 
@@ -79,8 +79,8 @@ def test_other_engines_continue_during_a_restart(when: str) -> None:
         if engine.name != "0.0":
             engine.finish(name)
 
-    world, start, update = started(answer), Future[EngineStarted](), Future[int]()
-    group = world.pool.submit(prompt("p"), group_size=2)
+    world, start, update = started(answer), Future[tuple[str, ...]](), Future[int]()
+    group = world.submit(prompt("p"), group_size=2)
     wait_for(lambda: world.lives[0].asked)
     world.start = lambda _: start
     world.update = lambda engine, *args: (
@@ -98,7 +98,7 @@ def test_other_engines_continue_during_a_restart(when: str) -> None:
     assert group.result(timeout=PATIENCE_S).prompt.prompt_id == "p"
     world.update_all(8)
     assert not start.done() and world.lives[1].version == 8 and not world.lives[2].naps
-    start.set_result(EngineStarted(1))
+    start.set_result(())
     wait_for(lambda: world.lives[2].naps)
     assert world.run(4) == [f"p{i}" for i in range(4)]
 
@@ -125,7 +125,7 @@ def test_nothing_is_sent_to_a_loading_engine() -> None:
     world, update = started(engines=1), Future[int]()
     world.update = lambda *_: update
     updated = world.send(1)
-    group = world.pool.submit(prompt("p"), group_size=2)
+    group = world.submit(prompt("p"), group_size=2)
     with pytest.raises(RuntimeError, match="version 1"):
         world.send(2)
     time.sleep(0.05)
@@ -138,7 +138,7 @@ def test_nothing_is_sent_to_a_loading_engine() -> None:
 def test_repeated_prompts_get_different_draws() -> None:
     world = started(engines=1)
     for version in (1, 2):
-        list(generate(world.pool, [prompt("p"), prompt("q"), prompt("p")], group_size=2))
+        list(generate(world, [prompt("p"), prompt("q"), prompt("p")], group_size=2))
         world.update_all(version)
     assert world.lives[0].draws == [("p", 0), ("q", 0), ("p", 1)] * 2
 
@@ -146,25 +146,25 @@ def test_repeated_prompts_get_different_draws() -> None:
 def test_queued_prompts_keep_their_draw() -> None:
     world = started(never, engines=1, max_num_seqs=2)
     engine = world.lives[0]
-    world.pool.submit(prompt("q"), group_size=2)
-    first = world.pool.submit(prompt("p"), group_size=2)  # waits: the engine is full
+    world.submit(prompt("q"), group_size=2)
+    first = world.submit(prompt("p"), group_size=2)  # waits: the engine is full
     wait_for(lambda: "q" in engine.asked)
     world.update_all(1)
     engine.finish("q")
     wait_for(lambda: "p" in engine.asked)
     engine.finish("p")
     first.result(timeout=PATIENCE_S)
-    world.pool.submit(prompt("p"), group_size=2)
+    world.submit(prompt("p"), group_size=2)
     wait_for(lambda: len(engine.draws) == 3)
     assert engine.draws == [("q", 0), ("p", 0), ("p", 1)]  # both of p from weights 1
 
 
 def test_shutdown_kills_engines_and_fails_requests() -> None:
     world = started(never, engines=1)
-    group = world.pool.submit(prompt("p"), group_size=2)
+    group = world.submit(prompt("p"), group_size=2)
     world.pool.shutdown()
     assert world.lives[0].killed
-    for late in (group, world.pool.submit(prompt("q"), group_size=2), world.send(1)):
+    for late in (group, world.submit(prompt("q"), group_size=2), world.send(1)):
         with pytest.raises(EngineError):
             late.result(timeout=PATIENCE_S)
 
@@ -188,7 +188,7 @@ def finish_closed(engine: FakeEngine, name: str) -> None:
 
 
 def turn(world: World, name: str) -> Future[Any]:
-    return world.pool.turn(request(name))
+    return world.pool.turn(request(name), sampling=world.config.sampling)
 
 
 def test_a_conversation_returns_to_its_engine() -> None:
@@ -250,7 +250,7 @@ def sleep(world: World) -> None:
 def test_sleeping_engines_get_no_requests_until_weights() -> None:
     world = sleepers()
     sleep(world)
-    group = world.pool.submit(prompt("p"), group_size=2)
+    group = world.submit(prompt("p"), group_size=2)
     sleep(world)
     assert not group.done() and not any(engine.asked for engine in world.lives)
     world.update_all(1)

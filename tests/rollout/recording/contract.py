@@ -47,8 +47,7 @@ class Rig:
         return report
 
     def check_empty(self) -> None:
-        stats = self.engine.stats()
-        assert stats["groups"] == 0 and stats["recordings"] == 0
+        assert self.engine.pending() == 0
 
     def check_cut(self, groups: Sequence[Group], *, size: int) -> None:
         """Check that completions cut at a deadline are still recorded and leave no state behind."""
@@ -62,7 +61,7 @@ class Rig:
         self.check_empty()
 
     def change(self, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
-        version = int(self.engine.stats()["version"])
+        version = self.engine.version()
         self.reference.older[version] = copy.deepcopy(self.reference.model)
         return version, perturbed(self.reference.model, seed=seed)
 

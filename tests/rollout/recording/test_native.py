@@ -70,7 +70,7 @@ def test_outputs_become_recordings() -> None:
     assert [recording.sampling_mask[t].tolist() for t in range(2)] == [[7, 8], [9]]
     assert recording.routes.dtype == np.int16 and len(recording.routes) == PROMPT + 1
     assert recording.routes[0].tolist() == [[1, 2], [200, 0]]
-    assert native.pending() == 0
+    assert not native._options
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_non_finite_completions_skip_other_checks(value: float) -> None:
     recording = native.take("r", PROMPT, output(**changes))
     assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
     assert recording.sampling_mask is None and recording.routes is None
-    assert native.pending() == 0
+    assert not native._options
 
 
 def test_evaluation_records_log_probabilities_only() -> None:

@@ -416,5 +416,5 @@ def non_finite_completions_skip_route_checks(config: Any) -> None:
         recording = recorder.take("r", 3, completion)
         assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
         assert recording.sampling_mask is None and recording.routes is None
-        assert recorder.pending() == 0
+        assert not recorder._options
         assert not scheduler.recordings  # type: ignore[attr-defined]
