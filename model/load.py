@@ -11,7 +11,7 @@ import select
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -34,7 +35,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from keel.configs.schema import ConfigError
 from keel.model.attention import LINEAR_FAMILIES
-from keel.model.fp8 import load_fp8
 from keel.model.hub import (
     KNOWN,
     MAX_BYTES,
@@ -45,12 +45,18 @@ from keel.model.hub import (
     format_error,
     fp8_block,
     hub_options,
+    local_folder,
+    stored_tensors,
     written_by_code,
 )
 from keel.model.layers.fused import fuses_experts, fuses_norms
 from keel.model.lora import MLP, is_adapted, merged_tensors
 from keel.model.transformers_internals import float32_names
 
+LOAD_FORMAT = "keel_fp8"
+"""Name of vLLM's load format for these weights (keel/weights/loader.py)."""
+SCALE = "_scale_inv"
+"""Suffix that turns a weight's name into the name of its scales."""
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 Named = dict[str, Tensor]
 Whole = Callable[[Named], AbstractContextManager[Named]]
@@ -190,7 +196,7 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
     options = hub_options(path)
     try:
         if fp8_block(path, config.to_dict()):
-            model = load_fp8(path, config, kind)
+            model = _load_fp8(path, config, kind)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
     except (OSError, SafetensorError) as error:
@@ -202,6 +208,69 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
                 f"{path!r}: {name} is not finite in {dtype}. Download the weights again, or set "
                 "model.dtype"
             )
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A quantised tensor on disk. Indexing it reads and dequantises it."""
+
+    weight: Any
+    scale: Any
+    block: tuple[int, int]
+
+    def get_shape(self) -> list[int]:
+        return self.weight.get_shape()
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return _dequantise(self.weight[...], self.scale[...], self.block)[rows]
+
+
+def _dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Dequantise FP8 weights to float32 [R, C] with one scale for each block of size `block`. The
+    last blocks of a row or column may be smaller."""
+    rows, columns = weight.shape
+    scale = scale.float().repeat_interleave(block[1], 1)[:, :columns]
+    return weight.float() * scale.repeat_interleave(block[0], 0)[:rows]
+
+
+def readable_tensors(path: str, framework: str = "pt") -> dict[str, Any]:
+    """Return the tensors of a folder or downloaded hub model by checkpoint name, dequantised.
+    Indexing a tensor (`[...]`) reads it. The weights must be complete. If `framework` is "np", only
+    names and shapes can be read. Raises ConfigError if an FP8 weight has no scales or scales of the
+    wrong shape."""
+    folder = local_folder(path) or Path(path)
+    block = fp8_block(path, json.loads((folder / "config.json").read_text("utf-8")))
+    tensors = stored_tensors(str(folder), framework)
+    scales = {name: tensors.pop(name) for name in [*tensors] if block and name.endswith(SCALE)}
+    for name, weight in tensors.items():
+        if weight.get_dtype() != "F8_E4M3":
+            continue
+        scale, shape = scales.get(f"{name}{SCALE}"), weight.get_shape()
+        if block is None or scale is None or len(shape) != 2:
+            raise ConfigError(
+                f"{path!r}: {name} is in FP8, but has no {name}{SCALE}, or config.json has no "
+                "quantization_config with quant_method: fp8. Download the model again"
+            )
+        needed = [-(-size // of) for size, of in zip(shape, block, strict=True)]
+        if scale.get_shape() != needed:
+            raise ConfigError(
+                f"{path!r}: {name}{SCALE} has shape {scale.get_shape()}, but {shape} in blocks of "
+                f"{list(block)} (weight_block_size in config.json) needs {needed}"
+            )
+        tensors[name] = _Blocks(weight, scale, block)
+    return tensors
+
+
+def _load_fp8(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Load an FP8 model and dequantise it, as if it had never been quantised."""
+    # transformers' own dequantisation (5.19) refuses weights whose last blocks are smaller.
+    del config.quantization_config
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, dtype=dtype, state_dict=readable_tensors(path)
+    )
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
     return model
 
 

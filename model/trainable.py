@@ -19,7 +19,6 @@ from transformers import (
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
-from keel.model.fp8 import readable_tensors
 from keel.model.head.support import install_support_head
 from keel.model.hub import (
     KNOWN,
@@ -29,7 +28,7 @@ from keel.model.hub import (
     missing_weights,
     tensors_named,
 )
-from keel.model.load import ModelFacts, facts_of
+from keel.model.load import ModelFacts, facts_of, readable_tensors
 from keel.model.routing import router_modules
 from keel.model.sparse.attention import use_sparse_attention
 from keel.model.transformers_internals import ignored_tensor_patterns, map_checkpoint_names

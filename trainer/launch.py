@@ -21,8 +21,7 @@ from keel.data.dataset import Dataset
 from keel.model.hub import Download, from_anywhere
 from keel.model.ray_timeouts import CALL_S, Unanswered, awaited
 from keel.model.tiny.build import ensure_tiny_model
-from keel.model.tiny.cold_start import Curriculum
-from keel.model.tiny.demonstrations import demonstrate
+from keel.model.tiny.cold_start import Curriculum, demonstrate
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rewards.workers.pool import WorkerPool

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from keel.model.fp8 import LOAD_FORMAT, readable_tensors
+from keel.model.load import LOAD_FORMAT, readable_tensors
 from keel.weights.buckets import Bucket, ChannelData, Checksum, SharedData, host_bytes, unpack_flat
 from keel.weights.channel import Channel, Rendezvous, SharedView, call_worker, gpu_id
 from keel.weights.copy_plan import CopyPlan, LoadRecorder

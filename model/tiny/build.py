@@ -30,8 +30,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from keel.configs.schema import ConfigError, TinyModelConfig
 from keel.model.hub import missing_weights
-from keel.model.tiny.cold_start import Curriculum, Progress, make_examples, system_of, train
-from keel.model.tiny.demonstrations import script_digest
+from keel.model.tiny.cold_start import (
+    Curriculum,
+    Progress,
+    make_examples,
+    script_digest,
+    system_of,
+    train,
+)
 from keel.model.tiny.tokenizer import build_tokenizer, vocab_rows
 
 _CODE_VERSION = 3

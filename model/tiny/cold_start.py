@@ -1,4 +1,6 @@
-"""Supervised warm-up for the tiny model, which teaches it the answer format and some skill.
+"""Supervised warm-up for the tiny model, which teaches it the answer format and some skill. The
+examples are questions of reasoning_gym with taught solutions, and scripted conversations
+(`data.sources[].environment.demonstrations`).
 
 At first, the teacher works out every question step by step. Later, it answers a fraction of the
 questions hastily: it skips the steps and gives a wrong answer. The model picks up both habits in
@@ -10,11 +12,18 @@ the question.
 import math
 import random
 import re
+import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from hashlib import sha256
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,10 +31,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from keel.configs.schema import ColdStartConfig, ConfigError, SourceConfig
+from keel.configs.schema import ColdStartConfig, Config, ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
-from keel.model.tiny.demonstrations import ScriptedPair, conversation_ids, name_script_in_errors
-from keel.model.tiny.tokenizer import TURN_END
+from keel.model.tiny.tokenizer import THINK_END, THINK_START, TURN_END
+from keel.rl.futures import on_thread
+from keel.rl.turns import Message, ToolSpec
 
 _DATA_SEED = 1 << 40
 """Offset of the question seeds, which keeps them far from the seeds of a recipe's prompts."""
@@ -39,6 +49,18 @@ _WARMUP = 0.1
 """Fraction of steps during which the learning rate rises. Afterwards, it decays along a cosine."""
 _IGNORED = -100
 _MARKER = "\x00"
+
+
+class ScriptedPair(Protocol):
+    """A task in an environment with a careful and a hasty solution."""
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+    @property
+    def worked(self) -> Sequence[Message]: ...
+    @property
+    def hasty(self) -> Sequence[Message]: ...
+
 
 _Metadata = Mapping[str, Any]
 _Demonstrate = Callable[[str, int], Sequence[ScriptedPair]]
@@ -78,16 +100,13 @@ _NOTHING = (
 )
 
 
-def taught_sources(
-    sources: Sequence[SourceConfig], *, demonstrating: bool = True
-) -> list[SourceConfig]:
-    """Return the sources that provide training conversations. Scripted ones are included only if
-    `demonstrating` is set. Raises ConfigError if there is none."""
+def taught_sources(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
+    """Return the sources that provide training conversations. Raises ConfigError if there is
+    none."""
     taught = [
         one
         for one in sources
-        if one.weight > 0
-        and (one.source == "reasoning_gym" or (demonstrating and one.environment.demonstrations))
+        if one.weight > 0 and (one.source == "reasoning_gym" or one.environment.demonstrations)
     ]
     if not taught:
         raise ConfigError(_NOTHING)
@@ -112,14 +131,14 @@ def make_examples(
     """Make about `count` examples from questions and scripted conversations, in proportion to the
     source weights. Raises ConfigError if there is nothing to learn, if every question from a source
     is held out, or if a script's conversations are unusable."""
-    demonstrate = curriculum.demonstrate
-    taught = taught_sources(curriculum.sources, demonstrating=demonstrate is not None)
+    taught = taught_sources(curriculum.sources)
     total = sum(source.weight for source in taught)
     examples: list[_ExamplePair] = []
     for source in taught:
         share = math.ceil(count * source.weight / total)
-        if demonstrate is not None and source.environment.demonstrations:
-            pairs = demonstrate(source.name, share)
+        if source.environment.demonstrations:
+            assert curriculum.demonstrate is not None
+            pairs = curriculum.demonstrate(source.name, share)
             inside = source.name in curriculum.tools_in_thinking
             examples += _scripted_examples(source, pairs, tokenizer, inside, max_context)
         else:
@@ -206,16 +225,15 @@ def _scripted_examples(
     max_context: int | None,
 ) -> list[_ExamplePair]:
     examples: list[_ExamplePair] = []
-    with name_script_in_errors(source):
+    with _name_script_in_errors(source):
         if not pairs:
             raise ValueError("the script made no conversation")
         for pair in pairs:
-            known, both = [tool.name for tool in pair.tools], list[_MaskedIds]()
+            known, both = {tool.name for tool in pair.tools}, list[_MaskedIds]()
             for messages in (pair.worked, pair.hasty):
                 calls = [call for m in messages for call in m.get("tool_calls") or ()]
-                for called in (call["function"]["name"] for call in calls):
-                    if called not in known:
-                        raise ValueError(f"calls {called!r}; the tools are {', '.join(known)}")
+                if unknown := {call["function"]["name"] for call in calls} - known:
+                    raise ValueError(f"calls {sorted(unknown)}; the tools are {sorted(known)}")
                 ids, learned = conversation_ids(
                     tokenizer,
                     messages,
@@ -314,6 +332,128 @@ def _batches(
             tokens[index, : len(ids)] = ids
             targets[index, : len(ids) - 1] = np.where(row.learned[1:], ids[1:], _IGNORED)
         yield torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPair]:
+    """Run a source's script to create about `count` conversations."""
+    (config_of,) = (each for each in config.data.sources if each.name == source)
+    script = demonstrator(config_of)
+    arguments = deepcopy(dict(config_of.environment.arguments))  # the episodes need the original
+    make = partial(script, count, seed=config.run.seed, arguments=arguments)
+    pairs = on_thread(lambda: list(make()), "demonstrations")
+    seconds = config.model.tiny.cold_start.max_seconds
+    with _name_script_in_errors(config_of):
+        try:
+            return pairs.result(seconds)
+        except TimeoutError:
+            raise TimeoutError(
+                f"no conversations within model.tiny.cold_start.max_seconds = {seconds:g}. The "
+                "script and its environment must terminate"
+            ) from None
+
+
+def demonstrator(source: SourceConfig) -> Callable[..., Any]:
+    """Import a source's script. Raises ConfigError if the import fails."""
+    module, _, name = source.environment.demonstrations.partition(":")
+    with _name_script_in_errors(source):
+        _script_file(source)
+        return getattr(import_module(module), name)
+
+
+def script_digest(source: SourceConfig) -> str:
+    """Hash the files of a script and its environment. Returns "" if Keel ships them."""
+    with _name_script_in_errors(source):
+        script = _script_file(source)
+    if script is None:
+        return ""
+    target = source.environment.target.rpartition(":")[0]
+    file = target if target.endswith(".py") else f"{target.replace('.', '/')}.py"
+    environment = Path(source.environment.folder, file).absolute()
+    contents = [path.read_bytes() if path.is_file() else b"" for path in (script, environment)]
+    return sha256(b"\0".join(contents)).hexdigest()
+
+
+def _script_file(source: SourceConfig) -> Path | None:
+    module = source.environment.demonstrations.partition(":")[0]
+    if module.startswith("keel."):  # the folder may be untrusted, see `keel replay`
+        return None
+    folder = Path(source.environment.folder).absolute()
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # last, so that a `json.py` in it does not replace json
+    spec = find_spec(module)
+    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+
+
+@contextmanager
+def _name_script_in_errors(source: SourceConfig) -> Generator[None]:
+    """Name the source's script in all errors raised inside this context."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
+        raise ConfigError(
+            f"data.sources[{source.name}].environment.demonstrations = "
+            f"{source.environment.demonstrations!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    *,
+    thinking: bool,
+    tools_in_thinking: bool = False,
+) -> tuple[list[int], list[bool]]:
+    """Tokenise a conversation as rollouts do, by appending each turn to the ids of earlier ones.
+    Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. If
+    `tools_in_thinking` is set, a turn with calls leaves its thinking block open for the next turn.
+    Raises ValueError if there is no assistant turn, or if later messages change how the template
+    renders earlier ones, for example because a second user message removes thinking."""
+    ids: list[int] = []
+    by_policy: list[bool] = []
+    done = ""
+    inside = False
+
+    def add(text: str, *, sampled: bool) -> None:
+        new: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore
+        ids.extend(new)
+        by_policy.extend([sampled] * len(new))
+
+    def render(stop: int, *, speak: bool) -> str:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages[:stop]],
+            tools=[tool.as_json() for tool in tools] or None,
+            add_generation_prompt=speak,
+            enable_thinking=thinking,
+            tokenize=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = render(place, speak=True), render(place + 1, speak=False)
+        turn, end, _ = after[len(before) :].rpartition(TURN_END)
+        interrupted = tools_in_thinking and done and messages[place - 1]["role"] != "tool"
+        if interrupted or not (before.startswith(done) and after.startswith(before) and end):
+            raise ValueError(f"message {place} changes how the template renders earlier messages")
+        add(before[len(done) :], sampled=False)
+        done = before + turn + end
+        if tools_in_thinking:
+            turn = _with_calls_in_thinking(message, turn, continues=inside)
+            inside = bool(message.get("tool_calls"))
+        add(turn + end, sampled=True)
+    if not ids:
+        raise ValueError("the conversation has no assistant turn to learn from")
+    return ids, by_policy
+
+
+def _with_calls_in_thinking(message: Mapping[str, Any], turn: str, *, continues: bool) -> str:
+    reasoning = str(message.get("reasoning_content") or "").strip("\n")
+    thought = ("" if continues else f"{THINK_START}\n") + (f"{reasoning}\n" if reasoning else "")
+    after = turn.rpartition(THINK_END)[2].lstrip("\n")
+    return thought + after if message.get("tool_calls") else f"{thought}{THINK_END}\n\n{after}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from keel.configs.schema import SamplingConfig
 from keel.model.batch_invariant import BLOCK
-from keel.model.fp8 import LOAD_FORMAT
 from keel.model.hub import fp8_block
-from keel.model.load import full_attention, tokenizer_with
+from keel.model.load import LOAD_FORMAT, full_attention, tokenizer_with
 from keel.model.routing import is_moe
 from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, TurnRequest

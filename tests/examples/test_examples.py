@@ -39,7 +39,7 @@ from keel.examples.small import tasks as small
 from keel.examples.small.__main__ import make
 from keel.examples.tables import _clear_first, task_lines
 from keel.examples.tables import main as write_tables
-from keel.model.tiny.demonstrations import conversation_ids
+from keel.model.tiny.cold_start import conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.checks import check_spec
 from keel.rewards.custom import TextTrajectory

@@ -29,10 +29,10 @@ from keel.model.tiny.cold_start import (
     _ExamplePair,
     _format_solution,
     _MaskedIds,
+    conversation_ids,
     make_examples,
     train,
 )
-from keel.model.tiny.demonstrations import conversation_ids
 from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
 from keel.rollout.chat.chat import TemplateChat
 

@@ -8,7 +8,7 @@ import pytest
 
 from keel.agents.conversation import Conversation
 from keel.agents.environments.demonstrations import guess_demonstrations, trip_demonstrations
-from keel.model.tiny.demonstrations import conversation_ids
+from keel.model.tiny.cold_start import conversation_ids
 from keel.rl.turns import Message, TurnResult
 from keel.rl.types import Segment
 from keel.rollout.chat.render import call_message
