@@ -6,19 +6,24 @@ For attention, an all-to-all exchanges tokens for heads, so that each rank has t
 of the heads, and a second one reverses this (DeepSpeed Ulysses, Jacobs et al., 2023). DeepSpeed's
 own `DistributedAttention` cannot be compiled, and its layer for transformers requires keys and
 values of the same width, which latent attention does not have.
+
+Sparse attention (`keel.model.sparse`) gathers keys instead, because the latent key of a token is
+much smaller than the queries and outputs of all heads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from keel.model.torch_internals import all_to_all
@@ -107,3 +112,25 @@ def tokens_for_heads(output: Tensor, group: ProcessGroup) -> Tensor:
 
 def _exchange(rows: Tensor, group: ProcessGroup) -> Tensor:
     return all_to_all(rows.contiguous(), group)
+
+
+def gather_tokens(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Concatenate the shards of all ranks, [P, …] → [n·P, …]. The backward pass sums the gradients
+    of all ranks in float32."""
+    return _GatherTokens.apply(part, group)  # type: ignore[return-value]
+
+
+class _GatherTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.shape = group, part.shape
+        whole = part.new_empty(dist.get_world_size(group) * len(part), *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.new_empty(ctx.shape, dtype=torch.float32)
+        dist.reduce_scatter_tensor(total, grad.float().contiguous(), group=ctx.group)
+        return total.to(grad.dtype), None

@@ -5,6 +5,12 @@ MQA form, in which all query heads attend to one latent vector per token, so eac
 read once for all heads. Queries are processed in chunks, so no tensor of queries × keys is ever
 created.
 
+With sequence parallelism, each rank attends with the queries of its own tokens, and gathers the
+keys of the whole row. The keys of a token have 704 elements in DeepSeek-V3.2 (latent, rope and
+indexer). Ulysses would exchange 40,960 elements of queries and outputs instead (128 heads of 192
+and 128), which is more for up to 58 ranks, and no rank would have the attention over all heads that
+the indexer learns from.
+
 The selection is not differentiable, and the indexer's input is detached. The indexer therefore
 learns only from its own loss, and the other weights only from the language model's loss.
 
@@ -17,10 +23,12 @@ Tokens with at most k tokens in their context are not recorded, because they att
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -39,8 +47,9 @@ from keel.model.sparse.indexer import (
     select_top_keys,
     selected_scores,
 )
-from keel.model.torch_internals import running_node_number
+from keel.model.torch_internals import running_node_number, to_device
 from keel.model.transformers_internals import override_methods
+from keel.model.ulysses import gather_tokens
 
 _SUPPORTED = "DeepseekV32Attention"
 """The only supported attention class of transformers."""
@@ -112,23 +121,23 @@ class _Packed:
         """Run the layer on packed segments, hidden_states [1, N, D] → ([1, N, D], None)."""
         if segments is None:
             raise UnsupportedAttention("sparse attention needs the keyword `segments`")
-        alone = segments.group is None and segments.contexts is None
-        if attention_mask is not None or not alone or self.attention_dropout:
+        shared = segments.contexts is not None
+        if attention_mask is not None or shared or self.attention_dropout:
             raise UnsupportedAttention(
-                "sparse attention supports no masks, dropout, sequence parallelism or shared "
-                "prompts. Set trainer.sequence_parallel: 1 and trainer.share_prompts: false"
+                "sparse attention supports no masks, dropout or shared prompts. Set "
+                "trainer.share_prompts: false"
             )
         (hidden,), (cos, sin) = hidden_states, (x[0] for x in position_embeddings)
         nope, rope, rank = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank
         low = self.q_a_layernorm(self.q_a_proj(hidden))
         query, turned = self.q_b_proj(low).unflatten(-1, (-1, nope + rope)).split([nope, rope], -1)
-        latent, shared = self.kv_a_proj_with_mqa(hidden).split([rank, rope], -1)
+        latent, shared_key = self.kv_a_proj_with_mqa(hidden).split([rank, rope], -1)
         # A call returns the projection's weight, because ZeRO-3 gathers it only for calls.
         unit = torch.eye(rank, dtype=hidden.dtype, device=hidden.device)
         up = self.kv_b_proj(unit).view(rank, self.num_heads, -1)  # [r, H, nope + value]
         query = torch.einsum("nhd,rhd->nhr", query, up[..., :nope])
         query = torch.cat([query, _rotate_pairs(turned, cos, sin)], -1)
-        turned = _rotate_pairs(shared[:, None], cos, sin)[:, 0]
+        turned = _rotate_pairs(shared_key[:, None], cos, sin)[:, 0]
         key = torch.cat([self.kv_a_layernorm(latent), turned], -1)
         index = _index_inputs(self.indexer, hidden.detach(), low.detach(), cos, sin)
         mixed = _attend(self, query, key, index, segments, sparse or SparsePass())
@@ -154,6 +163,57 @@ def _index_inputs(
     return query, weight * (indexer.softmax_scale * indexer.n_heads**-0.5), key[:, 0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """This rank's queries and their keys, arranged in right-padded blocks of segments."""
+
+    blocks: tuple[tuple[int, int, int], ...]
+    """(number of segments, number of keys before the first query, number of queries) of each
+    block."""
+    queries: Tensor
+    """The token of this rank in each row of the blocks."""
+    keys: Tensor
+    """The token of all ranks in each row of the blocks."""
+    back: Tensor
+    """The row of each of this rank's queries."""
+
+    def slices(self) -> Iterator[tuple[tuple[int, int, int], slice, slice]]:
+        """Yield each block with its rows of `queries` and of `keys`."""
+        query = key = 0
+        for count, first, longest in self.blocks:
+            own = slice(query, query + count * longest)
+            seen = slice(key, key + count * (first + longest))
+            yield (count, first, longest), own, seen
+            query, key = own.stop, seen.stop
+
+
+def _rows_of(segments: Segments) -> _Rows:
+    blocks = tuple((count, 0, longest) for count, longest in segments.blocks)
+    return _Rows(blocks, segments.token_of_row, segments.token_of_row, segments.row_of_token)
+
+
+@lru_cache(maxsize=2)  # for all layers of a micro-batch
+def _rows_of_shard(lengths: tuple[int, ...], start: int, stop: int, device: torch.device) -> _Rows:
+    """Arrange the queries start … stop − 1 of a row. A segment that begins on an earlier rank gets
+    a block of its own."""
+    offsets = np.cumsum((0, *lengths))
+    before = start - int(offsets[offsets <= start][-1])
+    inside = np.diff(offsets.clip(start, stop))
+    pieces: list[int] = inside[inside > 0].tolist()
+    own = pieces.pop(0) if before else 0
+    with torch.inference_mode(False):
+        queries = back = torch.arange(own)
+        keys = torch.arange(start - before, start + own)
+        blocks = ((1, before, own),) if before else ()
+        if pieces:
+            rest = Segments.of(pieces)
+            blocks += tuple((count, 0, longest) for count, longest in rest.blocks)
+            queries = torch.cat([queries, own + rest.token_of_row])
+            keys = torch.cat([keys, start + own + rest.token_of_row])
+            back = torch.cat([back, own + rest.row_of_token])
+        return _Rows(blocks, *(to_device(x, device) for x in (queries, keys, back)))
+
+
 @disable_compile  # blocks differ between rows
 def _attend(
     layer: Any,
@@ -164,37 +224,42 @@ def _attend(
     sparse: SparsePass,
 ) -> Tensor:
     """Compute attention in latent space: query [N, H, r + rope], key [N, r + rope] → [N, H, r]."""
-    top_k = layer.indexer.index_topk
-    rows = segments.token_of_row
-    per_query = [x.index_select(0, rows) for x in (query, *index[:2])]
-    per_key = [x.index_select(0, rows) for x in (key, index[2])]
+    top_k, group, keys = layer.indexer.index_topk, segments.group, [key, index[2]]
+    if group is None:
+        rows = _rows_of(segments)
+    else:
+        start = len(query) * dist.get_rank(group)
+        rows = _rows_of_shard(segments.lengths, start, start + len(query), query.device)
+        keys = gather_tokens(torch.cat(keys, 1), group).split([x.shape[1] for x in keys], 1)
+    per_query = [x.index_select(0, rows.queries) for x in (query, *index[:2])]
+    per_key = [x.index_select(0, rows.keys) for x in keys]
     recorded = None
     if sparse.recorded_LNb is not None and not sparse.dense:
-        recorded = sparse.recorded_LNb[layer.layer_idx].to(query.device).index_select(0, rows)
+        recorded = sparse.recorded_LNb[layer.layer_idx].to(query.device)
+        recorded = recorded.index_select(0, rows.queries)
     run = ChunkAttention(layer.scaling, layer.kv_lora_rank, top_k, sparse.loss)
     outputs: list[tuple[Tensor, ...]] = []
-    start = 0
-    for count, longest in segments.blocks:
-        stop = start + count * longest
+    for (count, first, longest), own, seen in rows.slices():
 
-        def block(x: Tensor, start: int = start, stop: int = stop, count: int = count) -> Tensor:
-            return x[start:stop].unflatten(0, (count, -1))
+        def block(x: Tensor, rows: slice, count: int = count) -> Tensor:
+            return x[rows].unflatten(0, (count, -1))
 
-        queries, keys = [*map(block, per_query)], [*map(block, per_key)]
-        size = sparse.chunk or _chunk_size(queries[0], queries[1], count * longest, top_k)
-        if sparse.dense or (longest <= top_k and recorded is None):
-            parts = _apply_in_chunks(run.dense, queries, keys, size=size)
+        queries, keys = [block(x, own) for x in per_query], [block(x, seen) for x in per_key]
+        size = sparse.chunk or _chunk_size(queries[0], queries[1], seen.stop - seen.start, top_k)
+        if sparse.dense or (first + longest <= top_k and recorded is None):
+            parts = _apply_in_chunks(run.dense, queries, keys, size=size, first=first)
         else:
-            replayed = [] if recorded is None else [block(recorded)]
+            replayed = [] if recorded is None else [block(recorded, own)]
             chosen = select_in_chunks(
-                queries[1], queries[2], keys[1], top_k, size, recorded=replayed
+                queries[1], queries[2], keys[1], top_k, size, first=first, recorded=replayed
             )
-            parts = _apply_in_chunks(run.chosen, [*queries, chosen], keys, size=size)
+            parts = _apply_in_chunks(run.chosen, [*queries, chosen], keys, size=size, first=first)
         outputs.append(tuple(part.flatten(0, 1) for part in parts))
-        start = stop
-    back = segments.row_of_token
-    mixed, lost, held = (torch.cat(x).index_select(0, back) for x in zip(*outputs, strict=True))
+    mixed, lost, held = (
+        torch.cat(x).index_select(0, rows.back) for x in zip(*outputs, strict=True)
+    )
     if sparse.loss:
+        # Tokens that pad a shard are all equal, so their divergence is 0.
         lost, held = lost.sum(), held.detach()
         if running_node_number() is None:  # not in a recomputation
             computed = held >= 0

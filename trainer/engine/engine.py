@@ -357,10 +357,10 @@ class TrainerEngine:
         up."""
         self._offload.load()
         scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
-        if self._part.rank > 0:  # its group has the same
-            return {}
-        nll = ({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored)
-        return merge([*nll, *(_indexer_metrics(held) for _, held in scored)])
+        parts = [_indexer_metrics(held) for _, held in scored]
+        if self._part.rank == 0:  # its group has the same log-probabilities
+            parts += [{"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored]
+        return merge(parts)
 
     def _update(self, batch: TrainBatch) -> dict[str, Metric]:
         algorithm = self._config.algorithm

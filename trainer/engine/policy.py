@@ -78,8 +78,8 @@ class Inputs:
     trajectories.
 
     Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
-    parallelism, `token_ids`, `positions`, `head` and `routes_NLK` cover only this rank's shard of
-    the row, while `segments` and `*_R` cover the whole row.
+    parallelism, `token_ids`, `positions`, `head` and `*_N*` cover only this rank's shard of the
+    row, while `segments` and `*_R` cover the whole row.
     """
 
     token_ids: Tensor
@@ -145,7 +145,7 @@ class Inputs:
         head = head_inputs(batch, start, stop, probes=probes)
         # Hidden state t−1 predicts token t, so the token at `start` belongs to the rank before.
         before = int((rows <= start).sum())
-        routes = batch.routes_NLK
+        routes, selected = batch.routes_NLK, batch.selected_NLb
         return Inputs(
             token_ids=moved(part.cut(batch.token_ids_N, 0), torch.long)[None],
             positions=moved(part.cut(batch.position_N, 0), torch.long)[None],
@@ -165,8 +165,8 @@ class Inputs:
             split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
             reference_S=None if batch.reference_S is None else moved(batch.reference_S, torch.long),
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
-            selected_NLb=batch.selected_NLb,
-            position_N=batch.position_N,
+            selected_NLb=None if selected is None else part.cut(selected, 0),
+            position_N=part.cut(batch.position_N, 0),
             watched=batch.watched is not None,
             truncated=batch.sampling_mask is not None,
         )

@@ -168,11 +168,6 @@ def _check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, 
         trainer.sequence_parallel,
         f"trainer.sequence_parallel = {trainer.sequence_parallel}",
     )
-    if size > 1 and architecture == _SPARSE_ATTENTION:
-        raise ConfigError(
-            f"{knob}: the sparse attention of {architecture} needs a whole context on one rank. "
-            "Set it to 1; trainer.activation_checkpointing saves the most memory"
-        )
     if size > 1 and architecture in _LINEAR_ATTENTION:
         raise ConfigError(
             f"{knob}: the linear attention of {architecture} needs a whole trajectory on one rank. "

@@ -49,6 +49,9 @@ _SPARSE_KEPT, _SPARSE_WHOLE = 2.75, 5.25
 """Elements that sparse attention keeps for its backward pass, and elements that it holds during
 that pass, per token, head and latent entry. Measured on a CPU with 64 to 144 latent entries. In its
 MQA form, queries and outputs are as wide as the latents."""
+_GATHERED_WHOLE = 5.0
+"""Elements that the backward pass holds per element of gathered keys: the keys, and their gradients
+in float32 and twice in the compute dtype (counted in the code, not measured)."""
 _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
 _RESIDUE_GIB = 0.5  # held by the allocator after offloading: 0.3 to 0.8 GiB in four workloads
 
@@ -331,14 +334,22 @@ def _activation_elements(facts: ModelFacts, config: Config) -> float:
     whole = layer_elements(facts, config)
     latents, plain = facts.attention_heads * facts.kv_width, 6 * facts.attention_width
     sparse = facts.index_top_k > 0
-    whole += sparse * (_SPARSE_WHOLE * latents - plain)
+    gathered = gathered_elements(facts, config)
+    whole += sparse * (_SPARSE_WHOLE * latents - plain) + _GATHERED_WHOLE * gathered
     gradients = 2 * _mlp_width(facts) + residual
     if trainer.activation_checkpointing:
         kept = residual + (facts.attention_width if trainer.keeps_attention else 0)
         return facts.layers * kept + whole + gradients
     kept = layer_elements(facts, config, compiled=trainer.compile)
-    kept += sparse * (_SPARSE_KEPT * latents - plain)
+    kept += sparse * (_SPARSE_KEPT * latents - plain) + gathered
     return facts.layers * kept + (whole - kept) + gradients
+
+
+def gathered_elements(facts: ModelFacts, config: Config) -> float:
+    """Return how many elements of other ranks' keys a layer of sparse attention gathers per token
+    of this rank."""
+    others = (config.trainer.sequence_parallel - 1) * (facts.index_top_k > 0)
+    return others * (facts.kv_width + facts.index_width)
 
 
 def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False) -> float:

@@ -60,6 +60,8 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, *, engine: bool
     ways = [
         "trainer.activation_checkpointing=true" * (not trainer.activation_checkpointing),
         "trainer.zero_stage=3" * (trainer.zero_stage < 3),
+        "a higher trainer.sequence_parallel"
+        * (trainer.sequence_parallel < trainer.ranks and not facts.linear_layers),
         "more trainer.ranks" * (trainer.ranks < sum(node.gpus for node in hardware.nodes)),
         "trainer.offload_optimizer=true" * (not trainer.offload_optimizer),
         "a smaller trainer.micro_batch_tokens" * (trainer.micro_batch_tokens > config.max_context),

@@ -21,6 +21,7 @@ from keel.trainer.placement.memory import (
     elementwise_elements,
     engine_sequences,
     expert_elements,
+    gathered_elements,
     key_width,
     kv_token_bytes,
     layer_elements,
@@ -357,6 +358,8 @@ def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec:
     slices = trainer.sequence_parallel
     # Queries, keys and values to the ranks of their heads, outputs back.
     exchanged = 2 * (facts.attention_width + key_width(facts)) * width * (1 - 1 / slices)
+    if facts.index_top_k:  # sparse attention gathers keys instead
+        exchanged = gathered_elements(facts, config) * width
     return seconds + facts.layers * trips * per_rank * exchanged / spec.between(slices)
 
 

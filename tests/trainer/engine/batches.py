@@ -97,7 +97,7 @@ class Rollouts:
     """Seeded scored groups of trajectories of up to `windows` segments.
 
     live: record the routes of this model. prompt: tokens, with routes, that all segments of a group
-    begin with.
+    begin with. selects: record as many positions per token as sparse attention selects.
     """
 
     def __init__(
@@ -108,9 +108,11 @@ class Rollouts:
         experts: int = EXPERTS,
         windows: int = 2,
         prompt: int = 0,
+        selects: int = 0,
     ) -> None:
         self._random = np.random.default_rng(seed)
         self._experts, self._windows, self._prompt = experts, windows, prompt
+        self._selects = selects
         self._model = None
         if live:
             from transformers import Qwen3MoeForCausalLM  # noqa: PLC0415
@@ -160,7 +162,17 @@ class Rollouts:
             version_T=np.where(sampled, 0, -1).astype(np.int32),
             routes_TLK=local,
             sampling_mask=SamplingMasks.from_lists(spans),
+            selected_TLb=self._selected(length) if self._selects else None,
         )
+
+    def _selected(self, length: int) -> NDArray[np.uint8]:
+        """Bitmaps of random earlier positions, all zero for some tokens."""
+        scores = self._random.random((length, LAYERS, length))
+        scores *= np.tri(length)[:, None]
+        chosen = scores.argsort(-1).argsort(-1) >= length - self._selects
+        chosen[: self._selects] = False
+        chosen[self._random.integers(length)] = False
+        return np.packbits(chosen, axis=-1, bitorder="little")
 
     def _kept(self, token: int) -> NDArray[np.int64]:
         """A sampling mask with the token; one in five tokens has none."""

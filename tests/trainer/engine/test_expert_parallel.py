@@ -77,11 +77,13 @@ def write_family(folder: Path, family: str) -> None:
     write_model(folder, family.split()[0], seed=1, **{**_MIXTURE, **FAMILIES[family]})
 
 
-def train(ranks: Ranks, engine: Any, config: Any, steps: range, **groups: Any) -> list[Any]:
+def train(
+    ranks: Ranks, engine: Any, config: Any, steps: range, *, selects: int = 0, **groups: Any
+) -> list[Any]:
     """Metrics of each step over all ranks. Step 1 has too few groups, so some ranks get padding."""
     results: list[dict[str, Metric]] = []
     for step in steps:
-        rollouts = Rollouts(step, experts=EXPERTS)
+        rollouts = Rollouts(step, experts=EXPERTS, selects=selects)
         batch = ranks.batch(rollouts.groups(1 if step == 1 else 2, 3, **groups), config)
         results.append(ranks.merged(engine.step([batch])))
     return results
@@ -128,7 +130,7 @@ def training(
     return run
 
 
-def referenced(stage: int, **changes: Any) -> Scenario:
+def referenced(stage: int, family: str = "qwen3_moe", **changes: Any) -> Scenario:
     """One step with a KL term whose update reveals the gradient g, and a second step.
 
     Adam's update is g / (|g| + ε), here with ε = 1 and a learning rate of 1.
@@ -137,13 +139,13 @@ def referenced(stage: int, **changes: Any) -> Scenario:
     def run(ranks: Ranks) -> Result:
         options = {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "weight_decay": 0.0, "grad_clip": 0.0}
         config = configure(ranks, stage, kl_coef=0.1, **options, **changes)
-        engine = ranks.engine(config, "qwen3_moe")
+        engine, selects = ranks.engine(config, family), FAMILIES[family].get("index_topk", 0)
         before = ranks.published(engine)
-        metrics = train(ranks, engine, config, range(1), kl_coef=0.1)
+        metrics = train(ranks, engine, config, range(1), kl_coef=0.1, selects=selects)
         after = ranks.published(engine)
         updates = {name: before[name] - after[name] for name in after}
         gradients = {name: update / (1 - update.abs()) for name, update in updates.items()}
-        metrics += train(ranks, engine, config, range(1, 2), kl_coef=0.1)
+        metrics += train(ranks, engine, config, range(1, 2), kl_coef=0.1, selects=selects)
         return {"after": gradients, "metrics": metrics}
 
     return run
@@ -181,6 +183,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "deepseek_v2 greedy": training(0, "deepseek_v2 greedy"),
         "live reference": referenced(0),
         "replayed reference": referenced(0, ref_routing="replay"),
+        "sparse reference": referenced(0, "deepseek_v32"),
     },
     2: {
         **{f"qwen3_moe, stage {s}": training(s, resume=True) for s in STAGES},
@@ -194,6 +197,9 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "deepseek_v32, stage 3, recomputed": training(
             3, "deepseek_v32", activation_checkpointing=True
         ),
+        "sparse reference, sequence, stage 3, recomputed": referenced(
+            3, "deepseek_v32", sequence_parallel=2, activation_checkpointing=True
+        ),
         "deepseek_v2 greedy, stage 1": training(1, "deepseek_v2 greedy"),
         "deepseek_v3, sequence, stage 2": training(2, "deepseek_v3", sequence_parallel=2),
         "qwen3_moe, offloaded, stage 2": training(2, offload_optimizer=True, resume=True),
@@ -206,6 +212,10 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "qwen3_moe, 4 ranks, stage 2": training(2, resume=True),
         "qwen3_moe, 4 ranks, stage 3": training(3),
         "qwen3_moe, 4 ranks, sequence, stage 3": training(3, sequence_parallel=4),
+        "deepseek_v32, 4 ranks, sequence, stage 1": training(
+            1, "deepseek_v32", sequence_parallel=2
+        ),
+        "sparse reference, 4 ranks, sequence": referenced(0, "deepseek_v32", sequence_parallel=4),
     },
 }
 

@@ -108,6 +108,7 @@ LESSON_SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "warm-up stage 3": learning(3, tokens=TIGHT, **WARM_UP),
         **{f"lessons stage {stage}": learning(stage, tokens=TIGHT) for stage in (1, 2)},
         "lessons stage 3 sequence": learning(3, sequence_parallel=2, tokens=TIGHT),
+        "warm-up stage 1 sequence": learning(1, sequence_parallel=2, tokens=TIGHT, **WARM_UP),
     },
 }
 
@@ -201,6 +202,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 
 FAMILY = "qwen3_moe"
 EXPERTS = f"{FAMILY}, compiled, stage 1"
+SPARSE = "sparse, compiled, stage 1 sequence recomputed"
 TWO_RANKS = "stage 2 sequence recomputed offloaded compiled asleep"
 COMPILED: Mapping[int, Mapping[str, Scenario]] = {
     1: {
@@ -208,6 +210,7 @@ COMPILED: Mapping[int, Mapping[str, Scenario]] = {
         "plain": scenarios.training(0),
         "prompted, compiled": prompted(0, kl_coef=0.1, compile=True),
         FAMILY: experts.training(0),
+        "sparse": scenarios.training(0, model="sparse"),
     },
     2: {
         TWO_RANKS: scenarios.training(
@@ -220,6 +223,9 @@ COMPILED: Mapping[int, Mapping[str, Scenario]] = {
             sleep=True,
         ),
         EXPERTS: experts.training(1, compile=True),
+        SPARSE: scenarios.training(
+            1, model="sparse", sequence_parallel=2, activation_checkpointing=True, compile=True
+        ),
     },
 }
 """With compiled layers, and without."""
@@ -360,6 +366,7 @@ def test_layers_compile_once_for_all_lengths(results: dict[str, Any]) -> None:
         ("compiled", "plain", 1e-5, 1e-4),
         (TWO_RANKS, "plain", 1e-5, 1e-4),
         (EXPERTS, FAMILY, 1e-5, 1e-4),
+        (SPARSE, "sparse", 1e-5, 1e-4),
         ("prompted, compiled", "prompted, alone", 3e-6, 1e-5),
     ],
 )

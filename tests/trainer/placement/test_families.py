@@ -84,8 +84,8 @@ def parallel(**trainer: int) -> Config:
 
 HEADS = {"heads": 28, "head_size": 128, "gpu": True}
 EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "experts": 8, "heads": 4}
-SPARSE_NAME = "DeepseekV32ForCausalLM"
-SPARSE = {"architecture": SPARSE_NAME, "kv_width": 576, "gpu": True}
+LINEAR_NAME = "OlmoHybridForCausalLM"
+SPARSE = {"architecture": "DeepseekV32ForCausalLM", "kv_width": 576, "gpu": True}
 
 
 FLOAT16, PLAIN = {"model_type": "qwen3"}, with_model()
@@ -101,7 +101,7 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
     (_check_parallel, parallel(expert_parallel=2), EXPERTS, {"experts": 0}),
     (_check_parallel, parallel(expert_parallel=2), EXPERTS, {"architecture": "OlmoeForCausalLM"}),
     (_check_parallel, parallel(sequence_parallel=2), EXPERTS, {"heads": 3}),
-    (_check_parallel, parallel(sequence_parallel=2), EXPERTS, {"architecture": SPARSE_NAME}),
+    (_check_parallel, parallel(sequence_parallel=2), EXPERTS, {"architecture": LINEAR_NAME}),
 ]
 
 

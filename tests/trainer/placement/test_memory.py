@@ -153,6 +153,11 @@ def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
     ways = r"offload_optimizer.*contexts of [\d,]+ fit" if fits else "offload_optimizer"
     with pytest.raises(ConfigError, match=ways):
         plan_on(text, facts, cluster(nodes))
+    if fits:  # a slice has as many tokens as a context before, and the keys of seven others
+        text = replace(text, trainer=replace(trainer, sequence_parallel=8))
+        plan_on(text, facts, cluster(nodes))
+        split = trainer_memory(text, facts, gpu=True).parts["activations"]
+        assert split - parts["activations"] == 2 * 131_072 // 8 * 5 * 7 * (576 + 128)
 
     rollout = {"tensor_parallel": 8, "max_num_seqs": 4}
     config = recipe(rollout=rollout)
