@@ -87,7 +87,7 @@ def death_reason(error: RayError) -> str:
 class _State:
     lost = ""
     leaving = left = False
-    start = secrets.token_hex(4)
+    session = secrets.token_hex(4)
 
 
 class PollClock:
@@ -128,9 +128,10 @@ def lost_reason() -> str:
     return _State.lost
 
 
-def joined() -> None:
-    """Forget that Ray was lost, after joining a cluster or restarting on the same one."""
-    _State.lost, _State.start, _State.left = "", secrets.token_hex(4), False
+def new_session() -> None:
+    """Start a new session and forget that Ray was lost, after joining a cluster or restarting on
+    the same one."""
+    _State.lost, _State.session, _State.left = "", secrets.token_hex(4), False
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
@@ -139,7 +140,7 @@ def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
     """
     _State.leaving = _State.left = ray.is_initialized()
     try:
-        attempt(act, seconds, what, leaving=True)
+        clean_up(act, seconds, what, leaving=True)
     finally:
         _State.leaving = False
 
@@ -150,17 +151,17 @@ def _check_usable(leaving: bool = False) -> None:
         raise RayLost(reason)
 
 
-def start() -> str:
+def session_id() -> str:
     """Return an id that changes whenever this process joins a cluster. The environment of its
     actors contains it."""
-    return _State.start
+    return _State.session
 
 
-def process_name(mark: str, start: str) -> str:
+def process_name(mark: str, session: str) -> str:
     """Extract an actor's name from its `NAME` variable. Returns "" if the actor belongs to another
-    start."""
+    session."""
     owner, _, name = mark.partition("/")
-    return name if owner == start else ""
+    return name if owner == session else ""
 
 
 def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool = False) -> T:
@@ -182,7 +183,7 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool =
     return future.result()
 
 
-def awaited(future: Future[T]) -> T:
+def await_future(future: Future[T]) -> T:
     """Wait for a future that has its own timeout, and return its result. Raises `RayLost` as soon
     as Ray is lost."""
     while not future.done():
@@ -228,7 +229,7 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
     return bounded(lambda: method.remote(*arguments, **named), CALL_S, "accept a call of an actor")
 
 
-def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
+def clean_up(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
     """Run a clean-up call with a deadline and suppress its errors, which would hide the original
     one. If Ray does not answer, mark it as lost."""
     try:
@@ -241,7 +242,7 @@ def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool 
 
 def kill(actor: Any) -> None:
     """Call `ray.kill` with a deadline and suppress errors."""
-    attempt(lambda: ray.kill(actor), CALL_S, "end an actor")
+    clean_up(lambda: ray.kill(actor), CALL_S, "end an actor")
 
 
 def create(
@@ -250,6 +251,6 @@ def create(
     """Create an actor with Ray `options` and a deadline. The environment variable `NAME` of its
     process contains `name`."""
     runtime = dict(options.get("runtime_env", {}))
-    runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.start}/{name}"}
+    runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.session}/{name}"}
     remote: Any = ray.remote(kind).options(**{**options, "runtime_env": runtime})
     return bounded(lambda: remote.remote(*arguments, **named), CALL_S, f"create {name}")

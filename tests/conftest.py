@@ -139,7 +139,7 @@ def process_as_it_was() -> Iterator[None]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if (ray_timeouts := sys.modules.get("keel.model.ray_timeouts")) is not None:
-        ray_timeouts.joined()
+        ray_timeouts.new_session()
     distributed = sys.modules.get("torch.distributed")  # initialized by a trainer in this process
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -19,7 +19,7 @@ from keel.configs.schema import Config
 from keel.configs.sections.model import TINY_MODEL
 from keel.data.dataset import Dataset
 from keel.model.hub import Download, from_anywhere
-from keel.model.ray_timeouts import CALL_S, Unanswered, awaited
+from keel.model.ray_timeouts import CALL_S, Unanswered, await_future
 from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum, demonstrate
 from keel.rewards.judge.service import JudgeService
@@ -97,7 +97,7 @@ class Runtime:
 
     def wake(self) -> None:
         """Wake the sleeping engines (`rollout.time_share`) and send them the current weights."""
-        awaited(self.weights.push(self.learner.version))
+        await_future(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
         """Return a version of `should_abort` that first checks that no process of the run is lost

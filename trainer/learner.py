@@ -174,7 +174,7 @@ class Learner:
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         asleep = self._put_to_sleep()
         shares = pack_shares(groups, self._config)
-        ray_timeouts.awaited(asleep)
+        ray_timeouts.await_future(asleep)
         return self.train(shares, groups)
 
     def train(
@@ -230,7 +230,7 @@ class Learner:
         return merge(scored)
 
     def make_room(self) -> None:
-        ray_timeouts.awaited(self._put_to_sleep())
+        ray_timeouts.await_future(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         return self._call_all("put_weights", deadline=self._deadlines.for_call("the weights"))[0]

@@ -11,13 +11,13 @@ from keel.model import ray_timeouts
 from keel.model.ray_timeouts import (
     RayLost,
     Unanswered,
-    awaited,
+    await_future,
     bounded,
     is_loss,
-    joined,
     kill,
     lost_reason,
     mark_lost,
+    new_session,
     shut_down,
 )
 from tests.waiting import PATIENCE_S
@@ -25,9 +25,9 @@ from tests.waiting import PATIENCE_S
 
 @pytest.fixture(autouse=True)
 def healthy() -> Iterator[None]:
-    joined()
+    new_session()
     yield
-    joined()
+    new_session()
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def test_no_call_restarts_ray_after_shutdown(initialized: list[bool]) -> None:
     with pytest.raises(RayLost):
         bounded(lambda: calls.append("later"), PATIENCE_S, "list its nodes")
     with pytest.raises(RayLost):
-        awaited(Future())
+        await_future(Future())
     assert not calls and not lost_reason()
     initialized[0] = True  # another component joined a cluster
     assert bounded(lambda: 7, PATIENCE_S, "count") == 7
     initialized[0] = False
-    joined()
+    new_session()
     assert bounded(lambda: 7, PATIENCE_S, "count") == 7
     shut_down(lambda: None, PATIENCE_S, "end")
     assert bounded(lambda: 7, PATIENCE_S, "count") == 7, "there was no cluster to leave"
@@ -91,7 +91,7 @@ def test_mark_lost_ends_pending_and_later_calls(never: threading.Event) -> None:
         bounded(lambda: mark_lost("called"), PATIENCE_S, "anything")
     assert lost_reason() == "its raylet is gone", "the first reason is kept"
     with pytest.raises(RayLost):
-        awaited(Future())
+        await_future(Future())
 
 
 def test_a_hanging_kill_is_awaited_once(

@@ -36,11 +36,11 @@ from keel.model.hub import Download, is_hub_name
 from keel.model.ray_timeouts import (
     CALL_S,
     Unanswered,
-    attempt,
     bounded,
-    joined,
+    clean_up,
     lost_reason,
     mark_lost,
+    new_session,
     shut_down,
 )
 from keel.trainer.placement.hardware import (
@@ -99,7 +99,7 @@ def start_ray() -> None:
             "this process already uses Ray, which Keel starts or joins itself (RAY_ADDRESS). Call "
             "ray.shutdown() first, or run Keel in a separate process"
         )
-    joined()
+    new_session()
     silence_ray()
     if address := os.environ.get("RAY_ADDRESS"):
         _join(address)
@@ -386,7 +386,7 @@ def _create_placement_group(placement: Placement) -> PlacementGroup:
 
 
 def _remove_placement_group(group: PlacementGroup) -> None:
-    attempt(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
+    clean_up(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
 
 
 def _gpu_owners(placement: Placement) -> list[Seat]:

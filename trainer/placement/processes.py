@@ -192,8 +192,8 @@ class HangDetector:
         """Monitor Ray's own processes, and the run's actors started by `raylet`.
 
         `ray_processes` maps a description of each Ray process to its process id. `start` identifies
-        the current start of the run (`keel.model.ray_timeouts.start`), and actors of other starts
-        are ignored. If `hang_timeout_s` is 0, no process is killed.
+        the current session (`keel.model.ray_timeouts.session_id`), and actors of other sessions are
+        ignored. If `hang_timeout_s` is 0, no process is killed.
         """
         self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
         self._ray = {

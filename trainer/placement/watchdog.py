@@ -116,7 +116,10 @@ def start_watchdog(
     if local := own_processes():
         processes = {name: local[kind][0] for kind, name in RAY_PROCESSES.items() if kind in local}
         detector = HangDetector(
-            local["raylet"][0], processes, start=ray_timeouts.start(), hang_timeout_s=hang_timeout_s
+            local["raylet"][0],
+            processes,
+            start=ray_timeouts.session_id(),
+            hang_timeout_s=hang_timeout_s,
         )
         watchdog = Watchdog(detector.poll, say, *processes.values())
     else:
@@ -288,4 +291,6 @@ def _query_alive_nodes(query: Future[Mapping[str, str]]) -> None:
 def _create_monitor(node: str, hang_timeout_s: float) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     options = {"num_cpus": 0, "scheduling_strategy": strategy, "max_restarts": -1}
-    return ray_timeouts.create(_NodeMonitor, _ACTOR, options, ray_timeouts.start(), hang_timeout_s)
+    return ray_timeouts.create(
+        _NodeMonitor, _ACTOR, options, ray_timeouts.session_id(), hang_timeout_s
+    )

@@ -144,7 +144,7 @@ def test_recipe_limits_nodes_and_gpus() -> None:
 @pytest.fixture(autouse=True)
 def well() -> Iterator[None]:
     yield
-    ray_timeouts.joined()
+    ray_timeouts.new_session()
 
 
 def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ KILLED = NodeHealth(actors={}, messages=("engine 0 was killed",))
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(watchdog, "POLL_S", 0.001)
     yield
-    ray_timeouts.joined()
+    ray_timeouts.new_session()
 
 
 class Dog(Watchdog):

@@ -45,9 +45,9 @@ def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Isolate each test from signals and lost Ray clusters of other tests."""
     monkeypatch.setattr(session, "preemption_signal", lambda: "")
     monkeypatch.setattr(session, "stop_requested", lambda: False)
-    ray_timeouts.joined()
+    ray_timeouts.new_session()
     yield
-    ray_timeouts.joined()
+    ray_timeouts.new_session()
 
 
 def test_restarts_are_limited_per_window() -> None:
