@@ -22,8 +22,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,8 +109,6 @@ def questions(size: Size, *, words: bool) -> list[Prompt]:
 
 def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any]:
     """Measure an arm in a process with the engine's environment variables."""
-    import torch  # noqa: PLC0415  (reads the environment at import, like vLLM)
-
     from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
     from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
@@ -141,17 +142,19 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
     segments = [s for group in others for t in group.trajectories for s in t.segments]
     tokens = sum(int(segment.trainable_T.sum()) for segment in segments)
     engine.close()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ours, theirs, sequence, training_s = scores(arm, folder, size, groups, device)
-    results = figures(ours, theirs, sequence)
-    if any(segment.selected_TLb is not None for segment in segments):
-        own = scores(arm, folder, size, groups, device, replays=False)
-        results["own_selection"] = figures(*own[:3])
+    # vLLM replaces transformers' class of deepseek_v32 in its own process.
+    with ProcessPoolExecutor(1, get_context("spawn")) as trainer:
+        score = partial(trainer.submit, scores, arm, folder, size, groups)
+        ours, theirs, sequence, training_s = score().result(TIMEOUT_S)
+        results = figures(ours, theirs, sequence)
+        if any(segment.selected_TLb is not None for segment in segments):
+            own = score(replays=False).result(TIMEOUT_S)
+            results["own_selection"] = figures(*own[:3])
     return results | {"sampled_per_s": tokens / sampling_s, "training_s": training_s}
 
 
 def scores(
-    arm: Arm, folder: Path, size: Size, groups: Sequence[Group], device: Any, replays: bool = True
+    arm: Arm, folder: Path, size: Size, groups: Sequence[Group], replays: bool = True
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     """Return log π_θ, log π_old and the sequence index of each sampled token, and the seconds of
     forward and backward passes over all tokens."""
@@ -166,6 +169,7 @@ def scores(
         recorded_routes,
     )
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = PolicyNetwork(
         load_policy(str(folder), arm.trainer),
         temperature=size.temperature,

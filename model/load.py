@@ -343,6 +343,11 @@ def load_model_config(path: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, **hub_options(path))
     except Exception as error:  # families raise anything
         raise _unreadable(f"configuration of {path!r}", error) from error
+    if kind == "deepseek_v32" and type(config).__name__ == "DeepseekV3Config":
+        raise ConfigError(
+            f"{path!r}: vLLM has replaced transformers' class of {kind} in this process, which has "
+            "no sparse attention. Load the model in a process that has not started an engine"
+        )
     _check_causal(config, path)
     return config
 

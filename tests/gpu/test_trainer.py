@@ -106,7 +106,9 @@ def test_both_attention_kernels_compile(
 def test_offloading_changes_no_training(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
-    monkeypatch.setattr(offload, "room", lambda *_: 0.0)  # an engine wants all of the GPU
+    monkeypatch.setattr(
+        offload, "max_resident_bytes", lambda *_: 0.0
+    )  # an engine wants all of the GPU
     found = {}
     for sleep in (False, True):
         config = make_config(1, stage, dtype="bfloat16", tokens=TIGHT, kl_coef=0.1, sleep=sleep)
