@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.rl.packing.prefix_sharing import estimate_packing
@@ -56,12 +56,15 @@ _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine sampl
 _RESIDUE_GIB = 0.5  # held by the allocator after offloading: 0.3 to 0.8 GiB in four workloads
 
 
+MemoryLimit = Literal["rank", "engine", "host"]
+
+
 class DoesNotFit(ConfigError):
-    """Raised if a GPU or a machine does not have enough memory for the recipe."""
+    """Raised if the GPU of a rank or of an engine, or a host, has too little memory."""
 
-
-class EngineDoesNotFit(DoesNotFit):
-    """Raised if an engine does not fit on its GPUs."""
+    def __init__(self, message: str, limit: MemoryLimit = "rank") -> None:
+        super().__init__(message)
+        self.limit: MemoryLimit = limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +154,10 @@ def cached_sequences(
         )
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
-        raise EngineDoesNotFit(
+        raise DoesNotFit(
             f"an engine's GPU needs {gib(rest + one)} ({memory.largest_first(but='KV cache')}, "
-            f"KV cache of one trajectory {gib(one)}), and {what}"
+            f"KV cache of one trajectory {gib(one)}), and {what}",
+            "engine",
         )
     return sequences
 

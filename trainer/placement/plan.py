@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
 from keel.trainer.placement.families import check_trainer
-from keel.trainer.placement.hardware import GpuSpec, Hardware, Placement, place
+from keel.trainer.placement.hardware import Hardware, Placement, place
 from keel.trainer.placement.memory import (
     BYTES,
     GIB,
     DoesNotFit,
-    EngineDoesNotFit,
     Memory,
+    MemoryLimit,
     OffloadPlan,
     cached_sequences,
     check_trainer_fits,
@@ -48,8 +48,8 @@ class Plan:
 _CONTEXT_STEP = 1024
 
 
-def _hint(config: Config, facts: ModelFacts, hardware: Hardware, *, engine: bool) -> str:
-    if engine:
+def _hint(config: Config, facts: ModelFacts, hardware: Hardware, limit: MemoryLimit) -> str:
+    if limit == "engine":
         most = max(node.gpus for node in hardware.nodes)
         return (
             "Spread an engine's weights over more GPUs of a node (rollout.tensor_parallel = "
@@ -57,6 +57,13 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, *, engine: bool
             "cannot use several nodes"
         )
     trainer, text = config.trainer, not config.data.sources
+    if limit == "host":
+        ways = [
+            "trainer.offload_optimizer=false" * trainer.offload_optimizer,
+            "trainer.offload_while_sampling=false" * trainer.offload_while_sampling,
+            "fewer trainer ranks per node",
+        ]
+        return f"Save host memory with {', '.join(filter(None, ways))}, or use larger nodes"
     ways = [
         "trainer.activation_checkpointing=true" * (not trainer.activation_checkpointing),
         "trainer.zero_stage=3" * (trainer.zero_stage < 3),
@@ -67,9 +74,7 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, *, engine: bool
         "a smaller trainer.micro_batch_tokens" * (trainer.micro_batch_tokens > config.max_context),
         f"a smaller {'sft.max_context_tokens' if text else 'rollout.sampling.max_tokens'}",
     ]
-    hint = f"Save memory with {', '.join(way for way in ways if way)}, or use more or larger GPUs"
-    if not text:
-        return hint
+    hint = f"Save memory with {', '.join(filter(None, ways))}, or use more or larger GPUs"
 
     def fits(context: int) -> bool:
         shorter = replace(
@@ -79,23 +84,21 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, *, engine: bool
         )
         return trainer_memory(shorter, facts, gpu=True).total <= hardware.gpu_gib * GIB
 
-    lengths = range(_CONTEXT_STEP, config.max_context, _CONTEXT_STEP)
+    lengths = range(_CONTEXT_STEP, config.max_context if text else 0, _CONTEXT_STEP)
     count = bisect_left(lengths, True, key=lambda context: not fits(context))
-    return hint + (
-        f". With all else equal, contexts of {lengths[count - 1]:,} fit" if count else ""
-    )
+    shorter = f". With all else equal, contexts of {lengths[count - 1]:,} fit" if count else ""
+    return hint + shorter
 
 
 def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
     """Plan a run on this hardware. Raises ConfigError if it does not fit."""
     if not hardware.gpu:
-        return make_plan(config, facts, gpu=False)
+        return make_plan(config, facts, hardware)
     placement = place(config, hardware.idle)
     try:
         return plan_placed(config, facts, hardware, placement)
     except DoesNotFit as error:
-        engine = isinstance(error, EngineDoesNotFit)
-        hint = _hint(config, facts, hardware, engine=engine)
+        hint = _hint(config, facts, hardware, error.limit)
         raise ConfigError(f"{error}. {hint}. ({hardware})") from error
 
 
@@ -103,15 +106,7 @@ def plan_placed(
     config: Config, facts: ModelFacts, hardware: Hardware, placement: Placement
 ) -> Plan:
     """Plan a run whose actors have already been assigned to GPUs."""
-    plan = make_plan(
-        config,
-        facts,
-        gpu=True,
-        gpu_gib=hardware.gpu_gib,
-        shared=placement.shared,
-        taken_gib=hardware.taken_gib,
-        spec=hardware.spec,
-    )
+    plan = make_plan(config, facts, hardware, shared=placement.shared)
     each, reading = host_bytes(config, facts, plan.offload), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
@@ -122,31 +117,23 @@ def plan_placed(
             raise DoesNotFit(
                 f"{ranks} trainer rank(s) in the memory of {node.name}, which has {gib(has)}: "
                 f"{here} read the model, {gib(whole)} each (trainer.expert_parallel ranks do, "
-                f"under ZeRO 3 one), and all keep {gib(ranks * each)} "
-                "(trainer.offload_optimizer, trainer.offload_while_sampling)"
+                f"under ZeRO 3 one), and all keep {gib(ranks * each)}",
+                "host",
             )
     return plan
 
 
 def make_plan(
-    config: Config,
-    facts: ModelFacts,
-    *,
-    gpu: bool,
-    gpu_gib: float = 0.0,
-    shared: bool = False,
-    taken_gib: float = 0.0,
-    spec: GpuSpec | None = None,
+    config: Config, facts: ModelFacts, hardware: Hardware, *, shared: bool = False
 ) -> Plan:
-    """Plan a run for a model with these properties. `gpu_gib` is the memory of a GPU (0 if
-    unknown), and `taken_gib` is how much of it other processes use. Set `shared` if an engine and a
-    rank share a GPU. Raises ConfigError if the recipe does not suit the model, and DoesNotFit if a
-    GPU is too small."""
-    check_trainer(config, facts, spec or GpuSpec(), gpu=gpu)
+    """Plan a run for a model with these properties. Set `shared` if an engine and a rank share a
+    GPU. Raises ConfigError if the recipe does not suit the model, and DoesNotFit if a GPU is too
+    small."""
+    gpu, gpu_gib, taken_gib = hardware.gpu, hardware.gpu_gib, hardware.taken_gib
+    check_trainer(config, facts, hardware.spec, gpu=gpu)
     engine = engine_memory(config, facts, gpu=gpu)
     rank = trainer_memory(config, facts, gpu=gpu)
-    cached = None
-    samples = bool(config.data.sources)
+    samples, cached, time = bool(config.data.sources), None, None
     if gpu and gpu_gib:
         if samples:
             cached = cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
@@ -155,7 +142,6 @@ def make_plan(
             cache = min(budget - rest, engine.parts["KV cache"])
             engine = Memory(parts={**engine.parts, "KV cache": cache})
         check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
-    time = None
     offload = offload_plan(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
     if gpu and samples:
         time = step_time(
@@ -166,7 +152,7 @@ def make_plan(
             sequences=cached,
             woken=engine.total if shared and config.rollout.time_share else 0.0,
             moved=offload.moved,
-            spec=spec,
+            spec=hardware.spec,
         )
     peak = peak_bytes(config, rank, offload) if gpu else rank.total
     return Plan(engine=engine, trainer=rank, peak=peak, cached=cached, offload=offload, time=time)

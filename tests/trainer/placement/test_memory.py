@@ -58,8 +58,10 @@ def recipe(*, beta: float = 0.0, rollout: dict[str, Any] | None = None, **traine
     )
 
 
-def plan(config: Config, facts: ModelFacts = DENSE, **options: Any) -> Plan:
-    return make_plan(config, facts, gpu=True, **options)
+def plan(
+    config: Config, facts: ModelFacts = DENSE, *, shared: bool = False, **hardware: Any
+) -> Plan:
+    return make_plan(config, facts, Hardware(gpu=True, **hardware), shared=shared)
 
 
 def billions(config: Config, *names: str) -> list[float]:
