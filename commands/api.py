@@ -22,9 +22,8 @@ import hashlib
 import inspect
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path, PurePath
@@ -53,7 +52,6 @@ _PASSED = "passed"
 """Subfolder of the run folder for recipes and prompts passed from Python."""
 _PROMPTS, _SOURCES = "keel.train(prompts=…)", "data.sources"
 _SOURCE = {"name": "prompts", "source": "jsonl"}
-_HOLDOUT = re.compile(r"\bdata\.sources\[prompts\]\.holdout = (\d+)")
 _AGAIN = "make the same call of keel.train again"
 _RESUME = "progress is saved; the same call resumes"
 
@@ -125,7 +123,6 @@ def train(
             file = _write_hashed(folder / _PASSED, _as_jsonl(prompts), "prompts.jsonl")
             source = {**_SOURCE, "path": str(file), "holdout": int(holdout)}
             overrides.insert(0, f"{_SOURCES}={yaml_line([source])}")
-            stack.enter_context(_report_by_row(file))
         if weights:
             try:
                 stack.enter_context(
@@ -221,21 +218,8 @@ def _write_recipe(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
         try:
             folder = Path(load_config(path, overrides).run.dir).expanduser()
         except ConfigError as error:
-            message = str(error).replace(str(path), "keel.train(recipe={…})")
-            raise ConfigError(message) from error
+            raise ConfigError(str(error).replace(str(path), "keel.train(recipe={…})")) from error
     return _write_hashed(folder / _PASSED, text, "recipe.yaml")
-
-
-@contextmanager
-def _report_by_row(file: Path) -> Iterator[None]:
-    """Rewrite config errors about lines of `file` so that they name the caller's rows and
-    arguments."""
-    try:
-        yield
-    except ConfigError as error:
-        message = re.sub(rf"{re.escape(str(file))}:(\d+)", rf"{_PROMPTS}: row \1", str(error))
-        message = _HOLDOUT.sub(r"keel.train(holdout=\1)", message)
-        raise ConfigError(message.replace(str(file), _PROMPTS)) from error
 
 
 def _as_jsonl(prompts: Any) -> str:

@@ -160,7 +160,7 @@ def run_loop(
             rollouts=runtime,
             rewards=runtime.scorer,
             learner=trained,
-            push=runtime.weights.push,
+            push=runtime.push,
             journal=journal,
             heldout=heldout,
             save=save,

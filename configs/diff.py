@@ -76,7 +76,7 @@ def diff_configs(a: Config, b: Config) -> list[str]:
     return [k for k in left | right if left.get(k, _ABSENT) != right.get(k, _ABSENT)]
 
 
-def stepping(saved: Config, new: Config) -> list[str]:
+def learning_rate_changes(saved: Config, new: Config) -> list[str]:
     """Describe changes to the learning rate, one per line, such as `trainer.lr 1e-06 → 5e-07`."""
     old, now = flatten_config(saved), flatten_config(new)
     return [f"{knob} {old[knob]} → {now[knob]}" for knob in _STEPPING if old[knob] != now[knob]]

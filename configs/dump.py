@@ -26,7 +26,7 @@ def as_override(text: str) -> str:
     else."""
     text = str(escape_references(text))
     try:
-        plain = yaml.safe_load(text) == text
+        plain = yaml.safe_load(text) == text and not re.match(r"[-+]?\.?\d", text)
     except yaml.YAMLError:
         plain = False
     return text if plain else yaml_line(text)
@@ -44,8 +44,7 @@ _SafeDumper = cast(type[yaml.SafeDumper], getattr(yaml, "CSafeDumper", yaml.Safe
 
 
 class _Dumper(_SafeDumper):
-    """A YAML dumper that also quotes strings which only OmegaConf reads as numbers, such as
-    1e-6."""
+    """A YAML dumper that also quotes strings which only recipes read as numbers, such as 1e-6."""
 
     def text(self, data: str) -> yaml.Node:
         style = "'" if data and data[0] in "+-.0123456789" else None

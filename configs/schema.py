@@ -1,8 +1,11 @@
 """All knobs of a run. A recipe (YAML) lists only the differences from these defaults.
 
 Each section (`configs/sections/`) checks its bounds on creation, and `Config` checks the rules
-between sections, so every `Config` object is valid.
+between sections, so every `Config` object is valid. Other modules import the sections from here.
 """
+
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
 
 from __future__ import annotations
 
@@ -29,40 +32,6 @@ from keel.configs.sections.rollout import CUT_S, RolloutConfig, SamplingConfig
 from keel.configs.sections.run import AlarmsConfig, RunConfig
 from keel.configs.sections.sft import ConversationsConfig, SftConfig
 from keel.configs.sections.trainer import TrainerConfig
-
-__all__ = [
-    "CUT_S",
-    "AgentsConfig",
-    "AlarmsConfig",
-    "AlgorithmConfig",
-    "BudgetConfig",
-    "CodeConfig",
-    "ColdStartConfig",
-    "Config",
-    "ConfigError",
-    "ConversationsConfig",
-    "DataConfig",
-    "Dtype",
-    "EndpointConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "EvalVariant",
-    "FilterConfig",
-    "JudgeConfig",
-    "JudgeServerConfig",
-    "LengthConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "RewardsConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "SftConfig",
-    "SourceConfig",
-    "TinyModelConfig",
-    "TrainerConfig",
-    "require",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

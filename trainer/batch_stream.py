@@ -128,10 +128,10 @@ class BatchStream:
             flight.cancel()
 
     def take(
-        self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never_abort
+        self, timed: Callable[[str], Any], should_abort: Callable[[], bool] = never_abort
     ) -> Batch:
-        """Wait for the next batch and return it. Enters `waiting("rollout")` while the batch is
-        being sampled, and `waiting("reward")` while only scores are missing. Raises any error from
+        """Wait for the next batch and return it. Enters `timed("rollout")` while the batch is
+        being sampled, and `timed("reward")` while only scores are missing. Raises any error from
         sampling or scoring, `EmptyBatch`, `Cancelled`, or TimeoutError if no group arrives in time.
         """
         with self._changed:
@@ -142,7 +142,7 @@ class BatchStream:
                     raise self._failure
                 awaited = self._buffer.awaited()
                 sampled = bool(awaited) and self._sampling.isdisjoint(awaited)
-                with waiting("reward" if sampled else "rollout"):
+                with timed("reward" if sampled else "rollout"):
                     self._wait_for_change(should_abort)
             batch = self._buffer.take()
         if not any(len(group.rewards_G) for group in batch.groups):

@@ -76,14 +76,11 @@ class Runtime:
         assert self.ranks is not None, "started without trainer ranks"
         return self.ranks
 
-    @property
-    def weights(self) -> WeightSync:
-        return WeightSync(
-            self.learner,
-            self.pool,
-            direct=self.learner.direct,
-            before=self.agents.updating if self.agents is not None else lambda _: None,
-        )
+    def push(self, version: int) -> Future[None]:
+        """Send the learner's current weights, with this version, to every engine."""
+        before = self.agents.updating if self.agents is not None else lambda _: None
+        sync = WeightSync(self.learner, self.pool, direct=self.learner.direct, before=before)
+        return sync.push(version)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """Sample a group of `size` completions, or of the recipe's group size if `size` is 0."""
@@ -97,7 +94,7 @@ class Runtime:
 
     def wake(self) -> None:
         """Wake the sleeping engines (`rollout.time_share`) and send them the current weights."""
-        await_future(self.weights.push(self.learner.version))
+        await_future(self.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
         """Return a version of `should_abort` that first checks that no process of the run is lost

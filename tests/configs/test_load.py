@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keel.configs.convert import RENAMED, _knob_paths
-from keel.configs.diff import check_resumable, flatten_config, stepping
+from keel.configs.diff import check_resumable, flatten_config, learning_rate_changes
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config, load_distillation, split_overrides
 from keel.configs.paths import data_path, shipped_recipes, unwritable
@@ -264,7 +264,10 @@ def test_resumed_run_may_change_length_and_learning_rate_only() -> None:
     assert "run.steps" not in str(caught.value)
     new = replace(old, trainer=replace(old.trainer, lr=5e-7, schedule="cosine"))
     check_resumable(old, new, "runs/x")
-    assert stepping(old, new) == ["trainer.lr 1e-06 → 5e-07", "trainer.schedule constant → cosine"]
+    assert learning_rate_changes(old, new) == [
+        "trainer.lr 1e-06 → 5e-07",
+        "trainer.schedule constant → cosine",
+    ]
 
 
 def test_evaluation_sources_may_change() -> None:

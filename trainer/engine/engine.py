@@ -92,34 +92,28 @@ all of the probability."""
 
 
 class SplitGaps:
-    """Compute the mean of log π_old − log π_θ for each of the P trajectories that are split over
-    micro-batches or ranks. The sequence mask needs these means."""
+    """The mean of log π_old − log π_θ of each of the P trajectories that are split over
+    micro-batches or ranks. The sequence mask needs the means from before the optimizer step."""
 
-    def __init__(
-        self,
-        batch: TrainBatch,
-        device: torch.device,
-        scored: Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]],
-    ) -> None:
-        """Compute the means before an optimizer step. This is collective: every rank must call
-        it."""
+    def __init__(self, batch: TrainBatch, device: torch.device) -> None:
         sampled = batch.micro_batches[0].loss == "grpo"
         count = self._count = batch.split_sequences if sampled else 0
         self._totals = GapTotals(count, device)
         self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
-        """The means before the step, or NaN for trajectories that the mask can never drop."""
-        if batch.scored_first:
-            for micro_batch in batch.scored_first:
-                self.add(*scored(micro_batch)[:2])
-            self._before_P = self._means()
-            self._totals = GapTotals(count, device)
+        """The means before the step. NaN for trajectories that the mask can never drop, and for all
+        of them if nothing was scored first."""
 
     def add(self, inputs: Inputs, logp: Tensor) -> None:
         # All ranks of a sequence-parallel group have the same.
         if self._count and inputs.split_S is not None and inputs.part.rank == 0:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
-    def of(self, inputs: Inputs) -> Tensor | None:
+    def begin_step(self) -> None:
+        """Use the trajectories added so far as those before the step. Collective."""
+        self._before_P = self._all_reduce_means()
+        self._totals = GapTotals(self._count, self._before_P.device)
+
+    def before_step(self, inputs: Inputs) -> Tensor | None:
         """Return the mean gap of each trajectory in a micro-batch, for the argument `sequence_gap`
         [S] of `keel.rl.losses.grpo_loss`. Returns None if the micro-batch contains no split
         trajectories."""
@@ -128,12 +122,13 @@ class SplitGaps:
         gaps = self._before_P[inputs.split_S.clamp(min=0)]
         return torch.where(inputs.split_S < 0, torch.nan, gaps)
 
-    def metrics(self) -> dict[str, Metric]:
+    def end_step(self) -> dict[str, Metric]:
+        """Return the metrics of the trajectories added during the step. Collective."""
         if not self._count:
             return {}
-        return {"mask/logp_gap_max": Max(float(self._means().clamp(min=0).amax()))}
+        return {"mask/logp_gap_max": Max(float(self._all_reduce_means().clamp(min=0).amax()))}
 
-    def _means(self) -> Tensor:
+    def _all_reduce_means(self) -> Tensor:
         dist.all_reduce(self._totals.sums_2P)
         return self._totals.means()
 
@@ -170,11 +165,11 @@ def _loss(
         mask_delta=algorithm.mask_delta,
         kl=algorithm.kl,
         sequence_weight=inputs.sequence_weight_S,
-        sequence_gap=split.of(inputs),
+        sequence_gap=split.before_step(inputs),
     )
 
 
-def mass_share(
+def mass_penalty(
     inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
 ) -> tuple[Tensor, Tensor]:
     """Compute this micro-batch's part of the penalty on probability outside the sampling masks
@@ -376,7 +371,7 @@ class TrainerEngine:
             return counts if self._rank == 0 else {}
         pending: list[Callable[[], dict[str, Metric]]] = []
         self._offload.before_gradients()
-        split = SplitGaps(batch, self.device, self._score)
+        split = self._split_gaps(batch)
         for index, micro_batch in enumerate(batch.micro_batches, 1):
             self._engine.set_gradient_accumulation_boundary(index == len(batch.micro_batches))
             pending.append(self._accumulate(micro_batch, batch, split))
@@ -384,7 +379,7 @@ class TrainerEngine:
         norm = self._apply_gradients()
         parts = [metrics() for metrics in pending]
         if algorithm.mask_delta is not None:
-            parts.append(split.metrics())
+            parts.append(split.end_step())
         self.version += 1
         skipped = self._skips.count(norm, self.version)
         if skipped and (self.gave_up or not self._scaled):
@@ -402,7 +397,7 @@ class TrainerEngine:
         """Rerun the forward and backward passes of a skipped step to find the tokens that caused
         the skip. The weights are not updated."""
         self._offload.before_gradients()
-        split = SplitGaps(batch, self.device, self._score)
+        split = self._split_gaps(batch)
         tracer = NanTracer(self._traced_layers)
         self._engine.set_gradient_accumulation_boundary(False)
         for micro_batch in batch.micro_batches:
@@ -434,12 +429,12 @@ class TrainerEngine:
                 self._engine.backward(logp.sum() + log_mass.sum() + 0 * indexers)
                 return dict
             logp, reference = whole_sequences(inputs, logp, reference)
-            share = _loss(
+            output = _loss(
                 micro_batch, inputs, logp, reference, batch.total_sequences, config.algorithm, split
             )
             split.add(inputs, logp)
-            penalty, masses = mass_share(inputs, log_mass, batch.total_sequences, config)
-            loss = share.loss + penalty
+            penalty, masses = mass_penalty(inputs, log_mass, batch.total_sequences, config)
+            loss = output.loss + penalty
             if self._network.learning_indexers:  # a mean over tokens
                 loss = loss + indexers * (config.trainer.indexer_loss / batch.total_tokens)
             if tracer:
@@ -449,7 +444,7 @@ class TrainerEngine:
             factor = tracer.factor if tracer else loss.detach() * 0 + 1
             self._engine.backward(loss * (factor * self._world_size))
         # `metrics` must keep neither the graph nor the inputs alive.
-        share, part = replace(share, loss=share.loss.detach()), inputs.part
+        output, part = replace(output, loss=output.loss.detach()), inputs.part
         seen = logp.detach() if micro_batch.watched is not None else None
         total, count, indexers = entropy.sum(), len(entropy), indexers.detach()
         tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
@@ -461,7 +456,7 @@ class TrainerEngine:
                 values["indexer/kl"] = Mean(float(indexers), tokens * layers)
             values |= _indexer_metrics(held) | _mass_metrics(masses)
             if self._part.rank == 0:  # its group has the same
-                values |= share.metrics
+                values |= output.metrics
                 if micro_batch.follows is not None:
                     values["train/shared_tokens"] = Sum(micro_batch.shared_tokens)
             if replay is not None:
@@ -479,6 +474,15 @@ class TrainerEngine:
         with torch.no_grad(), self._replay(inputs):
             logp, *_, held = self._engine(inputs=inputs)
         return inputs, whole_sequences(inputs, logp, None)[0], held
+
+    def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
+        """Score the batch's split trajectories before an optimizer step. Collective."""
+        gaps = SplitGaps(batch, self.device)
+        for micro_batch in batch.scored_first:
+            gaps.add(*self._score(micro_batch)[:2])
+        if batch.scored_first:
+            gaps.begin_step()
+        return gaps
 
     def _apply_gradients(self) -> float:
         clip = self._config.trainer.grad_clip

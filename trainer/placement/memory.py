@@ -3,17 +3,13 @@
 The estimates are computed from the model's config. docs/scaling.md compares them with measurements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
+from keel.model.load import ModelFacts
 from keel.rl.packing.prefix_sharing import estimate_packing
-
-if TYPE_CHECKING:  # the driver imports this module without torch
-    from keel.model.load import ModelFacts
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from keel.configs.diff import check_resumable, stepping
+from keel.configs.diff import check_resumable, learning_rate_changes
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
@@ -144,7 +144,7 @@ class RunFolder:
         if saved.exists():
             before = load_config(saved)
             check_resumable(before, self._config, str(self.path), of=of)
-            if changed := stepping(before, self._config):
+            if changed := learning_rate_changes(before, self._config):
                 self._warnings.append(f"from step {state.step + 1} on: {', '.join(changed)}")
         elif state.config != checkpoint.config_digest(self._config):
             raise self._error(

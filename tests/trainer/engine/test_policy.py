@@ -21,7 +21,7 @@ from keel.rl.offpolicy import kept_mass_shortfall
 from keel.rl.packing import MicroBatch, TrainBatch, pack
 from keel.rl.types import Segment, TokenNumbers
 from keel.trainer.engine import weights
-from keel.trainer.engine.engine import _CUT, mass_share
+from keel.trainer.engine.engine import _CUT, mass_penalty
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, seen_tokens
 from keel.trainer.worker import merge_tokens
 from tests.model.families import VOCAB
@@ -77,7 +77,7 @@ def penalty(
         hidden = hidden_of(row.token_ids_N, row.position_N, embedding)
         logp, _ = policy_logprobs(hidden, head, inputs.head)
         log_mass = kept_mass(hidden, head, inputs.head, logp)
-        loss, masses = mass_share(inputs, log_mass, batch.total_sequences, config)
+        loss, masses = mass_penalty(inputs, log_mass, batch.total_sequences, config)
         losses.append(loss)
         seen.append(masses)
     total = torch.stack(losses).sum()
@@ -146,7 +146,7 @@ def test_fresh_samples_are_not_penalised(sharpness: float, top_k: int) -> None:
         probes=torch.arange(60), kept_offsets=offsets, probe_weight=torch.ones(60)
     )
     inputs: Any = SimpleNamespace(head=head, truncated=True)
-    loss, (_, tokens, short, counted) = mass_share(
+    loss, (_, tokens, short, counted) = mass_penalty(
         inputs, log_mass, 60, settings(top_k=top_k, top_p=0.95)
     )
     everything = kept_mass_shortfall(log_mass, top_p=0.95).mean()
