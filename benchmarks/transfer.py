@@ -123,7 +123,7 @@ def timed(
             began = time.perf_counter()
             weights.push(0).result(timeout=TIMEOUT_S)
             times.append(time.perf_counter() - began)
-        actor = pool._supervisor.slots[0].engine.actor  # pyright: ignore[reportAttributeAccessIssue]
+        actor = pool._supervisor.slots[0].engine.receiver.actor
         return times, ray.get(actor.__ray_call__.remote(ways_of_workers), timeout=TIMEOUT_S)
     finally:
         pool.shutdown()

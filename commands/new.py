@@ -263,8 +263,8 @@ def _data_source(
     data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, holdout: int
 ) -> dict[str, Any]:
     """Describe a file, a folder or a hub dataset after reading its first rows."""
-    from keel.data.rows.places import read_source_rows  # noqa: PLC0415  takes half a second
-    from keel.data.rows.read import BadLine, data_extension  # noqa: PLC0415
+    # Imported late: it takes half a second.
+    from keel.data.rows import BadLine, data_extension, read_source_rows  # noqa: PLC0415
 
     file, kind, knob = data_path(data), "jsonl", f"--data {data}"
     known = file.is_dir() or data_extension(file)

@@ -33,8 +33,7 @@ from keel.data.items import (
     make_prompt,
     malformed_error,
 )
-from keel.data.rows.places import read_source_rows
-from keel.data.rows.read import (
+from keel.data.rows import (
     MISSING,
     BadLine,
     check_keys,
@@ -42,9 +41,10 @@ from keel.data.rows.read import (
     json_type,
     look_up,
     parse_json,
+    read_source_rows,
     select_columns,
 )
-from keel.data.rows.read import Row as ReadRow
+from keel.data.rows import Row as ReadRow
 from keel.rl.turns import USER_ROLES
 from keel.rl.types import ENVIRONMENT, FUNCTIONS
 

@@ -13,7 +13,7 @@ from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.items import Item, Loaded, add_source_system, digest, make_prompt
 from keel.rl.types import ENVIRONMENT
 
-REFUSED_TASKS = {
+_REFUSED_TASKS = {
     "coin_flip": "its verifier accepts a prefix of the right number, such as 0 for 0.1",
     "composite": "list its parts as separate sources, which then have separate metrics",
     "game_of_life_halting": "its verifier accepts every answer that is not empty",
@@ -42,8 +42,8 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
     """Generate items 0 to size − 1 of a task. The seed is `params.seed` if set, and otherwise the
     run's. Item i does not depend on `size`. Raises ConfigError for an unknown task or option."""
     knob = f"data.sources[{source.name}]"
-    if source.task in REFUSED_TASKS:
-        raise ConfigError(f"{knob}.task = {source.task!r}: {REFUSED_TASKS[source.task]}")
+    if source.task in _REFUSED_TASKS:
+        raise ConfigError(f"{knob}.task = {source.task!r}: {_REFUSED_TASKS[source.task]}")
     task_seed = int(digest(f"{seed}/{source.name}")[:7], 16)
     dataset = build_task(source.task, source.params, source.size, task_seed, knob)
     return Loaded(items=tuple(_item(source, dataset, index) for index in range(source.size)))

@@ -29,19 +29,19 @@ def _summary(
         "prompts": len(asked),
         "completions": sum(numbers),
         "pass@1": sum(passes) / sum(numbers),
-        "pass@1_interval": pass_interval(passes, numbers),
+        "pass@1_interval": _pass_interval(passes, numbers),
     }
     for k in pass_at:
         if k > 1:
             result[f"pass@{k}"] = fmean(pass_at_k(one.number, one.passes, k) for one in asked)
-            result[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in asked)
+            result[f"maj@{k}"] = fmean(_majority_at_k(one.answers, RIGHT, k) for one in asked)
             if samples and all("turns" in sample for sample in samples):
                 result[f"fewest@{k}"] = fmean(
-                    fewest_steps_at_k(one.steps, one.right, k) for one in asked
+                    _fewest_steps_at_k(one.steps, one.right, k) for one in asked
                 )
     if submissions:
-        result["contest"] = fmean(contest_score(one.samples, submissions) for one in asked)
-        needed = filter(None, (count_submissions(one.samples, submissions) for one in asked))
+        result["contest"] = fmean(_contest_score(one.samples, submissions) for one in asked)
+        needed = filter(None, (_count_submissions(one.samples, submissions) for one in asked))
         result["attempts"] = fmean(solved) if (solved := list(needed)) else None
     unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
     return result | {
@@ -59,7 +59,7 @@ def scores_by_steps(asked: Sequence[SampledPrompt]) -> tuple[dict[int, float], d
     DeepSeek-V3.2 (2025).
 
     The first result allows one trajectory a growing number of steps; the second runs a growing
-    number of trajectories in parallel (`fewest_steps_at_k`). Both are empty for completions without
+    number of trajectories in parallel (`_fewest_steps_at_k`). Both are empty for completions without
     turns.
     """
     samples = [sample for one in asked for sample in one.samples]
@@ -78,7 +78,7 @@ def scores_by_steps(asked: Sequence[SampledPrompt]) -> tuple[dict[int, float], d
         for most in sorted({*turns})
     }
     wider = {
-        round(k * fmean(turns)): fmean(fewest_steps_at_k(one.steps, one.right, k) for one in asked)
+        round(k * fmean(turns)): fmean(_fewest_steps_at_k(one.steps, one.right, k) for one in asked)
         for k in range(1, min(one.number for one in asked) + 1)
     }
     return longer, wider
@@ -101,13 +101,13 @@ def _select_submissions(
     return sorted(fit, key=lambda sample: -sample["thinking"])[:submissions]
 
 
-def count_submissions(samples: Sequence[Mapping[str, Any]], submissions: int) -> int | None:
+def _count_submissions(samples: Sequence[Mapping[str, Any]], submissions: int) -> int | None:
     """Return the number of submissions until one is accepted, or None if none is."""
     accepted = (passed(sample["correct"]) for sample in _select_submissions(samples, submissions))
     return next((number for number, right in enumerate(accepted, start=1) if right), None)
 
 
-def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
+def _contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
     """Score a prompt from 0 to 1 by the best submission for each subtask."""
     best: dict[str, float] = {}
     for sample in _select_submissions(samples, submissions):
@@ -251,7 +251,7 @@ _CHUNK = 1 << 22
 """Maximum number of random numbers to draw at once."""
 
 
-def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[float, float]:
+def _pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[float, float]:
     """Compute the 95 % confidence interval of pass@1 over the population of prompts.
 
     Completions of the same prompt are correlated, so this is Wilson's interval with an effective
@@ -307,7 +307,7 @@ def _paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> _
     )
 
 
-def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
+def _majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
     """Estimate maj@k, the probability that the most frequent of k `answers` is `right` (Wang et
     al., 2023).
 
@@ -324,7 +324,7 @@ def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
     return float(np.mean([_vote([answers[n] for n in votes], right) for votes in drawn]))
 
 
-def fewest_steps_at_k(steps: Sequence[int | None], right: Sequence[bool], k: int) -> float:
+def _fewest_steps_at_k(steps: Sequence[int | None], right: Sequence[bool], k: int) -> float:
     """Compute the probability that, of k trajectories, the finished one with the fewest steps is
     correct (Parallel-fewest-step; DeepSeek-V3.2 (2025), section 4.4).
 

@@ -339,7 +339,7 @@ async def _await_value(value: Awaitable[Any]) -> Any:
 
 # --- Failures ---
 
-WINDOW = 200  # number of most recent completions over which the failure rate is measured
+_WINDOW = 200  # number of most recent completions over which the failure rate is measured
 _MIN_WINDOW = 20  # the failure rate is computed as if there were at least this many completions
 _MAX_REPORTS = 5
 
@@ -357,7 +357,7 @@ class FailureRate:
 
     def __init__(self, max_fraction: float) -> None:
         self._max_fraction = max_fraction
-        self._failed: deque[bool] = deque(maxlen=WINDOW)
+        self._failed: deque[bool] = deque(maxlen=_WINDOW)
 
     def add(self, failed: bool) -> str:
         """Record a completion. Returns a summary if the failure rate is too high, and ""

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from keel.rewards.compose import Score
 from keel.rl.types import Trajectory
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 _KEPT_LEAD = 0.5
 """The fraction of its lead over wrong completions that a right completion always keeps."""
 _LENGTH, _LENGTH_COST = "length", "length_cost"
@@ -74,21 +74,21 @@ class LengthRule:
     def active(self) -> bool:
         return self.linear > 0 or self.overlong > 0
 
-    def penalty(self, tokens_G: NDArray[np.int64]) -> Floats:
+    def penalty(self, tokens_G: NDArray[np.int64]) -> _Floats:
         """Return the sum of the linear and overlong penalties of each completion, in units of
         reward, [G] ≥ 0."""
         linear, overlong = self._penalties(tokens_G)
         return linear + overlong
 
-    def _penalties(self, tokens_G: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    def _penalties(self, tokens_G: NDArray[np.int64]) -> tuple[_Floats, _Floats]:
         above = np.maximum(0.0, tokens_G - np.float64(self.target))
         late = (tokens_G - np.float64(self.limit - self.margin)) / self.margin
         linear = self.linear * above / (self.limit - self.target)
         return linear, self.overlong * np.clip(late, 0.0, 1.0)
 
     def adjustment(
-        self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
-    ) -> Floats:
+        self, rewards_G: _Floats, correct_G: _Floats, tokens_G: NDArray[np.int64]
+    ) -> _Floats:
         """Return the amount to add to each reward, [G]. `correct_G` is the component `correct` of
         each completion, from 0 to 1."""
         right = correct_G >= self.correct_threshold
@@ -132,7 +132,7 @@ def apply_length_rule(
     ]
 
 
-def _centre_penalties(cost: Floats, members: NDArray[np.bool_]) -> Floats:
+def _centre_penalties(cost: _Floats, members: NDArray[np.bool_]) -> _Floats:
     added = np.zeros_like(cost)
     if members.any():
         inside = cost[members]

@@ -123,7 +123,7 @@ class GroupBuffer:
     def arrived(self, number: int, group: ScoredGroup) -> None:
         """Add a group that has been sampled and scored."""
         place = self._queue[number]
-        place.group, place.reason = group, filter_reason(group, self._filter)
+        place.group, place.reason = group, _filter_reason(group, self._filter)
         for first, place in list(self._queue.items()):
             if place.group is None:
                 break
@@ -187,7 +187,7 @@ class GroupBuffer:
         place.freed = True
 
 
-def filter_reason(
+def _filter_reason(
     group: ScoredGroup, by: _Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
     """Return the reason for filtering out a group, or None to keep it. `by="reward"` filters out

@@ -31,7 +31,7 @@ from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
-from keel.data.rows.places import cached_places
+from keel.data.rows import cached_places
 from keel.model.tiny.cold_start import demonstrator
 from keel.rewards.compose import unknown_parts
 from keel.rewards.sandbox.environments import Network, environment_wrap, find_runtime

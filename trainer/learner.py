@@ -36,7 +36,7 @@ from keel.trainer.worker import (
     merge_tokens,
     pack_shares,
 )
-from keel.weights.sync import Outcome, Receiver, UpdatableEngine, sends_directly
+from keel.weights.sync import Outcome, Receiver, sends_directly
 
 GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
 _LOST_S = 90.0
@@ -235,17 +235,16 @@ class Learner:
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         return self._call_all("put_weights", deadline=self._deadlines.for_call("the weights"))[0]
 
-    def send(self, engines: Sequence[UpdatableEngine]) -> list[Future[int]]:
+    def send(self, receivers: Sequence[Receiver]) -> list[Future[int]]:
         """Send the current weights to the engines as soon as the ranks are idle. Rank i sends to
         engines i, i + ranks, and so on. Returns a future for each engine, which resolves to the
         engine's new weight version or raises the error of the engine or rank."""
-        sent = {engine.index: Future[int]() for engine in engines}
-        served: list[list[Receiver]] = [[] for _ in self._ranks]
-        for engine in engines:
-            served[engine.index % len(served)].append(Receiver(engine.index, engine.actor))
+        sent = {engine.index: Future[int]() for engine in receivers}
+        ranks = len(self._ranks)
+        served = [[one for one in receivers if one.index % ranks == n] for n in range(ranks)]
         with self._order:
             pairs = zip(self._ranks, served, strict=True)
-            refs = [ray_timeouts.call(rank.send, receivers) for rank, receivers in pairs]
+            refs = [ray_timeouts.call(rank.send, engines) for rank, engines in pairs]
 
         def settle(outcomes: Mapping[int, Outcome]) -> None:
             for index, outcome in outcomes.items():
@@ -264,7 +263,7 @@ class Learner:
         sender = threading.Thread(target=wait, daemon=True)
         self._senders = [*filter(threading.Thread.is_alive, self._senders), sender]
         sender.start()
-        return [sent[engine.index] for engine in engines]
+        return [sent[engine.index] for engine in receivers]
 
     def save(self, folder: Path) -> dict[str, Entry]:
         parts = self._with_folder("save", folder, f"saving {folder}")

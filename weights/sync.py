@@ -12,7 +12,7 @@ An update makes these calls:
                                       Begin, Bucket …, Finish through the control channel;
                                       bytes through NCCL or gloo, or in place on a shared GPU
             RolloutWorker.receive     EngineThread.receive, which carries out each message
-          _send_through_store         RolloutWorker.update on every engine;
+          or, through the store       RolloutWorker.update on every engine;
                                       bytes through Ray's object store
 
 Both paths end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from keel.configs.schema import RolloutConfig
+from keel.model import ray_timeouts
 
 Outcome = int | Exception
 """The version that an updated engine samples from, or the error that stopped its update."""
@@ -39,20 +40,7 @@ class Receiver:
     actor: Any
 
 
-class UpdatableEngine(Protocol):
-    """Interface of a pool engine during a weight update."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def actor(self) -> Any: ...
-
-    def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
-        """Load new weights. The future resolves to the version that the engine samples from."""
-        ...
-
-
-Transfer = Callable[[Sequence[UpdatableEngine]], Sequence[Future[int]]]
+Transfer = Callable[[Sequence[Receiver]], Sequence[Future[int]]]
 """Starts sending weights. Returns one future per engine, which resolves to the version that the
 engine samples from."""
 
@@ -60,17 +48,11 @@ engine samples from."""
 class _WeightSource(Protocol):
     def make_room(self) -> None: ...
     def put_weights(self) -> Sequence[Any]: ...
-    def send(self, engines: Sequence[UpdatableEngine]) -> Sequence[Future[int]]: ...
+    def send(self, receivers: Sequence[Receiver]) -> Sequence[Future[int]]: ...
 
 
 class _WeightTarget(Protocol):
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
-
-
-def _send_through_store(version: int, buckets: Sequence[Any]) -> Transfer:
-    """Send weights through Ray's object store, which copies them to each node once. `buckets` are
-    Ray references to `Bucket` objects."""
-    return lambda engines: [engine.update(version, buckets) for engine in engines]
 
 
 def sends_directly(config: RolloutConfig, *, gpu: bool) -> bool:
@@ -95,14 +77,20 @@ class WeightSync:
         self._direct, self._before = direct, before
 
     def push(self, version: int) -> Future[None]:
-        """Start sending the trainer's current weights to every engine as `version`. Blocks until
-        the weights fit on the GPUs and, without direct transfer, until all of them are in Ray's
-        object store. Returns the future from `RolloutPool.update`."""
-        source = self._source
-        source.make_room()
-        # Direct transfers use NCCL, or memory on a shared GPU (`keel.weights.sender`).
-        transfer = (
-            source.send if self._direct else _send_through_store(version, source.put_weights())
-        )
+        """Start sending the trainer's current weights, which are at `version`, to every engine.
+        Blocks until the weights fit on the GPUs and, without direct transfer, until all of them are
+        in Ray's object store. Returns the future from `RolloutPool.update`."""
+        self._source.make_room()
+        transfer = self._source.send if self._direct else self._through_store(version)
         self._before(version)
         return self._engines.update(version, transfer)
+
+    def _through_store(self, version: int) -> Transfer:
+        buckets = list(self._source.put_weights())
+
+        def transfer(receivers: Sequence[Receiver]) -> list[Future[int]]:
+            # Ray copies each bucket to a node once.
+            updates = [receiver.actor.update for receiver in receivers]
+            return [ray_timeouts.call(update, version, buckets).future() for update in updates]
+
+        return transfer

@@ -17,8 +17,7 @@ from keel.data.conversations.forms import (
 )
 from keel.data.eval_store import to_trajectory_record
 from keel.data.items import MAX_MALFORMED, malformed_error
-from keel.data.rows.places import read_source_rows
-from keel.data.rows.read import (
+from keel.data.rows import (
     BadLine,
     Row,
     check_file,
@@ -27,6 +26,7 @@ from keel.data.rows.read import (
     parse_json,
     parse_object,
     read_lines,
+    read_source_rows,
     select_columns,
 )
 from keel.rl.evaluation import FAIL

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from keel.data.items import digest, question_digest
-from keel.data.rows.read import BadLine, json_type
+from keel.data.rows import BadLine, json_type
 from keel.rl.turns import Message
 from keel.rl.types import Segment
 

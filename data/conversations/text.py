@@ -22,7 +22,7 @@ from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.forms import Example, ReadSource
 from keel.data.items import digest, malformed_error
-from keel.data.rows.read import (
+from keel.data.rows import (
     KINDS,
     READ_ERRORS,
     BadLine,

@@ -349,7 +349,7 @@ class _ProofSample(NamedTuple):
         return 1 - confirmed * (1 - self.verification.score)
 
 
-class ProofSpec(_Spec):
+class _ProofSpec(_Spec):
     """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`."""
 
     reference: str | None = None  # a solution or marking scheme, shown to the verifier
@@ -415,7 +415,7 @@ def read_evaluation(answer: str) -> Evaluation | str:
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
 
 
-class VerificationSpec(_Spec):
+class _VerificationSpec(_Spec):
     """The reward spec for evaluating a proof with a known score."""
 
     problem: str = Field(pattern=r"\S")
@@ -452,12 +452,12 @@ class VerificationSpec(_Spec):
 
 # --- All kinds ---
 
-_JudgedSpec = Rubric | ProofSpec | VerificationSpec
+_JudgedSpec = Rubric | _ProofSpec | _VerificationSpec
 KINDS: dict[str, Callable[[Mapping[str, Any]], _JudgedSpec]] = {
     "rubric": Rubric.parse,
-    "proof": ProofSpec.parse,
+    "proof": _ProofSpec.parse,
     "refusal": _Refusal.rubric,
-    "verification": VerificationSpec.parse,
+    "verification": _VerificationSpec.parse,
 }
 
 

@@ -32,7 +32,7 @@ from keel.rewards.sandbox.bubblewrap import TMP, IsolationError, seccomp_filter
 from keel.rewards.sandbox.processes import adopt_orphans, kill_descendants, measure_processes, reap
 
 _FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')  # in bubblewrap's status
-Status = Literal["exited", "time", "memory", "output"]
+_Status = Literal["exited", "time", "memory", "output"]
 
 _POLL_S = 0.05
 _MAX_FILES = 16_384  # in the private folder. Even an empty one takes a KiB of kernel memory.
@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOutcome:
-    status: Status  # `exited`, or the name of the limit that the run exceeded
+    status: _Status  # `exited`, or the name of the limit that the run exceeded
     exit_code: int  # the exit status, or 128 + n after signal n, if the status is `exited`
     stdout: bytes
     stderr: bytes
@@ -110,7 +110,7 @@ class _RunMonitor:
         self._received = {fd: bytearray() for fd in (self._out, self._err, *fds)}
         self._last_deadline = deadline
         self._deadline = min(time.monotonic() + limits.wall_s, deadline)
-        self._status: Status = "exited"
+        self._status: _Status = "exited"
         self._killed_deadline = math.inf
         self._counted_output = 0  # bytes of output up to the last counted line
         self._line_count = 0
@@ -198,7 +198,7 @@ class _RunMonitor:
         elif used.cpu_s > self._limits.time_s * max(self._lines, 1):
             self._end("time")
 
-    def _end(self, status: Status) -> None:
+    def _end(self, status: _Status) -> None:
         self._status, self._ignore_output = status, True
         self._deadline, self._killed_deadline = math.inf, time.monotonic() + GRACE_S
         # Killing bubblewrap while it starts would leave a process that waits forever.

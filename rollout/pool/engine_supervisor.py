@@ -16,7 +16,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.ray_timeouts import POLL_S
 from keel.rl.futures import settle
 from keel.rollout.spec import EngineError, EngineProgress, SampleRequest
-from keel.weights.sync import Transfer, UpdatableEngine
+from keel.weights.sync import Receiver, Transfer
 
 MAX_RESTARTS = 3
 """Maximum number of restarts of an engine within three hours. The period is longer if starts and
@@ -32,13 +32,16 @@ WARN_S, STUCK_S = 20.0, 60.0  # seconds without a step until a warning, and a ne
 _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0  # lower bounds, as multiples of the longest step so far
 
 
-class RolloutEngine(UpdatableEngine, Protocol):
+class RolloutEngine(Protocol):
     """Interface of an engine in the pool. All methods return immediately. Cancelling a future
     aborts its work.
 
     If the engine dies, its futures raise `EngineError` and the pool replaces it. The pool cannot
     recover from any other error.
     """
+
+    @property
+    def receiver(self) -> Receiver: ...
 
     def ready(self) -> Future[tuple[str, ...]]:
         """Return a future that resolves to the engine's warnings when it can sample or, with
@@ -254,7 +257,7 @@ class EngineSupervisor:
         assert self.target is not None
         if not slots:
             return
-        deliveries = self.target.transfer([slot.engine for slot in slots])
+        deliveries = self.target.transfer([slot.engine.receiver for slot in slots])
         for slot, delivery in zip(slots, deliveries, strict=True):
             slot.version = self.target.version
             slot.wait_for("loading", self._translate(delivery), self.update_s)

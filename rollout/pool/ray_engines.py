@@ -1,7 +1,7 @@
 """Runs the pool's engines as Ray actors. Importing this module does not import vLLM."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,6 +21,7 @@ from keel.rollout.spec import (
     SampleRequest,
     environment,
 )
+from keel.weights.sync import Receiver
 
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
 _DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
@@ -34,7 +35,6 @@ class _RayEngine:
     def __init__(
         self, spec: EngineSpec, index: int = 0, *, gpu: bool, options: Mapping[str, Any]
     ) -> None:
-        self.index = index
         actor_options = {
             # On a CPU, engines share the machine with the trainer; threads bound them.
             "num_cpus": 1 if gpu else 0,
@@ -46,12 +46,13 @@ class _RayEngine:
             **options,
         }
         name = f"rollout engine {index}"
-        self.actor = ray_timeouts.create(RolloutWorker, name, actor_options, spec)
+        self._actor = ray_timeouts.create(RolloutWorker, name, actor_options, spec)
+        self.receiver = Receiver(index, self._actor)
 
     def _call(
         self, method: str, *args: Any, gone: tuple[type[RayError], ...] = GONE
     ) -> Future[Any]:
-        return as_future(ray_timeouts.call(getattr(self.actor, method), *args), gone)
+        return as_future(ray_timeouts.call(getattr(self._actor, method), *args), gone)
 
     def ready(self) -> Future[tuple[str, ...]]:
         return self._call("ready")
@@ -61,9 +62,6 @@ class _RayEngine:
     ) -> Future[Any]:
         return self._call("sample", request, sampling, record, gone=_RESULT_LOST)
 
-    def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
-        return self._call("update", version, list(buckets))
-
     def progress(self) -> Future[EngineProgress]:
         return self._call("progress")
 
@@ -71,7 +69,7 @@ class _RayEngine:
         return self._call("sleep")
 
     def kill(self) -> None:
-        ray_timeouts.kill(self.actor)
+        ray_timeouts.kill(self._actor)
 
 
 def ray_pool(

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from keel.configs.load import load_config
 from keel.data.eval_store import EvaluationFolder, SampledPrompt
 from keel.data.results import (
+    _contest_score,
+    _count_submissions,
+    _fewest_steps_at_k,
+    _majority_at_k,
     _paired_difference,
+    _pass_interval,
     compare_pass_rates,
-    contest_score,
-    count_submissions,
-    fewest_steps_at_k,
     format_results,
-    majority_at_k,
-    pass_interval,
     results,
     scores_by_steps,
 )
@@ -33,15 +33,15 @@ def sample(thinking: int, small: float, large: float, **more: Any) -> dict[str, 
 
 def test_contest_score() -> None:
     samples = [sample(10, 0.3, 0), sample(50, 0, 0.7), sample(90, 0, 0), sample(40, 0.3, 0)]
-    scores = [contest_score(samples, n) for n in (1, 2, 3, 4)]
+    scores = [_contest_score(samples, n) for n in (1, 2, 3, 4)]
     assert scores == pytest.approx([0, 0.7, 1, 1])  # by hand: 90; then 50, then 40
-    assert contest_score([], 3) == 0
+    assert _contest_score([], 3) == 0
 
 
 def test_attempts_count_submissions_in_their_order() -> None:
     right, wrong = sample(40, 0.3, 0.7), sample(50, 0.3, 0)
     samples = [right, wrong, sample(90, 0, 0.7), sample(99, 0.3, 0.7, finish_reason="length")]
-    assert [count_submissions(samples, n) for n in (1, 2, 3, 4)] == [None, None, 3, 3]
+    assert [_count_submissions(samples, n) for n in (1, 2, 3, 4)] == [None, None, 3, 3]
     sets = [asked("a", samples), asked("a", [right], number=1), asked("a", [wrong], number=2)]
     assert results(sets, (), 3)["recipe"]["a"]["attempts"] == 2  # by hand: (3 + 1) / 2
     assert results(sets, (), 3)["recipe"]["a"]["contest"] == pytest.approx((1 + 1 + 0.3) / 3)
@@ -52,9 +52,9 @@ def test_unfit_completions_are_not_submitted() -> None:
     later = sample(1, 0.3, 0)
     known = ({"parts": {"samples": 0.0}}, {"parts": {"refusal": 1.0}})
     for unfit in (*known, {"finish_reason": "length"}, {"error": 1.0}):
-        assert contest_score([sample(99, 0.3, 0.7, **unfit), later], 1) == pytest.approx(0.3)
+        assert _contest_score([sample(99, 0.3, 0.7, **unfit), later], 1) == pytest.approx(0.3)
     fit = sample(99, 0.3, 0.7, parts={"samples": 1.0, "refusal": 0.0})
-    assert contest_score([fit, later], 1) == pytest.approx(1)
+    assert _contest_score([fit, later], 1) == pytest.approx(1)
 
 
 def asked(
@@ -106,10 +106,10 @@ def test_compared_by_domain() -> None:
 def test_wilson_interval() -> None:
     passes = [1] * 8 + [0] * 2
     # 10 prompts are 9 free residuals: n_eff = p(1−p) / (n/(n−1) · p(1−p)/n) = 9.
-    low, high = pass_interval(passes, [1] * 10)
+    low, high = _pass_interval(passes, [1] * 10)
     assert (low, high) == pytest.approx(wilson(0.8, 9), abs=1e-9)
-    assert pass_interval([0] * 10, [1] * 10) == pytest.approx((0, 0.2775328), abs=1e-6)
-    assert pass_interval([3, 3], [3, 3]) == pytest.approx((1 - 0.6576, 1), abs=1e-4)
+    assert _pass_interval([0] * 10, [1] * 10) == pytest.approx((0, 0.2775328), abs=1e-6)
+    assert _pass_interval([3, 3], [3, 3]) == pytest.approx((1 - 0.6576, 1), abs=1e-4)
 
 
 def wilson(p: float, n: float) -> tuple[float, float]:
@@ -122,7 +122,7 @@ def test_interval_coverage() -> None:
     rng, held, trials = np.random.default_rng(0), 0, 400
     for _ in range(trials):
         skill = rng.beta(1, 2, 60)  # of each prompt; mean 1/3
-        low, high = pass_interval(rng.binomial(4, skill).tolist(), [4] * 60)
+        low, high = _pass_interval(rng.binomial(4, skill).tolist(), [4] * 60)
         held += low <= 1 / 3 <= high
     assert 0.92 <= held / trials <= 0.98
 
@@ -143,11 +143,11 @@ def test_paired_difference() -> None:
 
 def test_majority() -> None:
     answers = ["a", "a", "b", "b", "c", ""]
-    assert majority_at_k(answers, "a", 6) == 0.5
-    assert majority_at_k(answers, "c", 6) == 0 == majority_at_k(["", ""], "a", 2)
+    assert _majority_at_k(answers, "a", 6) == 0.5
+    assert _majority_at_k(answers, "c", 6) == 0 == _majority_at_k(["", ""], "a", 2)
     threes = itertools.combinations(answers, 3)
-    exact = np.mean([majority_at_k(list(three), "a", 3) for three in threes])
-    assert majority_at_k(answers, "a", 3) == pytest.approx(exact, abs=0.1)
+    exact = np.mean([_majority_at_k(list(three), "a", 3) for three in threes])
+    assert _majority_at_k(answers, "a", 3) == pytest.approx(exact, abs=0.1)
 
 
 @given(
@@ -164,7 +164,7 @@ def test_fewest_steps(ended: list[tuple[int | None, bool]], k: int) -> None:
     steps, right = [one for one, _ in ended], [ok for _, ok in ended]
     k = min(k, len(ended))
     draws = [chosen(drawn) for drawn in itertools.combinations(ended, k)]
-    assert fewest_steps_at_k(steps, right, k) == pytest.approx(np.mean(draws))
+    assert _fewest_steps_at_k(steps, right, k) == pytest.approx(np.mean(draws))
 
 
 def test_scores_by_steps() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl.buffer import GroupBuffer, Lag, filter_reason
+from keel.rl.buffer import GroupBuffer, Lag, _filter_reason
 from tests.rl.rollouts import finished, prompt
 
 
@@ -120,7 +120,7 @@ def test_a_step_waits_only_for_its_groups() -> None:
     ],
 )
 def test_filter_reasons(correct: Any, rewards: Any, by: Any, reason: Any) -> None:
-    assert filter_reason(finished("p", correct, rewards=rewards), by) == reason
+    assert _filter_reason(finished("p", correct, rewards=rewards), by) == reason
 
 
 def test_filtered_groups_free_slots_within_the_budget() -> None:

@@ -37,6 +37,7 @@ from keel.trainer.worker import (
     StepReport,
     pack_shares,
 )
+from keel.weights.sync import Receiver
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.ranks import make_config
 from tests.waiting import PATIENCE_S
@@ -123,7 +124,7 @@ def test_failures_name_the_lost_rank(
 
 def test_lost_sender_fails_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, (1, PEER), (71, ActorDiedError()))
-    engines: Any = [SimpleNamespace(index=index, actor=None) for index in range(3)]
+    engines = [Receiver(index, actor=None) for index in range(3)]
     for future in ranks.learner(make_config(2, 1), direct=True).send(engines):
         error = future.exception(PATIENCE_S)
         assert isinstance(error, WorkerLost) and f"rank 1 died during {SEND}" in str(error)

@@ -7,9 +7,9 @@ import pytest
 from huggingface_hub import constants
 
 from keel.configs.schema import ConfigError, SourceConfig
+from keel.data import rows
 from keel.data.jsonl import load_jsonl
-from keel.data.rows import places
-from keel.data.rows.places import _choose_files, _FilesNotFound, cached_places
+from keel.data.rows import _choose_files, _FilesNotFound, cached_places
 
 LINES = b'{"question": "1+1?", "answer": "so #### 2"}\n{"question": "1+2?", "answer": "#### 3"}\n'
 GSM8K: dict[str, Any] = {"columns": {"prompt": "question"}, "answer_after": "####"}
@@ -74,8 +74,8 @@ def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.extend(allow_patterns)
         return str(filled(folder / "snapshots/c0ffee", *allow_patterns))
 
-    monkeypatch.setattr(places, "_names", lambda _, revision: names[revision and "converted"])
-    monkeypatch.setattr(places, "snapshot_download", download)
+    monkeypatch.setattr(rows, "_names", lambda _, revision: names[revision and "converted"])
+    monkeypatch.setattr(rows, "snapshot_download", download)
     gsm = hub(subset="main")
     items = load_jsonl(gsm).items
     assert [item.prompt.reward["answer"] for item in items] == ["2", "3"]

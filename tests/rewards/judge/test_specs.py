@@ -18,9 +18,9 @@ from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import (
     Failed,
     Proof,
-    ProofSpec,
     Rubric,
     _ProofSample,
+    _ProofSpec,
     judged_spec,
     read_proof,
 )
@@ -135,7 +135,7 @@ def sample(score: float, *, verifier: float | None = None, own: float = 1.0) -> 
 
 
 def reward(claimed: float, *samples: _ProofSample, alpha: float = 0.75) -> float:
-    return ProofSpec(alpha=alpha).combine(Proof("y", "z", claimed), samples).value
+    return _ProofSpec(alpha=alpha).combine(Proof("y", "z", claimed), samples).value
 
 
 def test_the_composed_reward() -> None:

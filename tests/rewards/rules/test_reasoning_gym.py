@@ -13,7 +13,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from keel.configs.load import load_config
 from keel.configs.schema import SourceConfig
-from keel.data.procedural import REFUSED_TASKS, _to_jsonable, load_reasoning_gym
+from keel.data.procedural import _REFUSED_TASKS, _to_jsonable, load_reasoning_gym
 from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.rules.reasoning_gym import _MOST_PARTIAL
 from keel.rewards.rules.verifiers import Verifier, verifier_for
@@ -28,7 +28,7 @@ NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rus
 SLOW = {"arc_agi", "figlet_font", "futoshiki", "group_anagrams", "knight_swap"}
 """Tasks that take most of a second to build."""
 NONSENSE = ["?", "0", "1", "nan", "-inf", "nan+nanj", "[]", "{}", "''", "None", "no idea at all"]
-TASKS = sorted(set(DATASETS) - NO_ORACLE - set(REFUSED_TASKS) - SLOW)
+TASKS = sorted(set(DATASETS) - NO_ORACLE - set(_REFUSED_TASKS) - SLOW)
 
 
 @cache

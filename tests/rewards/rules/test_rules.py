@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import SourceConfig
-from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
+from keel.data.procedural import _REFUSED_TASKS, load_reasoning_gym
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.reasoning_gym import _EVALUATED_TASKS, _SYMBOLIC_TASKS, _is_safe_to_verify
 from keel.rewards.rules.verifiers import _MATCH_TIMEOUT_S, Verifier, keeps_format, verifier_for
@@ -26,7 +26,7 @@ def score(verifier: Verifier, text: str) -> float:
 
 
 def entry_of(task: str) -> dict[str, Any]:
-    if task in REFUSED_TASKS:  # refused as a source, but not in a file
+    if task in _REFUSED_TASKS:  # refused as a source, but not in a file
         return {"kind": "reasoning_gym", "task": task, "entry": {"answer": "1", "metadata": {}}}
     gym = {"name": "x", "source": "reasoning_gym", "size": 1, "params": {"seed": 7}}
     source = SourceConfig(task=task, **gym)

@@ -10,7 +10,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import EngineError, EngineProgress, GroupRequest, SampleRequest
-from keel.weights.sync import _send_through_store
+from keel.weights.sync import Receiver
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
 
@@ -20,6 +20,7 @@ Answer = Callable[["FakeEngine", str], None]
 class FakeEngine:
     def __init__(self, index: int, life: int, world: World) -> None:
         self.name, self.world = f"{index}.{life}", world
+        self.receiver = Receiver(index, self)
         self.version, self.killed = 0, False
         self.asked: dict[str, Future[Any]] = {}
         self.records: list[bool] = []
@@ -97,7 +98,9 @@ class World:
         return self.pool.submit(prompt, **{"sampling": self.config.sampling, **options})
 
     def send(self, version: int) -> Future[None]:
-        return self.pool.update(version, _send_through_store(version, []))
+        return self.pool.update(
+            version, lambda receivers: [each.actor.update(version, []) for each in receivers]
+        )
 
     def update_all(self, version: int) -> None:
         self.send(version).result(timeout=PATIENCE_S)

@@ -1,1 +1,0 @@
-"""Read rows from data files in any supported format."""
