@@ -59,8 +59,8 @@ def scores_by_steps(asked: Sequence[SampledPrompt]) -> tuple[dict[int, float], d
     DeepSeek-V3.2 (2025).
 
     The first result allows one trajectory a growing number of steps; the second runs a growing
-    number of trajectories in parallel (`_fewest_steps_at_k`). Both are empty for completions without
-    turns.
+    number of trajectories in parallel (`_fewest_steps_at_k`). Both are empty for completions
+    without turns.
     """
     samples = [sample for one in asked for sample in one.samples]
     if not samples or not all("turns" in sample for sample in samples):
