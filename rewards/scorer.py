@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,11 +55,12 @@ class _Draft:
     dropped: str = ""
 
 
-_Started = tuple[
-    dict[str, list[Future[Judged | Failed]]], dict[str, list[Future[list[VerifierScore]]]]
-]
-"""The futures of each reward component: first those from the judge, then those from the worker
-processes."""
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """The futures of a group's reward components, by component."""
+
+    judged: dict[str, list[Future[Judged | Failed]]]  # from the judge, one per trajectory
+    verified: dict[str, list[Future[list[VerifierScore]]]]  # from the worker processes
 
 
 class Scorer:
@@ -113,15 +115,11 @@ class Scorer:
         completions could not be scored.
         """
         try:
-            started = self._start(group)
+            pending = self._start(group)
         except ValueError as error:
             return failed(ValueError(f"prompt {group.prompt.prompt_id} {error}"))
-        futures = [future for parts in started for some in parts.values() for future in some]
-        return when_all(futures, lambda: self._score_drafts(group, started, purpose))
-
-    def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
-        futures = [self.submit(group, purpose) for group in groups]
-        return [future.result() for future in futures]
+        futures = chain(*pending.judged.values(), *pending.verified.values())
+        return when_all([*futures], lambda: self._score_drafts(group, pending, purpose))
 
     def metrics(self) -> dict[str, Metric]:
         """Return the judge's metrics since the last call, or an empty dict without a judge."""
@@ -139,7 +137,7 @@ class Scorer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _start(self, group: Group) -> _Started:
+    def _start(self, group: Group) -> _Pending:
         prompt, trajectories = group.prompt, group.trajectories
         kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
         if weights is None:
@@ -165,7 +163,7 @@ class Scorer:
                 spec = {"kind": "language", "prompt": task, "of": LANGUAGE_PARTS[name]}
                 texts = [_serialize(trajectory, sampled=True) for trajectory in trajectories]
                 verified[name] = [self._pool.submit(spec, texts)]
-        return judged, verified
+        return _Pending(judged, verified)
 
     def _start_judge(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
@@ -201,7 +199,7 @@ class Scorer:
         jobs = {text: self._pool.submit(prompt.reward, [text]) for text in set(completions)}
         return [jobs[text] for text in completions]
 
-    def _collect_parts(self, group: Group, started: _Started) -> list[_Draft]:
+    def _collect_parts(self, group: Group, pending: _Pending) -> list[_Draft]:
         """Collect all reward components of a group. Raises ValueError if its prompt or verdict is
         invalid."""
         prompt, weights = group.prompt, self._weights[group.prompt.domain]
@@ -211,8 +209,7 @@ class Scorer:
                 draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
             if prompt.environment and kind == ENVIRONMENT and "correct" not in draft.parts:
                 raise ValueError("its environment's verdict has no part `correct`; return one")
-        judged, verified = started
-        for part, answers in judged.items():
+        for part, answers in pending.judged.items():
             prefix = f"{REFUSAL}: " if part == REFUSAL else ""
             for draft, answer in zip(drafts, answers, strict=True):
                 result = answer.result()
@@ -223,7 +220,7 @@ class Scorer:
                 draft.parts |= {part: result.value, **({} if prefix else result.parts)}
                 for verdict in result.verdicts:
                     draft.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
-        for part, futures in verified.items():
+        for part, futures in pending.verified.items():
             scores = [score for future in futures for score in future.result()]
             label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
             name = f"correct ({' '.join(filter(None, label))})" if part == "correct" else part
@@ -243,14 +240,17 @@ class Scorer:
                 text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
                 kept = keeps_format(text, thinking=prompt.thinking, finished=finished)
                 draft.parts["format"] = float(kept)
+            if draft.trajectory.finish_reason == "crash":  # the worst value of every component
+                worst = {name: float(weight < 0) for name, weight in weights.items()}
+                draft.parts, draft.dropped = {**worst, "correct": 0.0, ERROR: 0.0}, ""
             _check_parts(draft, weights)
         return drafts
 
-    def _score_drafts(self, group: Group, started: _Started, purpose: Purpose) -> ScoredGroup:
+    def _score_drafts(self, group: Group, pending: _Pending, purpose: Purpose) -> ScoredGroup:
         weights = self._weights[group.prompt.domain]
         rule = self._lengths.get(group.prompt.domain, LengthRule())
         try:
-            drafts = self._collect_parts(group, started)
+            drafts = self._collect_parts(group, pending)
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}: {error}") from error
         if self._log is not None and not self._log_announced and self._pool.printed():
@@ -286,12 +286,7 @@ class Scorer:
 
 
 def _check_parts(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a trajectory has every weighted component. After a crash, set all components to
-    their worst values."""
-    if draft.trajectory.finish_reason == "crash":
-        parts = {name: float(weight < 0) for name, weight in weights.items()}
-        draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""
-        return
+    """Check that a trajectory has every weighted component."""
     missing = [name for name in weights if name not in draft.parts]
     if missing and not draft.dropped:
         error = (

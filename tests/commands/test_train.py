@@ -31,7 +31,7 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import MANIFEST
 from keel.trainer.run.signals import Interrupt
 from tests.model.stand_in import stand_in
-from tests.rewards.groups import group
+from tests.rewards.groups import group, score
 from tests.waiting import PATIENCE_S
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -233,7 +233,7 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
     scoring = {"workers": 1, "timeout_s": PATIENCE_S}
     with pickle_functions([short, unlike]), Scorer({"made": rewards}, **scoring) as scorer:
         check_prompts([item.prompt], rewards, code=CodeSettings())
-        (scored,) = scorer.score([group("hi", "hi", "hello", prompt=item.prompt)])
+        (scored,) = score(scorer, [group("hi", "hi", "hello", prompt=item.prompt)])
     assert [parts["python.unlike"] for parts in scored.parts_G] == [0.5, 0.5, 1.0]
     assert [parts["correct"] for parts in scored.parts_G] == [0.875, 0.875, 0.25]
     with pytest.raises(ValueError, match="nothing to judge it by"):

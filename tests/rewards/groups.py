@@ -1,11 +1,20 @@
 """Groups of answers to score."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from keel.rl.types import FinishReason, Group, Prompt, Segment, Trajectory
+from keel.rewards.scorer import Scorer
+from keel.rl.types import (
+    FinishReason,
+    Group,
+    Prompt,
+    Purpose,
+    ScoredGroup,
+    Segment,
+    Trajectory,
+)
 
 PROMPT = Prompt(
     prompt_id="file/1",
@@ -45,3 +54,8 @@ def trajectory(
 
 def group(*raws: str, prompt: Prompt = PROMPT) -> Group:
     return Group(prompt=prompt, trajectories=tuple(trajectory(i, r) for i, r in enumerate(raws)))
+
+
+def score(scorer: Scorer, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
+    futures = [scorer.submit(group, purpose) for group in groups]
+    return [future.result() for future in futures]

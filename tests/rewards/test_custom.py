@@ -24,7 +24,7 @@ from keel.rewards.custom import (
 )
 from keel.rewards.scorer import Scorer
 from tests.rewards import functions
-from tests.rewards.groups import PROMPT, group
+from tests.rewards.groups import PROMPT, group, score
 from tests.waiting import PATIENCE_S
 
 MINE = functions.NAME
@@ -56,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dotted_name_is_a_part(workers: int) -> None:
     weights = {"maths": {"correct": 1.0, f"{MINE}.polite": 0.5}}
     with Scorer(weights, workers=workers, timeout_s=PATIENCE_S) as scorer:
-        (scored,) = scorer.score([group("<think>ab</think>3", "<think></think>3 please")])
+        (scored,) = score(scorer, [group("<think>ab</think>3", "<think></think>3 please")])
     assert [parts[f"{MINE}.polite"] for parts in scored.parts_G] == [0.5, 1.0]
     assert scored.rewards_G.tolist() == [1.25, 0.5]
 
@@ -77,7 +77,7 @@ def test_other_values_are_errors_worth_nothing() -> None:
             with pytest.raises(BadReward):
                 function_verifier({"name": "python.always", "prompt": FIELDS})(text("3"))
             with Scorer(weights, workers=0, say=lambda _: None) as scorer:
-                (scored,) = scorer.score([group("</think>3")])
+                (scored,) = score(scorer, [group("</think>3")])
         assert scored.rewards_G.tolist() == [1.0]
         parts = {"correct": 1.0, "format": 1.0, "error": 1.0, "python.always": 0.0}
         assert scored.parts_G[0] == parts
@@ -165,6 +165,6 @@ def test_a_group_function_sees_whole_groups() -> None:
 
     functions = replace(PROMPT, prompt_id="file/2", reward={"kind": "functions"})
     with pickle_functions([alike]), Scorer({"maths": {"python.alike": 1.0}}, workers=0) as scorer:
-        scored = scorer.score([group("3", "4"), group("3", prompt=functions)])
+        scored = score(scorer, [group("3", "4"), group("3", prompt=functions)])
     assert [one.rewards_G.tolist() for one in scored] == [[0.5, 0.5], [1.0]]
     assert scored[1].parts_G[0]["correct"] == 1.0

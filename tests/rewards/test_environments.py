@@ -32,8 +32,7 @@ def graded(prompt: Any, *verdicts: dict[str, float]) -> Group:
 def score(group: Group, weights: dict[str, float], rule: LengthRule | None = None) -> ScoredGroup:
     lengths = {"maths": rule} if rule else None
     with Scorer({"maths": weights}, workers=0, environments=["maths"], lengths=lengths) as scorer:
-        (scored,) = scorer.score([group])
-    return scored
+        return scorer.submit(group).result()
 
 
 def turns(*messages: dict[str, Any], tokens: int = 1) -> Trajectory:
@@ -98,7 +97,7 @@ def test_the_judge_sees_the_environments_task(reward: dict[str, Any], server: Se
         JudgeService(settings(server.url)) as judge,
         Scorer(weights, workers=0, environments=["maths"], judge=judge) as scorer,
     ):
-        scorer.score([replace(group, trajectories=trajectories)])
+        scorer.submit(replace(group, trajectories=trajectories)).result()
     systems = [request["messages"][0]["content"] for request in server.requests]
     assert len(systems) == (4 if reward is RUBRIC else 2)
     assert not any("(task" in system for system in systems)

@@ -15,7 +15,7 @@ from keel.rewards.custom import (
 )
 from keel.rewards.scorer import Scorer
 from tests.rewards import functions
-from tests.rewards.groups import PROMPT, group
+from tests.rewards.groups import PROMPT, group, score
 from tests.waiting import PATIENCE_S, within_some
 
 pytestmark = pytest.mark.e2e
@@ -48,7 +48,7 @@ def test_an_error_is_reported_once_with_its_line(workers: int) -> None:
             lines.clear()
             prompt = replace(PROMPT, domain=name)
             for _ in range(2):
-                (scored,) = scorer.score([group("</think>3", "</think>3", prompt=prompt)])
+                (scored,) = score(scorer, [group("</think>3", "</think>3", prompt=prompt)])
             (only,) = lines
             assert name in only and "file/1" in only and message in only
             assert place(name, line) in only
@@ -70,7 +70,7 @@ def test_rare_failures_and_verifiers_do_not_stop_the_run() -> None:
     lines: list[str] = []
     with Scorer(weights("some"), workers=0, max_failure_fraction=0.2, say=lines.append) as scorer:
         for _ in range(30):
-            scored = scorer.score([group(*["</think>ok"] * 9, "</think>bad", prompt=prompt)])
+            scored = score(scorer, [group(*["</think>ok"] * 9, "</think>bad", prompt=prompt)])
     assert [parts["error"] for parts in scored[0].parts_G] == [1.0] * 10
     assert scored[0].notes_G[0]["correct"].startswith("error: ValueError")
     assert "prime_factorization" in lines[0] and "a bad one" in lines[1]
@@ -95,7 +95,7 @@ def test_a_lost_worker_reports_its_location(
         lines: list[str] = []
         log = tmp_path / "run" / f"rewards_{limit_s}"
         with Scorer(weights(name), workers=1, timeout_s=limit_s, say=lines.append, log=log) as one:
-            one.score([group("</think>4")])
+            score(one, [group("</think>4")])
         assert re.search(rf"{message}.*{re.escape(place(name, 1))}", "".join(lines))
         assert f"in {name}" in (log / "worker_0.log").read_text()
 

@@ -14,7 +14,7 @@ from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer
 from keel.rl.evaluation import evaluation
 from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
-from tests.rewards.groups import PROMPT, group, trajectory
+from tests.rewards.groups import PROMPT, group, score, trajectory
 from tests.rewards.judge.judge_server import (
     Reply,
     Server,
@@ -42,9 +42,9 @@ def prompt(domain: str = "maths", **reward: Any) -> Prompt:
 def test_rewards_parts_and_advantages() -> None:
     answers = group("<think>a</think>3", "<think>a</think>4", "3 </think>", "<think>3")
     with Scorer(WEIGHTS, workers=0) as scorer:
-        (scored,) = scorer.score([answers])
+        (scored,) = score(scorer, [answers])
         cut = replace(answers, trajectories=(trajectory(0, "<think>a</think>3", "length"),))
-        (alone,) = scorer.score([cut])
+        (alone,) = score(scorer, [cut])
     assert scored.group is answers
     assert scored.rewards_G.dtype == scored.advantages_G.dtype == np.float32
     np.testing.assert_allclose(scored.rewards_G, [1.1, 0.1, 0.0, 0.0])
@@ -59,14 +59,14 @@ def test_rewards_parts_and_advantages() -> None:
 def test_groups_keep_their_order_in_workers() -> None:
     groups = (group(f"<think></think>{i}", "<think></think>3") for i in range(20))
     with Scorer(WEIGHTS, workers=2, timeout_s=PATIENCE_S) as scorer:
-        scored = scorer.score(groups)
+        scored = score(scorer, groups)
     assert [s.parts_G[0]["correct"] for s in scored] == [float(i == 3) for i in range(20)]
     assert evaluation(scored)["pass@1"].value == pytest.approx((20 + 1) / 40)
 
 
 def test_empty_group_stays_empty() -> None:
     with Scorer(WEIGHTS, workers=0, lengths={"maths": LengthRule(linear=0.1)}) as scorer:
-        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=(), dropped=("late",))])
+        (scored,) = score(scorer, [Group(prompt=PROMPT, trajectories=(), dropped=("late",))])
     assert len(scored.rewards_G) == len(scored.advantages_G) == len(scored.parts_G) == 0
     assert scored.group.dropped == ("late",)
     assert evaluation([scored])["pass@1"].value == 0
@@ -89,7 +89,7 @@ def test_errors_name_the_prompt(domain: str, reward: dict[str, Any], part: str, 
         Scorer({"maths": {"correct": 1.0, part: 0.0}}, workers=0) as scorer,
         pytest.raises(ValueError, match=f"prompt file/9.*{match}"),
     ):
-        scorer.score([group("3", prompt=prompt(domain, **reward))])
+        score(scorer, [group("3", prompt=prompt(domain, **reward))])
 
 
 def test_unknown_parts_are_refused() -> None:
@@ -121,7 +121,7 @@ def test_programs_run_against_their_tests() -> None:
     partial = prompt(kind="code", tests=tests, partial=True)
     with Scorer({"maths": {"correct": 1.0}}, workers=2, code=TRUSTED) as scorer:
         groups = [group(adds, prints, adds, "none", prompt=partial)]
-        first, second = scorer.score([*groups, group(adds, prints, prompt=subtasks)])
+        first, second = score(scorer, [*groups, group(adds, prints, prompt=subtasks)])
     assert first.rewards_G.tolist() == [1.0, 0.5, 1.0, 0.0]
     parts = [(p["correct"], p["samples"], p["subtask/b"]) for p in second.parts_G]
     assert parts == [(1, 1, 1), (0, 1, 0)]
@@ -150,7 +150,7 @@ def test_judge_failures_leave_the_group(server: Server) -> None:
         service(server, max_failure_fraction=1.0) as judge,
         Scorer(WEIGHTS, workers=0, judge=judge) as scorer,
     ):
-        scored, other = scorer.score([answers, group("<think></think>3")])
+        scored, other = score(scorer, [answers, group("<think></think>3")])
         metrics, unchanged = scorer.metrics(), scorer.metrics()
     np.testing.assert_allclose(scored.rewards_G, [1.1, 0.85])
     np.testing.assert_allclose(scored.advantages_G, [0.125, -0.125], atol=1e-6)
@@ -190,7 +190,7 @@ def test_refusals_as_verdict_and_as_part() -> None:
         service(server) as judge,
         Scorer(weights, workers=0, judge=judge) as scorer,
     ):
-        harmful, harmless, sums = scorer.score([*groups, group(*answers)])
+        harmful, harmless, sums = score(scorer, [*groups, group(*answers)])
     assert harmful.rewards_G.tolist() == [0, 1] and harmless.rewards_G.tolist() == [1, 0]
     assert [parts["refusal"] for parts in sums.parts_G] == [0, 1]
     assert sums.rewards_G.tolist() == [1, 0]
@@ -210,8 +210,8 @@ def test_cut_off_completions(
     both = Group(prompt=PROMPT, trajectories=(whole, cut))
     lengths = {"maths": LengthRule(truncated=rule)}
     with Scorer({"maths": {"correct": 1.0}}, workers=0, lengths=lengths) as scorer:
-        (scored,) = scorer.score([both])
-        (measured,) = scorer.score([both], "eval")
+        (scored,) = score(scorer, [both])
+        (measured,) = score(scorer, [both], "eval")
     assert scored.rewards_G.tolist() == rewards
     assert scored.group.dropped == dropped
     assert scored.left_out == ((cut,) if dropped else ())
@@ -229,5 +229,5 @@ def test_cut_off_is_no_better_than_wrong(weight: float, rewards: list[float]) ->
     lengths = {"maths": LengthRule(truncated="zero")}
     weights = {"maths": {"correct": 1.0, f"{__name__}.always": weight}}
     with Scorer(weights, workers=0, lengths=lengths) as scorer:
-        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=(wrong, cut))])
+        (scored,) = score(scorer, [Group(prompt=PROMPT, trajectories=(wrong, cut))])
     assert scored.rewards_G.tolist() == rewards

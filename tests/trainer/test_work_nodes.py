@@ -34,7 +34,7 @@ from keel.trainer.placement.nodes import QUOTED_PYTHON
 from keel.trainer.placement.ray_internals import skip_unused_processes
 from keel.trainer.work_nodes import NodeWorker, WorkNodes
 from tests.agents.scripted import CHAT, Policy
-from tests.rewards.groups import PROMPT, with_message
+from tests.rewards.groups import PROMPT, score, with_message
 from tests.waiting import PATIENCE_S, patiently, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -134,7 +134,7 @@ def test_work_survives_the_loss_of_a_node(cluster: Cluster, folder: Path) -> Non
     with pickle_functions([elsewhere]):
         nodes = WorkNodes(recipe, say=said.append, log=None, runs_code=False)
         with Scorer(weights, pool=nodes) as scorer:
-            first = scorer.score(groups(3))
+            first = score(scorer, groups(3))
             nodes.start()
             wait_for(lambda: len(nodes.others) == 2, "nodes")
             busy = [scorer.submit(group) for group in groups(80)]
@@ -187,10 +187,10 @@ def test_nodes_add_up(cluster: Cluster, folder: Path) -> None:
                 while len(added) + 1 < size:
                     added.append(with_node(cluster, 4))
                 wait_for(lambda size=size: len(nodes.others) == size, f"{size} nodes")
-                scorer.score(groups(4 * size + 2))  # starts the workers
+                score(scorer, groups(4 * size + 2))  # starts the workers
                 work = groups(20 * size)
                 start, cpu = time.monotonic(), time.process_time()
-                scorer.score(work)
+                score(scorer, work)
                 rates[size] = 2 * len(work) / (time.monotonic() - start)
                 share, cost = rates[size] / (2 * size + 1), time.process_time() - cpu
                 print(

@@ -21,7 +21,7 @@ from keel.rl.types import Prompt
 from keel.rollout.judge import reaper
 from keel.rollout.judge.server import JudgeServer
 from tests.agents.episodes import alive
-from tests.rewards.groups import group
+from tests.rewards.groups import group, score
 from tests.waiting import PATIENCE_S, start_local_ray, wait_for
 
 CRITERIA = [
@@ -94,7 +94,7 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
         Scorer({"chat": {"rubric": 1.0}}, workers=0, judge=judge) as scorer,
     ):
         judge.check_reachable()
-        (scored,) = scorer.score([group(BLUE, RED, prompt=PROMPT)])
+        (scored,) = score(scorer, [group(BLUE, RED, prompt=PROMPT)])
         assert scored.group.dropped == ()
         assert all(reward in (0, 0.25, 0.5, 0.75, 1) for reward in scored.rewards_G)
         before = processes_of(config.model)
@@ -103,7 +103,7 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
         ray.kill(server._actor)
         assert gone(before)
 
-        (scored,) = scorer.score([group(GREEN, prompt=PROMPT)])
+        (scored,) = score(scorer, [group(GREEN, prompt=PROMPT)])
         counts = judge.counts()
         assert scored.group.dropped == () and server.restarts == counts.restarts == 1
         assert (counts.completions, counts.skipped, counts.failed) == (3, 0, {})
