@@ -9,7 +9,6 @@ from math import inf
 
 import numpy as np
 
-from keel.rl.seeds import seed_of
 from keel.rl.turns import (
     Chat,
     Message,
@@ -18,6 +17,7 @@ from keel.rl.turns import (
     TurnRequest,
     TurnResult,
     message_of,
+    seed_of,
 )
 from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 

@@ -18,8 +18,7 @@ from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.episode import Budget, ContextManager, Episode
 from keel.agents.types import Environment, NodeLost
-from keel.rl.seeds import seed_of
-from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of
+from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of, seed_of
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)

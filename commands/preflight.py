@@ -12,7 +12,7 @@ from keel.configs.load import load_config
 from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
-from keel.data.conversations.files import read_rows, read_trajectories
+from keel.data.conversations.load import read_rows, read_trajectories
 from keel.data.jsonl import load_jsonl
 from keel.model.hub import check_path, is_hub_name
 from keel.rewards.compose import check_weights

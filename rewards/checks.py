@@ -10,10 +10,10 @@ from keel.rewards.compose import check_parts
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, scores_group
 from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
 from keel.rewards.judge.specs import is_judged, judged_spec
+from keel.rewards.pool import WorkerPool
 from keel.rewards.rules.verifiers import KINDS as RULE_KINDS
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.sandbox import open_sandbox
-from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 _REFERENCES = 16

@@ -26,9 +26,9 @@ from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import REFUSAL as REFUSAL_SPEC
 from keel.rewards.judge.specs import Counts, Failed, Judged, is_judged
 from keel.rewards.length import LengthRule, apply_length_rule
+from keel.rewards.pool import VerifierScore, WorkerPool
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import final_text, raw_text
-from keel.rewards.workers.pool import VerifierScore, WorkerPool
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
 from keel.rl.metrics import Metric

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -167,6 +168,13 @@ def conversation_of(prompt_id: str, purpose: str, version: int, draw: int, sibli
 def prompt_of(conversation: str) -> str:
     """Extract the prompt id from a conversation name. Prompt ids may contain slashes."""
     return conversation.rsplit("/", 4)[0]
+
+
+def seed_of(*of: object) -> int:
+    """Derive a seed in [0, 2⁶³) from a hash of the parts, the same in every process and every run.
+    Only the last part may contain a slash."""
+    key = "/".join(map(str, of)).encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from keel.model.ray_timeouts import CALL_S, Unanswered, await_future
 from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum, demonstrate
 from keel.rewards.judge.service import JudgeService
+from keel.rewards.pool import WorkerPool
 from keel.rewards.scorer import Scorer
-from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
 from keel.rollout.judge.server import JudgeServer

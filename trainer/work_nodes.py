@@ -39,8 +39,8 @@ from keel.configs.schema import Config
 from keel.model import ray_timeouts
 from keel.rewards import custom
 from keel.rewards.compose import check_weights
+from keel.rewards.pool import VerifierScore, WorkerPool
 from keel.rewards.sandbox.sandbox import open_sandbox
-from keel.rewards.workers.pool import VerifierScore, WorkerPool
 from keel.rl.futures import failed, on_thread, settle
 from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Prompt, Verdict

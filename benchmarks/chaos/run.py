@@ -17,7 +17,7 @@ from keel.commands.cli import REFUSED
 ROLES = {
     "engine": "ray::RolloutWorker",
     "rank": "ray::TrainerWorker",
-    "reward worker": "keel.rewards.workers.worker",
+    "reward worker": "keel.rewards.worker",
     "raylet": "/raylet",
     "gcs": "gcs_server",
 }

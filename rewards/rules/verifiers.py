@@ -191,7 +191,7 @@ Verifier = Callable[[str], float | Mapping[str, float]]
 """Returns a score from 0 to 1 for the final text of a completion, without thinking, or several
 components including `correct`.
 
-On hostile text it may raise, hang or crash, so `keel.rewards.workers.pool` runs it in a separate
+On hostile text it may raise, hang or crash, so `keel.rewards.pool` runs it in a separate
 process.
 """
 

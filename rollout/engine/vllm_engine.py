@@ -31,8 +31,7 @@ from keel.model.batch_invariant import BLOCK
 from keel.model.hub import fp8_block
 from keel.model.load import LOAD_FORMAT, full_attention, tokenizer_with
 from keel.model.routing import is_moe
-from keel.rl.seeds import seed_of
-from keel.rl.turns import THINK, TurnRequest
+from keel.rl.turns import THINK, TurnRequest, seed_of
 from keel.rollout.chat.parsing import find_thinking_marks
 from keel.rollout.engine.conversion import (
     Completion,

@@ -33,8 +33,7 @@ from keel.agents.environments.search.environment import load_library
 from keel.agents.types import EnvironmentLost, ToolResult, Transcript, Unscored
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
-from keel.rl.seeds import seed_of
-from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.rl.turns import Message, ToolCall, ToolSpec, seed_of
 from keel.synthesis.author import (
     Author,
     AuthorReply,

@@ -29,7 +29,7 @@ from keel.agents.environments.search.environment import load_library
 from keel.configs.sections.base import ConfigError
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.specs import Rubric
-from keel.rl.seeds import seed_of
+from keel.rl.turns import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, collect_answers, measure_gain, verify_answers

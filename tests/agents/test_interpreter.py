@@ -14,7 +14,7 @@ from keel.agents.environments.interpreter import _put_files
 from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
-from keel.rl.seeds import seed_of
+from keel.rl.turns import seed_of
 from keel.trainer.build_agents import environment_spec
 from tests.agents.episodes import TASK, alive, asynchronous, run, use
 from tests.agents.sandboxes import wrap_of

@@ -23,7 +23,7 @@ from keel.agents.types import Transcript
 from keel.configs.load import load_config
 from keel.configs.paths import PACKAGE
 from keel.configs.schema import ConversationsConfig, EnvironmentConfig, SourceConfig
-from keel.data.conversations.files import read_rows
+from keel.data.conversations.load import read_rows
 from keel.data.eval_store import collect_samples
 from keel.data.jsonl import load_jsonl
 from keel.examples.judges import agreement

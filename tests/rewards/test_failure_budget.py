@@ -89,7 +89,7 @@ def test_early_failure_rate_counts_twenty(share: float, stops_at: int | None) ->
 def test_a_lost_worker_reports_its_location(
     tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.rewards.workers.pool._FIRST_CALL_S", 0.0)
+    monkeypatch.setattr("keel.rewards.pool._FIRST_CALL_S", 0.0)
 
     def check(limit_s: float) -> None:
         lines: list[str] = []

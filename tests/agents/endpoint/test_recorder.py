@@ -14,7 +14,7 @@ from keel.agents.endpoint import recorder as recorder_module
 from keel.agents.endpoint import requests
 from keel.agents.endpoint.recorder import TrajectoryRecorder, _prefix_keys
 from keel.agents.endpoint.requests import ApiError, read_request
-from keel.data.conversations.files import read_trajectories
+from keel.data.conversations.load import read_trajectories
 from keel.rl.records import trajectory_record
 from keel.rl.types import PROGRAM, Prompt, Trajectory
 from keel.trainer.prepare import _chat_renderer

@@ -16,7 +16,7 @@ import pytest
 
 from keel.configs.schema import ConversationsConfig
 from keel.configs.sections.rewards import JudgeServerConfig
-from keel.data.conversations.files import read_rows
+from keel.data.conversations.load import read_rows
 from keel.rewards.judge import client
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import Counts, Failed, Judged, JudgeStopped

@@ -18,7 +18,7 @@ from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.rules.reasoning_gym import _MOST_PARTIAL
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rewards.text import answer_in
-from keel.rewards.workers.worker import reply_to
+from keel.rewards.worker import reply_to
 from keel.rl.evaluation import passed
 
 RECIPES = Path(__file__).parents[3] / "configs/recipes"

@@ -1,6 +1,6 @@
 """The worker process, which runs verifiers on untrusted text.
 
-`python -m keel.rewards.workers.worker FD DUMP` reads and writes JSON lines over the socket FD. The
+`python -m keel.rewards.worker FD DUMP` reads and writes JSON lines over the socket FD. The
 process never sends pickles, because it has handled the policy's text and loading a pickle can run
 code.
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from keel.rewards import pool as pool_module
 from keel.rewards.custom import TextTrajectory, prompt_fields
-from keel.rewards.workers import pool as pool_module
-from keel.rewards.workers.pool import VerifierScore, WorkerPool
-from keel.rewards.workers.worker import PREEMPTION
+from keel.rewards.pool import VerifierScore, WorkerPool
+from keel.rewards.worker import PREEMPTION
 from keel.rl.types import Prompt
 from tests.rewards import functions
 from tests.waiting import PATIENCE_S, wait_for, within_some

@@ -22,7 +22,7 @@ from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.custom import dump_location
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.processes import kill_descendants
-from keel.rewards.workers.worker import PREEMPTION, reply_to
+from keel.rewards.worker import PREEMPTION, reply_to
 from keel.rl.strict_json import allow_long_integers
 
 _START_TIMEOUT_S = 120.0
@@ -174,7 +174,7 @@ class _Worker:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "keel.rewards.workers.worker", *map(str, fds)],
+                    [sys.executable, "-m", "keel.rewards.worker", *map(str, fds)],
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                     pass_fds=fds,
                     stdin=subprocess.DEVNULL,
