@@ -22,12 +22,10 @@ _CountTokens = Callable[[Prompt], int]
 class _SourceReport:
     train: int
     heldout: int
-    dropped: Mapping[str, int]
-    """Number of dropped prompts for each reason."""
+    dropped: Mapping[str, int]  # number of dropped prompts for each reason
     notes: tuple[str, ...]
     """One line per malformed row, prompt without a pass rate, and pass rate without a prompt."""
-    unread: Mapping[str, str]
-    """Maps each unused column to the location where it first occurs."""
+    unread: Mapping[str, str]  # maps each unused column to the location where it first occurs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +35,7 @@ class Dataset:
     train: PromptStream
     heldout: Mapping[str, tuple[Prompt, ...]]
     """Held-out prompts by source name, never used for training."""
-    reserved: frozenset[str]
-    """Question digests (`Item.questions`) of all held-out prompts."""
+    reserved: frozenset[str]  # question digests (`Item.questions`) of all held-out prompts
     report: Mapping[str, _SourceReport]
 
 

@@ -47,16 +47,13 @@ class SampledPrompt:
     source: str
     domain: str
     id: str
-    digest: str
-    """Digest of the recipe's prompt before the variant changes it."""
+    digest: str  # digest of the recipe's prompt before the variant changes it
     samples: Sequence[Mapping[str, Any]]
     """One dict per completion with the keys correct, error, parts, tokens, thinking (the thinking
     length), finish_reason, answer, messages, turns (in an environment) and `record` (additional
     keys for `keel sft`)."""
-    missing: Sequence[str]
-    """The reason for each missing completion."""
-    prompt: Sequence[Mapping[str, Any]] = ()
-    """Messages of the recipe's prompt."""
+    missing: Sequence[str]  # the reason for each missing completion
+    prompt: Sequence[Mapping[str, Any]] = ()  # messages of the recipe's prompt
     expected: str = ""
 
     @property

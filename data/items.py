@@ -12,8 +12,7 @@ from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
 R = TypeVar("R")
-MAX_MALFORMED = 1000
-"""Number of malformed lines after which reading stops."""
+MAX_MALFORMED = 1000  # number of malformed lines after which reading stops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +20,7 @@ class Item:
     """A prompt and its location in the data."""
 
     prompt: Prompt
-    origin: str
-    """Location of the prompt for messages: `file:line`, or the task and index."""
+    origin: str  # location of the prompt for messages: `file:line`, or the task and index
     bare: tuple[Mapping[str, Any], ...] = ()
     """Messages before the prompt template is applied. Empty if there is no template, or if the
     template also uses other columns of the row."""
@@ -50,8 +48,7 @@ def question_digest(messages: Sequence[Mapping[str, Any]]) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     items: tuple[Item, ...]
-    skipped: tuple[str, ...] = ()
-    """Reason for skipping each malformed line."""
+    skipped: tuple[str, ...] = ()  # reason for skipping each malformed line
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
     """Maps each unused column to the location where it first occurs."""
 

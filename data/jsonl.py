@@ -118,12 +118,9 @@ def load_jsonl(
 
 class _Row(NamedTuple):
     known: dict[str, Any]
-    as_text: dict[str, Any]
-    """Values of the known keys, with numbers written as in the file."""
-    unmapped: dict[str, Any]
-    """Columns that are not mapped to any key."""
-    record: dict[str, Any]
-    """The whole row for templates, with numbers written as in the file."""
+    as_text: dict[str, Any]  # values of the known keys, with numbers written as in the file
+    unmapped: dict[str, Any]  # columns that are not mapped to any key
+    record: dict[str, Any]  # the whole row for templates, with numbers written as in the file
     of_table: bool
 
 
@@ -140,8 +137,7 @@ class _Reader:
         # A template that adds nothing of the row leaves the question the same.
         only_prompt = template <= {"prompt", self._column["prompt"]}
         self._keeps_question = bool(source.template) and only_prompt
-        self.seen: set[str] = set()
-        """Keys found so far."""
+        self.seen: set[str] = set()  # keys found so far
         self.unread: dict[str, str] = {}
         """Maps each unused column to the location where it first occurs."""
 

@@ -37,10 +37,8 @@ class _PassRate:
     score: float | None
     """Mean of `correct` over the completions, or None if there are no completions."""
     unscored: int
-    dropped: Mapping[str, int]
-    """Number of missing completions for each reason."""
-    digest: str
-    """Digest of the prompt's messages and reward spec."""
+    dropped: Mapping[str, int]  # number of missing completions for each reason
+    digest: str  # digest of the prompt's messages and reward spec
 
     @property
     def rate(self) -> float:
@@ -108,8 +106,7 @@ _SAMPLING_KNOBS = (
     "filter.samples",
     "rollout.timeout_s",
 )
-_MAX_REASONS = 5
-"""Maximum number of reasons for missing completions to list in the report."""
+_MAX_REASONS = 5  # maximum number of reasons for missing completions to list in the report
 
 
 class FilterFolder:

@@ -241,14 +241,10 @@ def compare(first: str, second: str) -> str:
     return "\n".join([f"{second} − {first}:", *lines])
 
 
-_Z = 1.959964
-"""Normal quantile for a two-sided 95 % interval."""
-_RESAMPLES = 4000
-"""Number of bootstrap resamples, and of sign flips."""
-_VOTES = 200
-"""Number of random subsets of k completions for maj@k."""
-_CHUNK = 1 << 22
-"""Maximum number of random numbers to draw at once."""
+_Z = 1.959964  # normal quantile for a two-sided 95 % interval
+_RESAMPLES = 4000  # number of bootstrap resamples, and of sign flips
+_VOTES = 200  # number of random subsets of k completions for maj@k
+_CHUNK = 1 << 22  # maximum number of random numbers to draw at once
 
 
 def _pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[float, float]:
@@ -281,10 +277,8 @@ class _Difference:
 
     mean: float
     low: float
-    high: float
-    """Upper end of the 95 % bootstrap interval over prompts; `low` is the lower end."""
-    p: float
-    """P-value of the sign-flip permutation test over prompts."""
+    high: float  # upper end of the 95 % bootstrap interval over prompts; `low` is the lower end
+    p: float  # P-value of the sign-flip permutation test over prompts
 
 
 def _paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> _Difference:

@@ -42,10 +42,8 @@ _TABLES = (".parquet", ".arrow")
 KINDS = (*_LINES, *_LISTS, *_SHEETS, *_TABLES)
 READ_ERRORS = (OSError, EOFError, zlib.error)
 """Errors raised if a file cannot be read or decompressed."""
-_TABLE_BATCH = 1024
-"""Number of table rows to convert at a time."""
-_SMALL_TASKS = "small-tasks"
-"""Folder of the recipes that use the tasks in `keel.examples.small`."""
+_TABLE_BATCH = 1024  # number of table rows to convert at a time
+_SMALL_TASKS = "small-tasks"  # folder of the recipes that use the tasks in `keel.examples.small`
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 
@@ -54,10 +52,8 @@ class BadLine(ValueError):
 
 
 class Row(NamedTuple):
-    at: str
-    """Location of the row: `file:line`, or `file, row 3` in a list or a table."""
-    number: int
-    """Line number, or row number in a list, a table or several files."""
+    at: str  # location of the row: `file:line`, or `file, row 3` in a list or a table
+    number: int  # line number, or row number in a list, a table or several files
     record: dict[str, Any] | BadLine
     """Columns of the row, or the error that explains why it cannot be read."""
     written: dict[str, Any] | None
@@ -349,8 +345,7 @@ def drop_nulls(value: Any) -> Any:
 _HUB_TIMEOUT_S = 30.0
 _CONVERTED = "refs/convert/parquet"
 """Revision in which the hub stores its Parquet conversion, as `subset/split/0000.parquet`."""
-_PLAIN_FOLDERS = ("data", "default")
-"""Folder names that are not subsets."""
+_PLAIN_FOLDERS = ("data", "default")  # folder names that are not subsets
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),

@@ -25,8 +25,7 @@ from keel.rewards.sandbox.processes import kill_descendants
 from keel.rewards.worker import PREEMPTION, reply_to
 from keel.rl.strict_json import allow_long_integers
 
-_START_TIMEOUT_S = 120.0
-"""Time limit in seconds for a worker to start and import its libraries."""
+_START_TIMEOUT_S = 120.0  # time limit in seconds for a worker to start and import its libraries
 _CODE_GRACE_S = 30.0
 """Seconds for starting and stopping sandboxes, in addition to `rewards.code.completion_s`."""
 GRACE_S = 30.0
@@ -34,8 +33,7 @@ GRACE_S = 30.0
 _FIRST_CALL_S = 30.0
 """Minimum time limit for the first call of a function in a worker, because that call may load a
 model."""
-_POLL_S = 1.0
-"""Seconds between two checks of a worker that has not answered."""
+_POLL_S = 1.0  # seconds between two checks of a worker that has not answered
 _STOPPED_POLLS = 5
 """Number of consecutive checks that must find a worker stopped (SIGSTOP) before it is replaced."""
 _MAX_REASSIGNMENTS = 3
@@ -142,8 +140,7 @@ class _Worker:
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115
         """The file for the stack trace of a process that crashes or exceeds its deadline."""
         self._timeout_s = 0.0
-        self._called: set[str] = set()
-        """The functions that the current process has already called."""
+        self._called: set[str] = set()  # the functions that the current process has already called
         self._returned: set[str] = set()
         """The functions that have returned at least once, in any process of this worker."""
         self._slow: set[str] = set()

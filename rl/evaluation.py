@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from keel.rl.metrics import Mean, Metric, Sum, mean_of
 from keel.rl.types import FUNCTIONS, ScoredGroup
 
-ERROR = "error"
-"""Name of the reward component that is positive if a completion could not be scored."""
+ERROR = "error"  # name of the reward component that is positive if a completion could not be scored
 _PASS = 1 - 1e-9
 """Minimum `correct` value of a passing completion. It is slightly below 1 to tolerate rounding in a
 weighted mean. Reward functions keep partial credit well below it

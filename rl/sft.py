@@ -22,8 +22,7 @@ _FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
 class SftExample:
     """A conversation to train on. Like a `Trajectory`, it consists of one or more segments."""
 
-    prompt_id: str
-    """Id that is unique within a run and stays the same after a restart."""
+    prompt_id: str  # id that is unique within a run and stays the same after a restart
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:

@@ -8,8 +8,7 @@ from math import isfinite
 from typing import Any, NoReturn, cast
 
 _MAX_DEPTH = 100
-_MAX_DIGITS = 4300
-"""Maximum number of digits in an integer. This is CPython's default."""
+_MAX_DIGITS = 4300  # Maximum number of digits in an integer. This is CPython's default.
 _LONG_DIGITS = 50_000
 """Maximum number of digits in an integer from a data set or from the result of a program. Parsing
 such an integer takes about 50 ms, and the time grows quadratically."""

@@ -22,16 +22,14 @@ from transformers.utils.hub import cached_file
 
 from keel.model.transformers_internals import ignored_tensor_patterns
 
-_ALIGNMENT = 64
-"""Alignment of tensors in bytes, so that they can be used without copying."""
+_ALIGNMENT = 64  # alignment of tensors in bytes, so that they can be used without copying
 
 
 class TensorEntry(NamedTuple):
     """A tensor in a bucket. This is a tuple for speed, because a large update has tens of thousands
     of tensors."""
 
-    name: str
-    """Name of the tensor in the checkpoint. Each expert's tensors have their own names."""
+    name: str  # Name of the tensor in the checkpoint. Each expert's tensors have their own names.
     dtype: str
     shape: tuple[int, ...]
     offset: int

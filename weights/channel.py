@@ -31,8 +31,7 @@ from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 POLL_S = 1e-4
 _CHECK_S = 0.02
 """Seconds between checks that the peer is alive. Such a check is more expensive than a poll."""
-_NCCL_TIMEOUT = timedelta(days=1)
-"""A timeout that NCCL never reaches, because `send` has its own."""
+_NCCL_TIMEOUT = timedelta(days=1)  # a timeout that NCCL never reaches, because `send` has its own
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]

@@ -40,8 +40,7 @@ _SHAPE_ONLY = (
 """Operations that depend only on a tensor's shape, dtype and device."""
 _Dims = tuple[tuple[int, int, int], ...]
 """Length of each dimension, with its strides in the kernel's tensor and in the source."""
-Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Storage offset, size and stride."""
+Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, size and stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,8 @@ class _CopyPiece:
     """A part of a checkpoint tensor and its destination in a kernel's tensor."""
 
     kernel: int
-    at: int
-    """Position in the kernel's storage."""
-    source: int
-    """Position in the checkpoint tensor or in a bucket."""
+    at: int  # position in the kernel's storage
+    source: int  # position in the checkpoint tensor or in a bucket
     dims: _Dims
     dtype: torch.dtype
 
@@ -62,8 +59,7 @@ _Placed = Mapping[str, tuple[TensorEntry, tuple[_CopyPiece, ...]]]
 _Copies = tuple[list[Tensor], list[Layout]]
 """Target tensors, and the layouts of the bucket parts to copy into them. A single call copies all
 of them, so they must have the same dtypes, and either all or none may have gaps."""
-_Program = list[tuple[torch.dtype, _Copies]]
-"""The copies for one bucket, by dtype of their source."""
+_Program = list[tuple[torch.dtype, _Copies]]  # the copies for one bucket, by dtype of their source
 
 
 class CopyPlan:
@@ -205,25 +201,20 @@ def _with_widest_integers(piece: _CopyPiece) -> tuple[_CopyPiece, torch.dtype]:
 class _Write:
     data: Tensor | None
     """The data that was written. None for a constant, and after the write has been verified."""
-    name: str = ""
-    """Checkpoint tensor that the data came from, or "" if it was a constant."""
+    name: str = ""  # checkpoint tensor that the data came from, or "" if it was a constant
     start: int = 0
-    stride: tuple[int, ...] = ()
-    """Position and stride of the data in the checkpoint tensor."""
-    value: float = 0.0
-    """The constant."""
+    stride: tuple[int, ...] = ()  # position and stride of the data in the checkpoint tensor
+    value: float = 0.0  # the constant
 
 
 @dataclass(slots=True)
 class _WrittenStorage:
     """A storage that kernels use, or an intermediate one, with the weights written to it."""
 
-    alive: StorageWeakRef
-    """Prevents the storage's key from being reused."""
+    alive: StorageWeakRef  # prevents the storage's key from being reused
     dtype: torch.dtype
     name: str = "a loaded tensor"
-    kernel: Tensor | None = None
-    """The kernel's tensor, or None for an intermediate storage."""
+    kernel: Tensor | None = None  # the kernel's tensor, or None for an intermediate storage
     writes: dict[Layout, _Write] = field(default_factory=dict[Layout, _Write])
     read_by: str = ""
     proven: bool = False
@@ -243,8 +234,7 @@ class LoadRecorder(TorchDispatchMode):
         """Create a recorder. `deferred` lists the layers that process their weights again in every
         update. This processing is not recorded."""
         super().__init__()
-        self.refusal = ""
-        """The reason why no plan can be made, or "" as long as a plan is possible."""
+        self.refusal = ""  # the reason why no plan can be made, or "" as long as a plan is possible
         self._model, self._deferred, self._paused = model, deferred, False
         self._targets: dict[int, _WrittenStorage] = {}
         self._buckets: dict[int, _Bucket] = {}

@@ -29,8 +29,7 @@ from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, Tens
 from keel.weights.channel import Begin, Channel, Finish, Mailbox, Rendezvous, SharedMemory, gpu_id
 from keel.weights.sync import Outcome, Receiver
 
-_GRACE_S = 5.0
-"""Seconds to wait for the engine to report an error after a channel breaks."""
+_GRACE_S = 5.0  # seconds to wait for the engine to report an error after a channel breaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ class _ContiguousRun:
     start: int
     count: int
     bucket: int
-    at: int
-    """Offset in the bucket, in bytes."""
+    at: int  # offset in the bucket, in bytes
     dtype: torch.dtype
 
 
@@ -177,8 +175,7 @@ class _Link:
     """Hash of the actor handle, to detect a replaced engine. Storing the handle would keep the
     actor alive."""
     mailbox: Mailbox
-    channel: Channel | None
-    """None if the engine and the rank share a GPU."""
+    channel: Channel | None  # None if the engine and the rank share a GPU
     memory: SharedMemory = field(default_factory=SharedMemory)
     receiving: Any = None
     sending: bool = False

@@ -23,8 +23,7 @@ from keel.data.rows import BadLine, json_type
 from keel.rl.turns import Message
 from keel.rl.types import Segment
 
-_FORMS = ("messages", "prompt", "conversations")
-"""Keys that identify each conversation format."""
+_FORMS = ("messages", "prompt", "conversations")  # keys that identify each conversation format
 _SHAREGPT = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard"), "assistant"),
@@ -38,8 +37,7 @@ _MESSAGE_KEYS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *_REASONING}
 )
 _SHAREGPT_KEYS = frozenset({"from", "value", "weight"})
-_FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")
-"""Names for the key `weight` in other tools."""
+_FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")  # names for the key `weight` in other tools
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
@@ -255,22 +253,17 @@ def _json(text: str, at: str) -> Any:
 class Example:
     """A training example: one conversation, or one window of a text."""
 
-    origin: str
-    """Location of the conversation for messages: `file:line`, or the task and index."""
+    origin: str  # location of the conversation for messages: `file:line`, or the task and index
     messages: tuple[Message, ...] = ()
-    trained: tuple[int, ...] = ()
-    """Indices of the messages to train on."""
+    trained: tuple[int, ...] = ()  # indices of the messages to train on
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = False
     segments: tuple[Segment, ...] = ()
     """Known tokens, either sampled by a policy with the same tokenizer or from the window of a
     text."""
-    document: str = ""
-    """Digest of the whole document, which serves as the example's question."""
-    window: int = 0
-    """Index of the window in its document."""
-    prompt_id: str = ""
-    """`prompt_id` of the prompt that a sampled conversation answers."""
+    document: str = ""  # digest of the whole document, which serves as the example's question
+    window: int = 0  # index of the window in its document
+    prompt_id: str = ""  # `prompt_id` of the prompt that a sampled conversation answers
     unread: frozenset[str] = field(default_factory=frozenset[str])
     """Keys in the line that Keel does not use."""
 
@@ -295,8 +288,7 @@ class Example:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSource:
     examples: tuple[Example, ...]
-    skipped: tuple[str, ...] = ()
-    """Reason for skipping each malformed line."""
+    skipped: tuple[str, ...] = ()  # reason for skipping each malformed line
     unselected: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of dropped trajectories for each reason."""
 

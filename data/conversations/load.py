@@ -47,15 +47,11 @@ from keel.rl.sft import SftExample
 class _Report:
     """Counts of conversations and tokens in a source."""
 
-    lessons: Sequence[SftExample]
-    """Conversations to train on."""
+    lessons: Sequence[SftExample]  # conversations to train on
     heldout: int
-    documents: int
-    """Number of documents with training windows (text sources only)."""
-    sampled: int
-    """Number of conversations that keep the exact tokens sampled by a policy."""
-    left_out: Mapping[str, int]
-    """Number of excluded conversations for each reason."""
+    documents: int  # number of documents with training windows (text sources only)
+    sampled: int  # number of conversations that keep the exact tokens sampled by a policy
+    left_out: Mapping[str, int]  # number of excluded conversations for each reason
     skipped: Sequence[str]
     unread: frozenset[str]
 
@@ -100,8 +96,7 @@ class _Usable(NamedTuple):
     lesson: SftExample
     example: Example
     question: str
-    key: str
-    """Identifies the unit that is held out as a whole: a question, or one window of a text."""
+    key: str  # identifies the unit that is held out as a whole: a question, or one window of a text
 
 
 class _Part(NamedTuple):
@@ -294,8 +289,7 @@ def _choose_holdout(
 
 _SEED_OFFSET = 1 << 41
 """Added to the seed so that the generated questions differ from those used as prompts."""
-_SEED_STRIDE = 1 << 20
-"""Distance between the task seeds of consecutive run seeds."""
+_SEED_STRIDE = 1 << 20  # distance between the task seeds of consecutive run seeds
 _Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
 """Return the assistant's message for an entry of a task, or None if the solution is unknown."""
 

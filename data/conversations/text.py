@@ -40,8 +40,7 @@ document."""
 _KEYS = string.ascii_lowercase
 _FILLER = ".,-~"
 _ASK = "?"
-_ASKING_SHARE = 0.25
-"""Fraction of a generated text's length that asks for letters."""
+_ASKING_SHARE = 0.25  # fraction of a generated text's length that asks for letters
 _Encode = Callable[[str], Sequence[int]]
 """Convert text to token IDs without special tokens at the beginning or end."""
 
@@ -53,8 +52,7 @@ class Encoded:
     encode: _Encode
     before: tuple[int, ...] = ()
     """Token IDs that the tokenizer puts before every document. Not trained on."""
-    after: tuple[int, ...] = ()
-    """Token IDs appended to every document."""
+    after: tuple[int, ...] = ()  # token IDs appended to every document
 
     def __post_init__(self) -> None:
         if None in self.after:

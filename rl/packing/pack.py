@@ -124,8 +124,7 @@ class BatchFormat:
     """Which optional fields the micro-batches of a step have. It is the same for all micro-batches,
     so that all ranks run the same code."""
 
-    routes: tuple[int, int] | None
-    """(L, K) of the recorded routes, or None if there are none."""
+    routes: tuple[int, int] | None  # (L, K) of the recorded routes, or None if there are none
     sampling_mask: bool
     selected: tuple[int, int] | None = None
     """(L, b) of the recorded sparse attention selections, or None if there are none."""

@@ -21,14 +21,12 @@ from numpy.typing import NDArray
 
 from keel.rl.types import Segment
 
-_MIN_PREFIX = 16
-"""Minimum length, in tokens, of a prefix worth sharing."""
+_MIN_PREFIX = 16  # minimum length, in tokens, of a prefix worth sharing
 _SIZES = (1.0, 0.5, 0.25, 0.125)
 """Candidate size limits for groups with a shared prefix, as fractions of a micro-batch or of a
 rank's tokens. Smaller groups are easier to balance across ranks but repeat the prefix more often.
 """
-_LAUNCH_COST = 1 / 16
-"""Fixed cost of running a micro-batch, as a fraction of its token capacity."""
+_LAUNCH_COST = 1 / 16  # fixed cost of running a micro-batch, as a fraction of its token capacity
 _MIN_OVERLAP = 0.75
 """A trajectory joins a cluster only if both keep at least this fraction of their longest possible
 prefix."""
@@ -43,15 +41,12 @@ class PackItem:
     """A trajectory, or a part of one, with the values that its loss needs."""
 
     segments: tuple[Segment, ...]
-    sampled_tokens: int
-    """Number of sampled tokens |o_i| in the whole trajectory."""
+    sampled_tokens: int  # number of sampled tokens |o_i| in the whole trajectory
     advantage: float
     kl_coef: float
     weight: float
-    split: int = -1
-    """See `MicroBatch.split_S`."""
-    reference: int = 0
-    """See `MicroBatch.reference_S`."""
+    split: int = -1  # see `MicroBatch.split_S`
+    reference: int = 0  # see `MicroBatch.reference_S`
 
     @property
     def tokens(self) -> int:
