@@ -11,7 +11,7 @@ from keel.data.items import Item, Loaded, digest, first_lines
 from keel.data.jsonl import load_jsonl
 from keel.data.pass_rates import check_same_prompt, read_pass_rates
 from keel.data.procedural import load_episodes, load_reasoning_gym
-from keel.data.stream import PromptStream
+from keel.data.stream import Stream
 from keel.rl.types import Prompt
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
@@ -32,7 +32,7 @@ class _SourceReport:
 class Dataset:
     """All prompts of a run, split into training and held-out prompts."""
 
-    train: PromptStream
+    train: Stream[Prompt]
     heldout: Mapping[str, tuple[Prompt, ...]]
     """Held-out prompts by source name, never used for training."""
     reserved: frozenset[str]  # question digests (`Item.questions`) of all held-out prompts
@@ -97,9 +97,13 @@ def load_dataset(
             notes=tuple(split.notes),
             unread=split.loaded.unread,
         )
+
+    def content(prompt: Prompt) -> str:
+        return f"{prompt.prompt_id} {prompt.messages} {prompt.reward}"
+
     weights = {source.name: config.weight_of(source) for source in config.sources}
     return Dataset(
-        train=PromptStream(train, weights=weights, seed=seed),
+        train=Stream(train, weights=weights, seed=seed, content=content),
         heldout={
             name: tuple(item.prompt for item in split.heldout)
             for name, split in splits.items()

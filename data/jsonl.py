@@ -34,7 +34,6 @@ from keel.data.items import (
     malformed_error,
 )
 from keel.data.rows import (
-    MISSING,
     BadLine,
     check_keys,
     drop_nulls,
@@ -289,9 +288,9 @@ class _Reader:
             value = look_up(row.record, name)
             if name == "prompt" and last["content"] is not None:
                 value = last["content"]
-            elif value is MISSING:
+            elif value is None:
                 value = row.as_text.get(name)
-            if value is MISSING or value is None:
+            if value is None:
                 if name == "prompt":
                     raise self._missing("prompt", row)
                 raise BadLine(

@@ -295,9 +295,6 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-MISSING: Any = object()
-
-
 def check_keys(columns: Mapping[str, str], known: Collection[str], knob: str) -> None:
     for key in columns:
         if key not in known:
@@ -307,19 +304,17 @@ def check_keys(columns: Mapping[str, str], known: Collection[str], knob: str) ->
 def select_columns(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of the keys in `columns` that are present and not null."""
     values = {key: look_up(record, name) for key, name in columns.items() if name}
-    return {k: v for k, v in values.items() if v is not None and v is not MISSING}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def look_up(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or of a dotted path into nested objects. Returns `MISSING` if
-    it does not exist."""
+    """Return the value of a column, or of a dotted path into nested objects. Returns None if it
+    does not exist."""
     if name in record or "." not in name:
-        return record.get(name, MISSING)
+        return record.get(name)
     value: Any = record
     for step in name.split("."):
-        if not isinstance(value, Mapping) or step not in value:
-            return MISSING
-        value = cast(Mapping[str, Any], value)[step]
+        value = cast(Mapping[str, Any], value).get(step) if isinstance(value, Mapping) else None
     return value
 
 

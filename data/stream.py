@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from keel.data.items import digest
-from keel.rl.types import Prompt
 
 
 class _Streamed(Protocol):
@@ -108,13 +107,3 @@ class Stream(Generic[T]):
             order = sorted(self._sources[name], key=lambda prompt: digest(key + prompt.prompt_id))
             cached = self._orders[name] = (epoch, tuple(order))
         return cached[1]
-
-
-class PromptStream(Stream[Prompt]):
-    def __init__(
-        self, sources: Mapping[str, Sequence[Prompt]], *, weights: Mapping[str, float], seed: int
-    ) -> None:
-        def content(prompt: Prompt) -> str:
-            return f"{prompt.prompt_id} {prompt.messages} {prompt.reward}"
-
-        super().__init__(sources, weights=weights, seed=seed, content=content)

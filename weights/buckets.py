@@ -131,7 +131,7 @@ _COMPUTED = re.compile(
 """Tensors in old checkpoints that the engine and the trainer compute themselves."""
 
 
-class Manifest:
+class TensorChecklist:
     """Checks that all tensors of an update have arrived, because vLLM does not notice every missing
     tensor."""
 
@@ -144,7 +144,7 @@ class Manifest:
         decoder: str = "",
         unread: Iterable[str] = (),
     ) -> None:
-        """Create a manifest from the tensor names in the checkpoint.
+        """Create a checklist from the tensor names in the checkpoint.
 
         `layers` is the number of layers, not counting the multi-token prediction layers. Those come
         last, and neither the engine nor the trainer loads them. If `tied` is set, the output
@@ -168,9 +168,9 @@ class Manifest:
         self._missing: set[str] = set()
 
     @staticmethod
-    def of(path: str, text: PreTrainedConfig) -> Manifest:
+    def of_checkpoint(path: str, text: PreTrainedConfig) -> TensorChecklist:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), PreTrainedModel)
-        return Manifest(
+        return TensorChecklist(
             checkpoint_names(path),
             layers=text.num_hidden_layers,
             tied=bool(getattr(text, "tie_word_embeddings", False)),

@@ -32,7 +32,7 @@ from keel.weights.channel import Channel, Rendezvous, SharedView, call_worker, g
 from keel.weights.copy_plan import CopyPlan, LoadRecorder
 
 _LOG = logging.getLogger(__name__)
-# Drop warnings about layers that only hold tables; `Manifest` checks for missing tensors. A
+# Drop warnings about layers that only hold tables; `TensorChecklist` checks for missing tensors. A
 # filter, because vLLM resets the levels of its loggers when it builds an engine.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
     lambda record: record.levelno >= logging.ERROR

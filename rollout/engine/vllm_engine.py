@@ -60,7 +60,7 @@ from keel.rollout.vllm_internals import (
     resume,
     scheduler_of,
 )
-from keel.weights.buckets import Bucket, Manifest
+from keel.weights.buckets import Bucket, TensorChecklist
 from keel.weights.channel import Rendezvous, call_workers
 
 _DISCARD = 2  # vLLM's sleep level that discards the weights, before the trainer sends new ones
@@ -127,7 +127,7 @@ class VllmEngine:
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
         self._requests = _TemplatedRequests(self._llm)
-        self._manifest = Manifest.of(spec.model_path, text)
+        self._checklist = TensorChecklist.of_checkpoint(spec.model_path, text)
         self._llm.collective_rpc("keel_prepare")
         if spec.config.time_share:
             self.sleep()
@@ -284,7 +284,7 @@ class VllmEngine:
         else:
             completed = self._pause()
         self.updating = True
-        self._manifest.begin()
+        self._checklist.begin()
         self._llm.collective_rpc("keel_begin_update", args=(self._no_copies,))
         return completed
 
@@ -299,7 +299,7 @@ class VllmEngine:
         """Load one bucket of weights. Raises ValueError naming a tensor that is not in the
         checkpoint, and TimeoutError or ConnectionError if the bytes cannot be received
         (`Channel.receive`)."""
-        self._manifest.arrived(bucket)
+        self._checklist.arrived(bucket)
         call_workers(self._llm, "keel_load_bucket", bucket)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
@@ -308,7 +308,7 @@ class VllmEngine:
         Raises ValueError if tensors are missing, and RuntimeError if the `checksum` does not match
         the bytes received from the trainer.
         """
-        self._manifest.finish()
+        self._checklist.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
         if self._asleep:
             self._llm.wake_up(["kv_cache"])

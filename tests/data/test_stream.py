@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.data.stream import PromptStream
+from keel.data.stream import Stream
 from keel.rl.types import Prompt
 
 WEIGHTS = {"a": 3.0, "b": 1.0, "unused": 0.0}
@@ -18,9 +18,9 @@ def prompts(name: str, count: int) -> list[Prompt]:
     return [Prompt(prompt_id=f"{name}/{i}", domain=name, messages=messages) for i in range(count)]
 
 
-def stream(a: int = 5, b: int = 3, seed: int = 0, unused: float = 0.0) -> PromptStream:
+def stream(a: int = 5, b: int = 3, seed: int = 0, unused: float = 0.0) -> Stream[Prompt]:
     sources = {"a": prompts("a", a), "b": prompts("b", b), "unused": prompts("unused", 2)}
-    return PromptStream(sources, weights=WEIGHTS | {"unused": unused}, seed=seed)
+    return Stream(sources, weights=WEIGHTS | {"unused": unused}, seed=seed, content=str)
 
 
 def ids(taken: list[Prompt]) -> list[str]:
@@ -54,7 +54,7 @@ def test_unfinished_prompts_come_first() -> None:
 
 
 def test_epochs() -> None:
-    only_a = PromptStream({"a": prompts("a", 20)}, weights=WEIGHTS, seed=0)
+    only_a = Stream({"a": prompts("a", 20)}, weights=WEIGHTS, seed=0, content=str)
     first, second = ids(only_a.take(20)), ids(only_a.take(20))
     assert sorted(first) == sorted(second) == sorted(ids(prompts("a", 20)))
     assert len({tuple(first), tuple(second), tuple(ids(prompts("a", 20)))}) == 3
