@@ -102,10 +102,7 @@ class _CodeTask:
     subtasks: Mapping[str, float]  # the share of the score for each, which sum to 1
     reference: str | None
     tolerance: float | None
-    limits: Mapping[str, Any]
-
-    def apply_limits(self, limits: Limits) -> Limits:
-        return replace(limits, **self.limits)
+    limits: Mapping[str, Any]  # fields of `Limits` that the task sets
 
 
 def code_blocks(text: str) -> list[str]:
@@ -485,7 +482,7 @@ class _Attempt:
         self, task: _CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings
     ) -> None:
         self._task, self._sandbox = task, sandbox
-        self._limits = task.apply_limits(settings.limits)
+        self._limits = replace(settings.limits, **task.limits)
         self._deadline = time.monotonic() + settings.completion_s
         # A lone surrogate cannot be encoded; escaped, it is a syntax error.
         source = code.encode(errors="backslashreplace")
@@ -517,15 +514,16 @@ class _Attempt:
                 failures += self._run_calls(len(failures))
             else:
                 outcome = self._run(task.language.run, stdin=test.stdin)
-                failures.append(outcome.why() or self._wrong_output(test, outcome.stdout))
+                why = outcome.why()
+                try:
+                    if not why and not _same_text(
+                        test.stdout, outcome.stdout.decode(), task.tolerance
+                    ):
+                        why = "wrong output"
+                except UnicodeDecodeError:
+                    why = "its output is not UTF-8"
+                failures.append(why)
         return _verdict(task, failures)
-
-    def _wrong_output(self, test: _CodeTest, stdout: bytes) -> str:
-        try:
-            same = _same_text(test.stdout, stdout.decode(), self._task.tolerance)
-        except UnicodeDecodeError:
-            return "its output is not UTF-8"
-        return "" if same else "wrong output"
 
     def _run_calls(self, start: int) -> list[str]:
         """Run consecutive function-call tests in one process, beginning with test `start`. Returns
