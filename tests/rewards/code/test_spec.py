@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from keel.rewards.code import verifier
 from keel.rewards.code.call_driver import _find, from_jsonable, to_jsonable
 from keel.rewards.code.verifier import _same_text, _same_value, code_blocks, read_task
-from keel.rewards.sandbox.sandbox import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN
 
 BLOCKS = {
