@@ -11,9 +11,9 @@ from rich.console import Console
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
+from keel.model.hub import download
 from keel.rewards.judge.file import judge_answers, read_answers
 from keel.rollout.judge.server import JudgeServer
-from keel.trainer.launch import download
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.placement.watchdog import start_watchdog
 from keel.trainer.run.progress import waiting

@@ -7,21 +7,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError, safe_open
 
-from keel.configs.schema import ConfigError
+from keel.configs.schema import TINY_MODEL, ConfigError
 from keel.rl.futures import on_thread
 
 _HUB_S = 5.0
@@ -31,11 +27,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of the single file with all weights, and of the index of weights split over several files.
 transformers prefers the single file. vLLM loads the files in the index, or all `*.safetensors`, and
 weight updates are compared with these files."""
-_MAX_HEADER = 25 * 2**20
-"""Maximum size of a safetensors header in bytes. 100,000 tensors need about 10 MiB."""
 _LFS = b"version https://git-lfs"
-MAX_BYTES = 2**22
-"""Maximum size of config.json in bytes. Published files have a few KiB."""
 _MAX_ENTRIES = 2**16
 _MAX_VALUES: Mapping[str, float] = {
     "model_max_length|sliding_window|max_window_size|param": float("inf"),  # no tensor sizes
@@ -55,16 +47,13 @@ _QUANTISED = (
 )
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.json", "*.tiktoken")
 _DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "BOOL", "U8", "I8", "I16", "I32", "I64"}
-_OTHER_WEIGHTS = {
-    "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload) and save that",
-    "consolidated*": "weights in the publisher's format. Download the ones for transformers",
-    "pytorch_model*.bin": "weights that are not safetensors. Load and save them with transformers",
-    "*.gguf": "weights for llama.cpp. Use the original model in safetensors",
-}
+_NEEDED = (
+    "Use a folder written by save_pretrained. Merge an adapter into its base model "
+    "(merge_and_unload) first, and convert other formats with transformers"
+)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_WEIGHTS = r"[^/]+\.safetensors"
-_LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"
-"""Files that transformers and vLLM load, excluding code and subfolders."""
+_LOADED = [f"*.{kind}" for kind in ("safetensors", "json", "txt", "model", "jinja", "tiktoken")]
+"""Files that transformers and vLLM load, excluding code."""
 _CODED = "｜DSML｜"
 
 
@@ -137,56 +126,19 @@ def check_path(path: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Download:
-    """Downloads a model into this machine's cache."""
-
-    path: str
-    files: tuple[str, ...]
-    blobs: Path
-    total: int
-
-    @staticmethod
-    def of(path: str) -> Download | None:
-        """Describe the download that a hub model needs. Returns None if the model is cached, or if
-        the hub does not report its size."""
-        if Path(path).exists() or not is_hub_name(path) or not hub_answers():
-            return None
-        try:
-            info = HfApi().model_info(path, files_metadata=True, timeout=_HUB_S)
-        except (HfHubHTTPError, OSError, ValueError):  # loading the model reports the error
-            return None
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        name = repo_folder_name(repo_id=path, repo_type="model")
-        download = Download(
-            path=path,
-            files=tuple(file for file in sizes if re.fullmatch(_LOADED, file)),
-            blobs=Path(constants.HF_HUB_CACHE) / name / "blobs",
-            total=sum(size for file, size in sizes.items() if re.fullmatch(_WEIGHTS, file)),
-        )
-        return download if download.present() < download.total else None
-
-    def present(self) -> int:
-        """Return the number of bytes downloaded so far, including partial files."""
-        size = 0
-        with suppress(OSError):  # complete files are renamed
-            for file in self.blobs.iterdir():
-                status = file.stat()
-                size += min(status.st_size, status.st_blocks * 512)  # some are preallocated
-        return min(size, self.total)
-
-    def fetch(self) -> None:
-        """Download all files, resuming partial downloads. Raises ConfigError if it fails."""
-        disable_progress_bars()
-        try:
-            snapshot_download(self.path, allow_patterns=list(self.files))
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            raise ConfigError(
-                f"model {self.path!r}: the download stopped after {self.present() / 1e9:.1f} of "
-                f"{self.total / 1e9:.1f} GB ({format_error(error)}). Rerun the command to resume it"
-            ) from error
-        finally:
-            enable_progress_bars()
+def download(path: str) -> None:
+    """Download a hub model to this machine's cache, or resume its download. Does nothing for other
+    models, and if the hub does not answer. Raises ConfigError if the download fails and the cache
+    has no copy."""
+    if path == TINY_MODEL or Path(path).exists() or not is_hub_name(path) or not hub_answers():
+        return
+    try:
+        snapshot_download(path, allow_patterns=_LOADED, ignore_patterns="*/*")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"model {path!r}: the download failed ({format_error(error)}). Rerun the command to "
+            "resume it"
+        ) from error
 
 
 # config.json and the tokenizer.
@@ -279,8 +231,7 @@ def check_folder(path: str) -> None:
     if folder.is_dir() and not (folder / "config.json").is_file():
         _check_not_a_run(folder)
         raise ConfigError(
-            f"{path!r} has no config.json, so it is not a model folder of transformers. "
-            f"{_other_weights(folder)}"
+            f"{path!r} has no config.json, so it is not a model folder of transformers. {_NEEDED}"
         )
 
 
@@ -313,7 +264,7 @@ def missing_weights(path: str) -> str:
         return ""
     names = _weight_files(folder)
     if not names:
-        return f"it has no weights ({WHOLE}, or parts with {INDEX}). {_other_weights(folder)}"
+        return f"it has no weights ({WHOLE}, or parts with {INDEX}). {_NEEDED}"
     if missing := [name for name in names if not (folder / name).is_file()]:
         return f"{len(missing)} of {len(names)} weight files are missing, such as {missing[0]}"
     others = {file.name for file in folder.glob("*.safetensors")} - {*names}
@@ -337,21 +288,10 @@ def _weight_files(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _other_weights(folder: Path) -> str:
-    for pattern, advice in _OTHER_WEIGHTS.items():
-        if file := next(folder.glob(pattern), None):
-            return f"{file.name} is {advice}"
-    return "Use a folder written by save_pretrained"
-
-
 def _find_damage(file: Path) -> str:
     with file.open("rb") as content:
-        start = content.read(len(_LFS))
-    if start == _LFS:
-        return "a Git _LFS pointer. Run `git lfs pull`"
-    length = int.from_bytes(start[:8], "little")
-    if _MAX_HEADER < length <= file.stat().st_size:
-        return f"has a header of {length:,} bytes, larger than any model's. Download it again"
+        if content.read(len(_LFS)) == _LFS:
+            return "a Git LFS pointer. Run `git lfs pull`"
     try:
         with safe_open(file, framework="np") as tensors:
             dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118

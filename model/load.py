@@ -37,7 +37,6 @@ from keel.configs.schema import ConfigError
 from keel.model.attention import LINEAR_FAMILIES
 from keel.model.hub import (
     KNOWN,
-    MAX_BYTES,
     check_config,
     check_folder,
     check_path,
@@ -357,7 +356,8 @@ _FACTS: dict[str, ModelFacts] = {}
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
     """Compute facts about a causal language model on the meta device. Results are cached."""
-    if (key := _serialise_config(config)) in _FACTS:
+    key = f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
+    if key in _FACTS:
         return _FACTS[key]
     text = config.get_text_config()
     with torch.device("meta"):
@@ -409,11 +409,6 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         balance_loss=float(getattr(text, "router_aux_loss_coef", 0.0)) if balanced else 0.0,
     )
     return facts
-
-
-def _serialise_config(config: PreTrainedConfig) -> str:
-    """Serialise a config to a string that identifies it uniquely."""
-    return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -470,9 +465,6 @@ def _unreadable(what: str, error: Exception) -> ConfigError:
 
 
 def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
-    file = Path(path, "config.json")
-    if file.is_file() and file.stat().st_size > MAX_BYTES:
-        raise ConfigError(f"{path!r}: config.json is too large ({file.stat().st_size:,} bytes)")
     try:
         content, _ = PreTrainedConfig.get_config_dict(path, **hub_options(path))
         if not isinstance(content, dict):
@@ -542,11 +534,7 @@ def _render_limited(tokenizer: Any) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         spent = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
-        limits = {
-            resource.RLIMIT_AS: used + _MEMORY,
-            resource.RLIMIT_CPU: spent + _CPU_S,
-            resource.RLIMIT_CORE: 0,
-        }
+        limits = {resource.RLIMIT_AS: used + _MEMORY, resource.RLIMIT_CPU: spent + _CPU_S}
         for kind, limit in limits.items():
             _, most = resource.getrlimit(kind)
             limit = limit if most == resource.RLIM_INFINITY else min(limit, most)

@@ -100,23 +100,16 @@ def head_inputs(
 
 
 def policy_logprobs(
-    hidden_ND: Tensor, head: Head, batch: MicroBatch | HeadInputs, *, temperature: float = 1.0
+    hidden_ND: Tensor, head: Head, inputs: HeadInputs, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute log π_θ of the n trainable tokens in a micro-batch, and the entropy over their masks.
 
-    `hidden_ND` are the final hidden states of the packed row, [N, d] or [1, N, d]. `batch` is the
-    micro-batch, or its `head_inputs`, which several forward passes can share. Returns two [n]
+    `hidden_ND` are the final hidden states of the packed row, [N, d] or [1, N, d]. Returns two [n]
     float32 tensors in the order of `trainable_rows`. The entropy has no gradient. On a rank with
     only padding, both are empty, but the first one still has a graph with zero gradients. Include
     its sum in the loss, so that the hooks of ZeRO and data parallelism run.
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
-    inputs = batch if isinstance(batch, HeadInputs) else head_inputs(batch)
-    if isinstance(batch, MicroBatch) and len(hidden_ND) != len(batch.token_ids_N):
-        raise ValueError(
-            f"hidden_ND has {len(hidden_ND)} rows for the {len(batch.token_ids_N)} tokens of the "
-            "micro-batch"
-        )
     return head(
         hidden_ND.index_select(0, to_device(inputs.hidden_rows, hidden_ND.device)),
         inputs.targets,

@@ -18,7 +18,7 @@ from keel.agents.types import Environment
 from keel.configs.schema import Config
 from keel.configs.sections.model import TINY_MODEL
 from keel.data.dataset import Dataset
-from keel.model.hub import Download, from_anywhere
+from keel.model.hub import download, from_anywhere
 from keel.model.ray_timeouts import CALL_S, Unanswered, await_future
 from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum, demonstrate
@@ -378,17 +378,6 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 
 
 # Model files.
-
-
-def download(path: str) -> None:
-    """Download a model to this machine's cache before actors start, because their start has a
-    timeout."""
-    if path == TINY_MODEL or (model := Download.of(path)) is None:
-        return
-    with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:
-        wait.before = model.present()
-        wait.measure = lambda shown: setattr(shown, "done", model.present())
-        model.fetch()
 
 
 def sft_model_folder(task: SftTask) -> str:

@@ -249,7 +249,7 @@ def head_of(weight: Tensor):
 def test_token_t_is_scored_from_position_t_minus_1(kept):
     batch = micro_batch(kept=kept)
     hidden, weight = torch.randn(9, 6, requires_grad=True), torch.randn(12, 6)
-    logp, entropy = policy_logprobs(hidden, head_of(weight), batch, temperature=0.8)
+    logp, entropy = policy_logprobs(hidden, head_of(weight), head_inputs(batch), temperature=0.8)
     assert trainable_rows(batch).tolist() == [2, 4, 6, 7]
     spans = [batch.sampling_mask[t] if kept else [] for t in (2, 4, 6, 7)]
     targets = torch.from_numpy(batch.token_ids_N[[2, 4, 6, 7]]).long()
@@ -319,7 +319,7 @@ def test_empty_micro_batches_reach_all_parameters():
     hidden = torch.randn(9, 6, requires_grad=True)
     weight = torch.randn(12, 6, requires_grad=True)
     head = head_of(weight)
-    logp, entropy = policy_logprobs(hidden, head, batch)
+    logp, entropy = policy_logprobs(hidden, head, head_inputs(batch))
     probed = head_inputs(replace(micro_batch(), **nothing), probes=2)
     log_mass = kept_mass(hidden, head, probed, torch.zeros(0))
     assert logp.shape == entropy.shape == log_mass.shape == (0,)

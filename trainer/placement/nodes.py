@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import ray
 import torch
+from huggingface_hub.utils.tqdm import disable_progress_bars
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
@@ -32,7 +33,7 @@ from ray.util.scheduling_strategies import (
 
 from keel.configs.schema import Config, ConfigError
 from keel.model import ray_timeouts
-from keel.model.hub import Download, is_hub_name
+from keel.model.hub import download, is_hub_name
 from keel.model.ray_timeouts import (
     CALL_S,
     Unanswered,
@@ -395,8 +396,8 @@ def _gpu_owners(placement: Placement) -> list[Seat]:
 
 class _Downloader:
     def fetch(self, path: str) -> None:
-        if download := Download.of(path):
-            download.fetch()
+        disable_progress_bars()
+        download(path)
 
 
 def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:

@@ -48,9 +48,7 @@ class Wait:
 
 
 def format_amount(done: float, total: float, unit: str) -> str:
-    """Format progress, such as `3 of 8 prompts`. Bytes are shown in GB (1e9 bytes)."""
-    if unit == "bytes":
-        return f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+    """Format progress, such as `3 of 8 prompts`."""
     return f"{done:,.0f} of {total:,.0f} {unit}"
 
 
