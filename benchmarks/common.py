@@ -36,7 +36,6 @@ def run_facts() -> dict[str, str]:
         "commit": commit(),
         "device": torch.cuda.get_device_name() if gpu else platform.processor() or "CPU",
         "torch": torch.__version__,
-        "python": platform.python_version(),
     }
 
 
@@ -88,7 +87,6 @@ def _dense(hidden: int, intermediate: int, layers: int, heads: int, *, tied: boo
 
 QWEN3_06B = _dense(1024, 3072, 28, 16, tied=True)
 QWEN3_17B = _dense(2048, 6144, 28, 16, tied=True)
-QWEN3_4B = _dense(2560, 9728, 36, 32, tied=True)
 QWEN3_8B = _dense(4096, 12_288, 36, 32, tied=False)
 QWEN3_30B_A3B = Qwen3MoeConfig(
     vocab_size=151_936,

@@ -1,13 +1,12 @@
 """Time to transfer new weights from the trainer to the engine.
 
-    python -m benchmarks.transfer --direct              # one shared GPU (CUDA IPC)
-    python -m benchmarks.transfer --direct --gpus 2     # one GPU each (NCCL)
-    python -m benchmarks.transfer --small               # smoke test on CPUs
+    python -m benchmarks.transfer              # one shared GPU (CUDA IPC)
+    python -m benchmarks.transfer --gpus 2     # one GPU each (NCCL)
+    python -m benchmarks.transfer --small      # smoke test on CPUs
 
 A real trainer (`keel.trainer.learner.Learner`) updates a vLLM engine `--rounds` times. The time
 covers the whole update: the engine pauses, the bytes are sent and written in place, and caches are
-cleared. *loader* uses vLLM's loader for every update (`rollout.copy_weights: false`) in another
-engine; *first* is the first update, which records the destination of each tensor.
+cleared. *first* is the first update, which records the destination of each tensor.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,6 @@ from keel.weights.sync import WeightSync
 GB = 1e9
 TIMEOUT_S = 300.0
 BUCKET_MIB = 256
-FULL = Mixture()
 SMALL = Mixture(hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048)
 
 
@@ -62,9 +59,9 @@ def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Measure each way and print the results so far."""
+    """Measure all updates and print the results."""
     gpus, small = options.gpus, options.small
-    sizes = SMALL if small else FULL
+    sizes = SMALL if small else Mixture()
     parameters = write_model(folder, sizes.config(), small=small)
     build_tokenizer().save_pretrained(folder)
     config = Config(
@@ -83,24 +80,17 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     each = {} if small else {"num_gpus": 1 if gpus > 1 else 0.5, "num_cpus": 1}
     gigabytes = parameters * (4 if small else 2) / GB
     row: dict[str, Any] = {
-        "parameters": parameters,
         "tensors": len(checkpoint_names(str(folder))),
         "gigabytes": gigabytes,
-        "gpus": 0 if small else gpus,
-        "bucket_mib": BUCKET_MIB,
         "device": "cpu" if small else torch.cuda.get_device_name(),
     }
     learner = Learner(str(folder), config, gpu=not small, actor_options=lambda _: each)
     try:
         learner.start()
-        for way, copies in (("direct", True), ("loader", False))[: 1 if options.direct else None]:
-            chosen = replace(config, rollout=replace(config.rollout, copy_weights=copies))
-            (first, *times), row[f"{way}_applied"] = timed(learner, chosen, each, options)
-            if copies:
-                row["first_s"] = first
-            row[f"{way}_s"] = middle = statistics.median(times)
-            row[f"{way}_gb_s"] = gigabytes / middle
-            print(json.dumps(row, indent=1), flush=True)
+        (row["first_s"], *times), row["applied"] = timed(learner, config, each, options)
+        row["seconds"] = middle = statistics.median(times)
+        row["gb_s"] = gigabytes / middle
+        print(json.dumps(row, indent=1), flush=True)
     finally:
         learner.shutdown()
 
@@ -143,7 +133,6 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--direct", action="store_true", help="skip vLLM's loader")
     parser.add_argument("--small", action="store_true", help="use CPUs and a tiny model")
     options = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", str(Path.cwd()))

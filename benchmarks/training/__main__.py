@@ -11,8 +11,8 @@ the median of `--rounds` steps after one warm-up step. `measure.step_flops` defi
 MFU is relative to 989 TFLOP/s per GPU (`full`: with a head over the whole vocabulary). `fit` and
 `fit t` are the memory and time estimates of `keel check` divided by the measurement.
 
-Rows are appended to DIR/*.jsonl during the run and collected in DIR/training.json at the end;
-earlier files are renamed (training.1.json). The exit status is 0 if every case was measured.
+Rows are appended to DIR/*.jsonl during the run and collected in DIR/training.json at the end, which
+replaces earlier ones. The exit status is 0 if every case was measured.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +114,6 @@ def wait(name: str, processes: Sequence[subprocess.Popen[bytes]], seconds: float
             return
 
 
-def put_aside(path: Path) -> None:
-    """Rename an existing file to the first free name, such as training.1.json."""
-    if path.exists():
-        names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
-        path.rename(next(name for name in names if not name.exists()))
-
-
 def not_measured(groups: Sequence[Group], rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return a line for each case without a measurement."""
     lines: list[str] = []
@@ -153,7 +145,7 @@ def measure(options: argparse.Namespace) -> list[str]:
     groups = groups_of(options)
     options.out.mkdir(parents=True, exist_ok=True)
     for group in groups:
-        put_aside(options.out / f"{group.name}.jsonl")
+        (options.out / f"{group.name}.jsonl").unlink(missing_ok=True)
     seconds = options.seconds / len(groups)
     for group in groups:
         if gpus and len(gpus) < group.ranks:
@@ -165,7 +157,6 @@ def measure(options: argparse.Namespace) -> list[str]:
         path = options.out / f"{group.name}.jsonl"
         rows += map(json.loads, path.read_text().splitlines() if path.exists() else ())
     if any("seconds" in row for row in rows):
-        put_aside(options.out / "training.json")
         content = {"commit": commit(), "rows": rows}
         (options.out / "training.json").write_text(json.dumps(content, indent=1))
     show(rows)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.synthetic import SyntheticEngine, draw_micro_batch, with_even_routes
 from benchmarks.training.cases import Case, estimates, model_of
+from benchmarks.training.support_head import synchronize
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing import TrainBatch
 from keel.trainer.engine import policy
@@ -89,7 +90,7 @@ class TimedEngine(SyntheticEngine):
 
         `between` is host work between micro-batches while the GPU is idle.
         """
-        synchronize(self.device)
+        synchronize()
         if self._world_size > 1:
             dist.barrier()
         self._marks.clear()
@@ -97,7 +98,7 @@ class TimedEngine(SyntheticEngine):
         self.mark("between")
         self.step([batch])
         self.mark("end")
-        synchronize(self.device)
+        synchronize()
         seconds = time.perf_counter() - began
         parts: dict[str, float] = defaultdict(float)
         for (name, start), (_, stop) in pairwise(self._marks):
@@ -281,8 +282,3 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -9,7 +9,8 @@ included. *GiB* is the peak memory of the step, gradients included.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,19 +46,6 @@ class Inputs:
         self.hidden.grad = self.weight.grad = None
 
 
-@dataclass
-class Row:
-    vocabulary: int
-    d: int
-    mean_set: float
-    plans: str
-    step_ms: float
-    reuse_ms: float
-    memory_gib: float
-    full_ms: float
-    full_gib: float
-
-
 def make_inputs(tokens: int, vocabulary: int, d: int, mean: int) -> Inputs:
     device = torch.device("cuda")
     ids, offsets, targets = draw_sets(tokens, vocabulary, mean, device)
@@ -88,14 +76,17 @@ def full_step(inputs: Inputs) -> None:
         (-logp.sum() / tokens).backward()
 
 
-def milliseconds(run: Callable[[], None]) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
+def milliseconds(run: Callable[[], object]) -> float:
+    synchronize()
+    began = time.perf_counter()
     run()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop)
+    synchronize()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def extra_gib(inputs: Inputs, run: Callable[[], None]) -> float:
@@ -109,7 +100,8 @@ def extra_gib(inputs: Inputs, run: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def measure(tokens: int, vocabulary: int, d: int, mean: int, rounds: int) -> Row:
+def measure(tokens: int, vocabulary: int, d: int, mean: int, rounds: int) -> str:
+    """Return a line of the table."""
     inputs = make_inputs(tokens, vocabulary, d, mean)
     plan = inputs.plan()
     runs: dict[str, Callable[[], None]] = {
@@ -124,31 +116,14 @@ def measure(tokens: int, vocabulary: int, d: int, mean: int, rounds: int) -> Row
         for name, run in runs.items():
             run()  # untimed, so that each starts with warm host caches
             times[name].append(milliseconds(run))
-    median = {name: statistics.median(values) for name, values in times.items()}
+    step, reuse, full = (statistics.median(values) for values in times.values())
     chunks = {"union" if chunk.union is not None else "gather" for chunk in plan.chunks}
-    return Row(
-        vocabulary=vocabulary,
-        d=d,
-        mean_set=len(inputs.ids) / tokens,
-        plans="+".join(sorted(chunks)) if mean else "full",
-        step_ms=median["step"],
-        reuse_ms=median["reuse"],
-        memory_gib=extra_gib(inputs, runs["step"]),
-        full_ms=median["full"],
-        full_gib=extra_gib(inputs, runs["full"]),
+    gib, full_gib = (extra_gib(inputs, runs[name]) for name in ("step", "full"))
+    kind = "+".join(sorted(chunks)) if mean else "full"
+    return (
+        f"| {vocabulary} | {d} | {len(inputs.ids) / tokens:.1f} | {kind} | {step:.2f} "
+        f"| {reuse:.2f} | {gib:.2f} | {full:.1f} | {full_gib:.1f} | {full / step:.1f} |"
     )
-
-
-def table(rows: Sequence[Row]) -> str:
-    head = "| V | d | mean set | plan | step ms | reuse ms | GiB | full ms | full GiB | full/step |"
-    lines = [head, "|" + "---|" * 10]
-    lines += [
-        f"| {row.vocabulary} | {row.d} | {row.mean_set:.1f} | {row.plans} | {row.step_ms:.2f} "
-        f"| {row.reuse_ms:.2f} | {row.memory_gib:.2f} | {row.full_ms:.1f} | {row.full_gib:.1f} "
-        f"| {row.full_ms / row.step_ms:.1f} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -158,14 +133,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
-    facts = {**run_facts(), "tokens": TOKENS, "rounds": options.rounds}
-    print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
-    rows: list[Row] = []
+    print(", ".join(f"{name} {value}" for name, value in run_facts().items()), flush=True)
+    names = "V | d | mean set | plan | step ms | reuse ms | GiB | full ms | full GiB | full/step"
+    print(f"| {names} |\n|" + "---|" * 10)
     for vocabulary, d in SHAPES:
         for mean in SETS:
-            rows.append(measure(TOKENS, vocabulary, d, mean, options.rounds))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-    print(table(rows))
+            print(measure(TOKENS, vocabulary, d, mean, options.rounds), flush=True)
 
 
 if __name__ == "__main__":
