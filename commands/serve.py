@@ -19,7 +19,7 @@ from openai import OpenAI
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, RolloutConfig
-from keel.rollout.judge.process import VllmServer, common_options, environment
+from keel.rollout.judge.process import VllmServer
 from keel.trainer.run import checkpoint
 from keel.trainer.run.progress import waiting
 
@@ -101,8 +101,8 @@ def _parse_options(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def _server_options(model: _ServedModel, chosen: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
-    """Return all vLLM options except the address. `chosen` holds the user's options."""
+def _server_options(model: _ServedModel, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the vLLM options of a model. `chosen` holds the user's options."""
     chosen = dict(chosen)
     sampling = {**model.sampling, **{n: chosen.pop(n) for n in SAMPLING if n in chosen}}
     thinking = chosen.pop("thinking", model.thinking)
@@ -110,7 +110,6 @@ def _server_options(model: _ServedModel, chosen: Mapping[str, Any], *, gpu: bool
         "model": str(model.path),
         "served_model_name": model.name,
         "max_model_len": "auto",  # the longest context that fits the KV cache
-        **common_options(gpu=gpu, kv_cache_gib=RolloutConfig().kv_cache_gib),
     }
     if sampling:
         options["override_generation_config"] = sampling
@@ -138,8 +137,10 @@ def _run_server(
     try:
         server = VllmServer(
             str(model.path),
-            _server_options(model, chosen, gpu=gpu),
-            environment(gpu=gpu, threads=len(os.sched_getaffinity(0))),
+            _server_options(model, chosen),
+            gpu=gpu,
+            threads=len(os.sched_getaffinity(0)),
+            kv_cache_gib=RolloutConfig().kv_cache_gib,
             host=host,
             port=port,
             key=key,

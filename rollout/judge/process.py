@@ -34,8 +34,10 @@ class VllmServer:
         self,
         name: str,
         options: Mapping[str, Any],
-        environment: Mapping[str, str],
         *,
+        gpu: bool,
+        threads: int,
+        kv_cache_gib: float,
         host: str,
         log: Path,
         port: int = 0,
@@ -44,10 +46,32 @@ class VllmServer:
         """Start the server, without waiting until it answers. Raises OSError if the address cannot
         be bound.
 
-        `name` is used in error messages. `environment` is added to this process's environment
-        variables. If `port` is 0, a free port is chosen. `key` is the API key that clients must
-        send. If it is empty, `VLLM_API_KEY` from the environment applies.
+        `name` is used in error messages. `options` are vLLM's. `threads` and `kv_cache_gib` are
+        used only on CPUs. If `port` is 0, a free port is chosen. `key` is the API key that clients
+        must send. If it is empty, `VLLM_API_KEY` from the environment applies.
         """
+        every = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
+        variables = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+        if not gpu:
+            every |= {
+                "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
+                "enforce_eager": True,  # compiling takes a minute
+                "distributed_executor_backend": "uni",
+            }
+            variables |= {
+                "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton
+                # Saves one process.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(threads),
+                "OMP_WAIT_POLICY": "PASSIVE",
+            }
+        if key:
+            variables["VLLM_API_KEY"] = key
         self._name, self._host, self._log = name, host, log
         # Bound but not listening: reserves the port until the server listens on it.
         self._reserved = socket.socket()
@@ -55,8 +79,7 @@ class VllmServer:
         self._reserved.bind((host, port))
         self._port = int(self._reserved.getsockname()[1])
         address = {"host": host, "port": self._port}
-        command = [sys.executable, "-m", _MODULE, *_flags({**options, **address})]
-        keys = {"VLLM_API_KEY": key} if key else {}
+        command = [sys.executable, "-m", _MODULE, *_flags({**every, **options, **address})]
         with log.open("ab") as output:
             self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__, *command],
@@ -64,7 +87,7 @@ class VllmServer:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the driver
-                env={**os.environ, **environment, **keys},
+                env={**os.environ, **variables},
             )
 
     @property
@@ -126,20 +149,6 @@ class VllmServer:
             connection.close()
 
 
-def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
-    """Return the vLLM options that all of Keel's servers share. `kv_cache_gib` is used only on
-    CPUs."""
-    quiet = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
-    if gpu:
-        return quiet
-    return {
-        **quiet,
-        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
-        "enforce_eager": True,  # compiling takes a minute
-        "distributed_executor_backend": "uni",
-    }
-
-
 def _flags(options: Mapping[str, Any]) -> list[str]:
     arguments: list[str] = []
     for name, value in options.items():
@@ -150,22 +159,6 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
             text = json.dumps(value) if isinstance(value, Mapping | list | tuple) else str(value)
             arguments += [f"--{flag}", text]
     return arguments
-
-
-def environment(*, gpu: bool, threads: int) -> dict[str, str]:
-    """Return the environment variables to set for the server. `threads` is used only on CPUs."""
-    common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    if gpu:
-        return common
-    return {
-        **common,
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton
-        # Saves one process.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
 
 
 def _log_excerpt(log: Path) -> str:

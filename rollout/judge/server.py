@@ -17,7 +17,7 @@ from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
 from keel.model import ray_timeouts
-from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer, common_options, environment
+from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
 """Maximum number of restarts within `RECENT_S` seconds. The run fails if the server dies once more
@@ -42,7 +42,6 @@ class _JudgeActor(VllmServer):
         server = config.server
         self._timeout_s = server.startup_timeout_s
         options: dict[str, Any] = {
-            **common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib),
             "model": config.model,
             "served_model_name": config.model,
             "dtype": server.dtype,
@@ -58,7 +57,9 @@ class _JudgeActor(VllmServer):
         super().__init__(
             f"rewards.judge.model = {config.model!r}",
             {**options, **server.options},
-            environment(gpu=gpu, threads=server.threads),
+            gpu=gpu,
+            threads=server.threads,
+            kv_cache_gib=server.kv_cache_gib,
             host=get_node_ip_address(),
             key=key,
             log=folder / f"judge-server-{os.getpid()}.log",  # among Ray's logs of this session

@@ -56,7 +56,7 @@ def test_folder_without_model_is_refused(tmp_path: Path) -> None:
 def test_command_line_overrides_the_recipe(tmp_path: Path) -> None:
     model = _find_model(write_run(tmp_path / "run", "rollout.sampling.temperature=0.7"))
     words = ["temperature=0.1", "thinking=false", "max-model-len=512", "enforce_eager=false"]
-    options = _server_options(model, _parse_options(words), gpu=False)
+    options = _server_options(model, _parse_options(words))
     assert options["override_generation_config"]["temperature"] == 0.1
     assert set(options["default_chat_template_kwargs"].values()) == {False}
     assert (options["max_model_len"], options["enforce_eager"]) == (512, False)
