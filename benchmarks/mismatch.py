@@ -36,7 +36,7 @@ from benchmarks.common import arguments, commit
 from benchmarks.peers.workload import QWEN3_06B, SMALL
 from keel.configs.schema import Dtype, RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt, ScoredGroup
-from keel.rollout.spec import EngineSpec, GroupRequest, environment
+from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
 
 TIMEOUT_S = 400
 LENGTHS = (16, 64, 256, 1024)
@@ -309,7 +309,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.mismatch", *sys.argv[1:], "--child", name]
         invariant = ARMS[name].invariant
         config = rollout_config(ARMS[name], size)
-        variables = environment(config, gpu=gpu, batch_invariant=invariant)
+        variables = env_vars(config, gpu=gpu, batch_invariant=invariant)
         log = options.out / f"{name}.log"
         result = options.out / f"{name}.json"
         result.unlink(missing_ok=True)

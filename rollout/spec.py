@@ -97,9 +97,7 @@ class RecordingError(RuntimeError):
     """Raised if the engine failed to record data that the trainer needs for replay."""
 
 
-def environment(
-    config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False
-) -> dict[str, str]:
+def env_vars(config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False) -> dict[str, str]:
     """Return the environment variables that an engine's process needs before it imports torch."""
     common = {
         # vLLM in the worker's process: the recorder and weight updates need its objects.

@@ -36,7 +36,7 @@ from benchmarks.common import arguments, run_facts
 from benchmarks.rollout.drivers import ARMS, Arm, Driver, Keel, Stock, timed_run
 from benchmarks.rollout.model import SMALL, Size, make_prompts, write
 from keel.configs.schema import RolloutConfig
-from keel.rollout.spec import environment
+from keel.rollout.spec import env_vars
 
 DEFAULT = tuple(ARMS)[:5]
 START_S, RUN_S = 300.0, 120.0
@@ -48,7 +48,7 @@ def variables(arm: Arm, *, gpu: bool) -> dict[str, str]:
 
     Stock vLLM keeps its default sampler.
     """
-    result = environment(RolloutConfig(threads=2), gpu=gpu)
+    result = env_vars(RolloutConfig(threads=2), gpu=gpu)
     if not arm.keel:
         del result["VLLM_USE_FLASHINFER_SAMPLER"]
     return {

@@ -19,7 +19,7 @@ from keel.rollout.spec import (
     EngineProgress,
     EngineSpec,
     SampleRequest,
-    environment,
+    env_vars,
 )
 from keel.weights.sync import Receiver
 
@@ -41,7 +41,7 @@ class _RayEngine:
             "num_gpus": spec.config.tensor_parallel if gpu else 0,
             "max_concurrency": _CONCURRENT_CALLS,
             "runtime_env": {
-                "env_vars": environment(spec.config, gpu=gpu, batch_invariant=spec.batch_invariant)
+                "env_vars": env_vars(spec.config, gpu=gpu, batch_invariant=spec.batch_invariant)
             },
             **options,
         }

@@ -16,7 +16,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
-from keel.rollout.spec import EngineSpec, GroupRequest, environment
+from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
 from keel.rollout.vllm_internals import scheduler_of
 from keel.weights.buckets import Bucket, Checksum, pack_flat
 from keel.weights.channel import SharedMemory
@@ -323,7 +323,7 @@ def running_engine(
     packed recorder's scheduler. `amx` overrides vLLM's AMX detection."""
     saved = dict(os.environ)
     # torch and vLLM read these on import.
-    os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}))
+    os.environ.update(env_vars(spec.config, gpu=gpu) | dict(variables or {}))
     # Forking from a process with the imports saves seconds for each engine.
     forked = not (gpu or variables)
     context = forked_from("tests.rollout.preloaded") if forked else get_context("spawn")

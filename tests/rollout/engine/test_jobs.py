@@ -27,7 +27,7 @@ from keel.rollout.engine.conversion import (
     decode_all,
 )
 from keel.rollout.recording.base import Recording, RecordingOptions
-from keel.rollout.spec import EngineSpec, LostTurn, environment
+from keel.rollout.spec import EngineSpec, LostTurn, env_vars
 from tests.rl.rollouts import prompt
 
 JOB: dict[str, Any] = {
@@ -151,5 +151,5 @@ def test_engine_memory_share() -> None:
 def test_batch_invariance_is_set_before_import() -> None:
     for gpu in (False, True):
         for on in (False, True):
-            variables = environment(RolloutConfig(), gpu=gpu, batch_invariant=on)
+            variables = env_vars(RolloutConfig(), gpu=gpu, batch_invariant=on)
             assert (VARIABLE in variables) == (gpu and on)
