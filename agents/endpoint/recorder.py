@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import count, islice, takewhile
+from itertools import accumulate, count, islice, takewhile
 from math import inf
 from time import monotonic
 from typing import Any, cast
@@ -49,7 +49,7 @@ _CANCEL_S = 10.0
 
 class TrajectoryRecorder:
     """Records one trajectory. It accepts concurrent requests on a single event loop. A turn that
-    takes longer than `turn_s`, including its time in the queue, fails with status 503."""
+    takes longer than `_TURN_S`, including its time in the queue, fails with status 503."""
 
     def __init__(
         self,
@@ -61,21 +61,19 @@ class TrajectoryRecorder:
         thinking: bool,
         seed: int,
         budget: Budget,
-        turn_s: float = _TURN_S,
     ) -> None:
         self.name = name
         self.counts = Counter[str]()
         """Number of requests that were `extended`, `branched`, `rendered` or `refused`."""
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
-        self._thinking, self._seed = thinking, seed
-        self._budget, self._turn_s = budget, turn_s
+        self._thinking, self._seed, self._budget = thinking, seed, budget
         self._records: list[SegmentRecord] = []
         self.index = _TurnIndex(chat, thinking=thinking)
         self._checked_tools = {_key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
         """Sample numbers in use for each context. Samples from the same context get different
         numbers and therefore different seeds."""
-        self._lost: dict[str, list[Reply]] = {}
+        self._undelivered: dict[str, list[Reply]] = {}
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
         """Turns being sampled, with the number of tokens reserved for each."""
@@ -116,7 +114,7 @@ class TrajectoryRecorder:
     def keep_undelivered(self, reply: Reply) -> None:
         """Keep the response for a client that has disconnected, in case it sends the same request
         again."""
-        self._lost.setdefault(reply.request_key, []).append(reply)
+        self._undelivered.setdefault(reply.request_key, []).append(reply)
 
     async def overdue(self, open_s: float) -> str:
         """Wait until the program misses a deadline, and return a description of what took too long.
@@ -174,8 +172,8 @@ class TrajectoryRecorder:
         self._check_open()
         keys, tools_key = _prefix_keys(request.messages), _key_of_tools(request.tools)
         request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.limit}"
-        if lost := self._lost.get(request_key):
-            return lost.pop(0)
+        if undelivered := self._undelivered.get(request_key):
+            return undelivered.pop(0)
         if (characters := request.characters) > self._budget.characters:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)
             raise budget_error(self._budget, "window", tokens)
@@ -215,13 +213,7 @@ class TrajectoryRecorder:
         message = replace_surrogates(message_of(parsed))
         if ended != "stop" or not request.may_call or not parsed.closed:
             message.pop("tool_calls", None)  # clients run calls whatever the finish reason
-        turn = _Turn(
-            record=record,
-            end=len(record.ids),
-            tools_key=tools_key,
-            message=message,
-            in_thinking=parsed.inside,
-        )
+        turn = _Turn(record, len(record.ids), tools_key, message, in_thinking=parsed.inside)
         verbatim = len(message.get("tool_calls", ())) == len(parsed.calls)
         self.index.add(request, keys, turn, verbatim=verbatim)
         self._usage = add_turn(self._usage, result, repeated=repeated)
@@ -239,7 +231,7 @@ class TrajectoryRecorder:
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
         try:
-            async with asyncio.timeout(self._turn_s):
+            async with asyncio.timeout(_TURN_S):
                 while True:
                     self._check_open()
                     usage = self.usage
@@ -256,7 +248,7 @@ class TrajectoryRecorder:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
-            message = f"concurrent turns held the whole budget for {self._turn_s:g} s"
+            message = f"concurrent turns held the whole budget for {_TURN_S:g} s"
             raise _engine_failed(message) from error
 
     async def _grow(self, record: SegmentRecord, ids: list[int], limit: int) -> TurnResult:
@@ -282,7 +274,7 @@ class TrajectoryRecorder:
         self._idle_since = None
         self.begun.set()
         try:
-            async with asyncio.timeout(self._turn_s):
+            async with asyncio.timeout(_TURN_S):
                 result = await task
         except BaseException as error:
             draws.discard(draw)  # the same seed is used when the turn is requested again
@@ -293,7 +285,7 @@ class TrajectoryRecorder:
             if isinstance(error, asyncio.CancelledError) and self._closed:
                 raise _trajectory_over() from error
             if isinstance(error, TimeoutError):
-                raise _engine_failed(f"a turn did not end within {self._turn_s:g} s") from error
+                raise _engine_failed(f"a turn did not end within {_TURN_S:g} s") from error
             if isinstance(error, Exception):
                 raise _engine_failed(f"{type(error).__name__}: {error}") from error
             raise
@@ -427,12 +419,11 @@ class _TurnIndex:
             for one in self._dialogues
             if one.tools_key == turn.tools_key and one.last_turn in keys
         ]
-        if continued:
-            dialogue = max(continued, key=lambda one: len(one.messages))
-            dialogue.messages += messages[len(dialogue.messages) :]
-        else:
-            dialogue = _OpenDialogue(messages, request.tools, turn.tools_key)
-            self._dialogues.append(dialogue)
+        if not continued:
+            continued = [_OpenDialogue(messages, request.tools, turn.tools_key)]
+            self._dialogues += continued
+        dialogue = max(continued, key=lambda one: len(one.messages))
+        dialogue.messages += messages[len(dialogue.messages) :]
         if verbatim:
             dialogue.sampled.append(len(dialogue.messages))
         dialogue.messages.append(turn.message)
@@ -493,10 +484,7 @@ class _TurnIndex:
 
 def _prefix_keys(messages: Sequence[Message]) -> list[str]:
     """Return a key for each prefix of the messages. Entry i covers the first i messages."""
-    keys = [""]
-    for message in messages:
-        keys.append(_extend_key(keys[-1], message))
-    return keys
+    return list(accumulate(messages, _extend_key, initial=""))
 
 
 def _extend_key(key: str, message: Message) -> str:
@@ -506,12 +494,9 @@ def _extend_key(key: str, message: Message) -> str:
         message["role"],
         message["content"].strip() if is_turn else message["content"],
         [
-            [
-                call["id"],
-                call["function"]["name"],
-                _floats_to_integers(call["function"]["arguments"]),
-            ]
+            [call["id"], function["name"], _floats_to_integers(function["arguments"])]
             for call in calls
+            for function in [call["function"]]
         ],
         message.get("tool_call_id"),
     ]

@@ -95,10 +95,6 @@ def _as_parts(content: Any) -> Any:
     return content
 
 
-def _as_calls(calls: Any) -> Any:
-    return [] if calls is None else calls
-
-
 def _as_arguments(arguments: Any) -> Any:
     return load_json(arguments or "{}") if isinstance(arguments, str) else arguments or {}
 
@@ -128,7 +124,7 @@ class _Call(_Model):
 class _Message(_Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_as_parts)] = []
-    tool_calls: Annotated[list[_Call], FailFast(), BeforeValidator(_as_calls)] = []
+    tool_calls: Annotated[list[_Call], FailFast(), BeforeValidator(lambda calls: calls or [])] = []
     tool_call_id: str | None = None
     reasoning_content: Any = None
     reasoning: Any = None

@@ -385,11 +385,14 @@ class McpTools:
         if method == "ping":
             return {"result": {}}
         if method == "tools/list":
-            tools: list[dict[str, Any]] = []
-            for tool in self._tools:
-                schema = {"type": "object", **tool.parameters}
-                about = {"name": tool.name, "description": tool.description}
-                tools.append({**about, "inputSchema": schema})
+            tools = [
+                {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "inputSchema": {"type": "object", **tool.parameters},
+                }
+                for tool in self._tools
+            ]
             return {"result": {"tools": tools}}
         if method != "tools/call":
             return _error(_UNKNOWN_METHOD, f"there is no method {method}")

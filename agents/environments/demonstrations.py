@@ -10,15 +10,8 @@ from typing import Any
 from keel.agents.env_runtime.games import TextGame
 from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.textarena_game import Game
-from keel.agents.environments.trip.environment import (
-    Calls,
-    Trip,
-    check_plan,
-    make_task,
-    solve,
-    written,
-)
-from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
+from keel.agents.environments.trip.environment import Calls, Trip, make_task, solve
+from keel.agents.environments.trip.tasks import LEVELS, TripTask, World, check_plan
 from keel.rl.turns import Message, ToolSpec
 
 _FAR = 1 << 20
@@ -135,7 +128,7 @@ def _wrong_plan(world: World, task: TripTask, draw: random.Random) -> str:
             for key in task.place_keys:
                 fields[key] = draw.choice(list(world.places[key.rpartition("_")[2]]))
             plan.append({key: fields[key] for key in task.level.keys})
-        answer = written(task, plan)
+        answer = task.write(plan)
         if not all(check_plan(world, task, answer).values()):
             return answer
 

@@ -12,22 +12,21 @@ from keel.agents.environments.demonstrations import trip_demonstrations
 from keel.agents.environments.trip.environment import (
     Trip,
     _a_plan,
-    _band_holds,
-    _band_of,
-    check_plan,
-    is_solvable,
-    judge,
+    _finds_a_plan,
     make_task,
     solve,
 )
 from keel.agents.environments.trip.tasks import (
     _KEYS,
+    _REPORT,
     LEVELS,
-    REPORT,
     Band,
     TripTask,
     World,
     _make_world,
+    band_of,
+    check_plan,
+    judge,
 )
 
 DATES = ("2025-10-01", "2025-10-02", "2025-10-03")
@@ -43,7 +42,7 @@ def right(world: World, task: TripTask, answer: str) -> bool:
 def solution(seed: int, level: int) -> tuple[World, TripTask, str]:
     world, task = make_task(seed, LEVELS[level])
     trip = Trip(ready=(world, task))
-    assert is_solvable(trip, solve(task)) and trip._submitted is not None
+    assert _finds_a_plan(trip, solve(task)) and trip._submitted is not None
     return world, task, trip._submitted
 
 
@@ -118,7 +117,7 @@ def test_verifier_and_solver_match_brute_force(rule: str) -> None:
             assert all(judge(world, task, plan).values()) == expected, plan
             good += expected
         trip = Trip(ready=(world, task))
-        assert is_solvable(trip, solve(task)) == (good > 0)
+        assert _finds_a_plan(trip, solve(task)) == (good > 0)
         possible += good > 0
         if good:
             assert trip.verdict()[0] == {"correct": 1.0, "share": 1.0, "progress": 1.0}
@@ -154,10 +153,10 @@ def test_malformed_answers_are_wrong(level: int) -> None:
 def test_bounds_match_the_task_text() -> None:
     def holds(band: Band, meals: list[tuple[int, float]], ticket: int) -> bool:
         places = [{"price": price, "rating": rating} for price, rating in meals]
-        return _band_holds(band, places, ticket)
+        return band.holds(places, ticket)
 
-    dear, middle, cheap = REPORT
-    bands = [_band_of(REPORT, price) for price in (199, 200, 499, 500, 799, 800)]
+    dear, middle, cheap = _REPORT
+    bands = [band_of(_REPORT, price) for price in (199, 200, 499, 500, 799, 800)]
     assert bands == [None, cheap, cheap, middle, middle, dear]
     assert holds(dear, [(175, 4.0), (174, 4.0)], 119)
     assert not holds(dear, [(175, 4.0), (175, 4.0)], 119)

@@ -7,18 +7,20 @@ import json
 import random
 from collections.abc import Generator, Mapping, Sequence
 from itertools import permutations
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from keel.agents.env_runtime.tool_objects import text_of
 from keel.agents.environments.trip.tasks import (
     KINDS,
     LEVELS,
     MEALS,
-    Band,
     Level,
     TripTask,
     World,
+    band_of,
+    check_plan,
     draw_task,
+    judge,
 )
 
 _MAX_TRIES = 500
@@ -197,13 +199,13 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
         trip = Trip(ready=(world, task))
-        solved = is_solvable(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
+        solved = _finds_a_plan(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
         if solved and not _anything_goes(world, task):
             return world, task
     raise ValueError(f"trip: no task of seed {seed} can be solved at this level: {level}")
 
 
-def is_solvable(trip: Trip, calls: Calls) -> bool:
+def _finds_a_plan(trip: Trip, calls: Calls) -> bool:
     """Run a solver's tool calls in a local environment. Returns whether the solver finds a plan."""
     result: str | None = None
     while True:
@@ -240,107 +242,9 @@ def _a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str,
     return plan
 
 
-_MAX_CHARACTERS = 20_000
-_Day = Mapping[str, str]
-
-
-def check_plan(world: World, task: TripTask, answer: str) -> dict[str, bool]:
-    """Check which requirements `answer` meets. Returns only `form` if the answer is malformed."""
-    plan = parse_plan(task, answer)
-    if plan is None:
-        return {"form": False}
-    return {"form": True, **judge(world, task, plan)}
-
-
-def parse_plan(task: TripTask, answer: str) -> list[dict[str, str]] | None:
-    """Parse a plan into its days. Returns None if it is malformed or has unknown keys."""
-    if len(answer) > _MAX_CHARACTERS:
-        return None
-    keys = task.level.keys
-    if task.level.plain:
-        lines = [line for line in answer.strip().splitlines() if line.strip()]
-        words = [[word.strip() for word in line.split(",")] for line in lines]
-        if len(words) != len(task.dates) or any(len(day) != len(keys) for day in words):
-            return None
-        return [dict(zip(keys, day, strict=True)) for day in words]
-    try:
-        value = json.loads(answer)
-    except (ValueError, RecursionError):
-        return None
-    days = cast(list[Any], value) if isinstance(value, list) else []
-    if len(days) != len(task.dates):
-        return None
-    for day in days:
-        fields = cast(dict[str, Any], day) if isinstance(day, dict) else {}
-        if set(fields) != set(keys) or not all(isinstance(v, str) for v in fields.values()):
-            return None
-    return days
-
-
-def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]:
-    days = [{"time": date, **day} for date, day in zip(task.dates, plan, strict=True)]
-    if task.cities is not None:
-        days = [{"city": city, **day} for city, day in zip(task.cities, days, strict=True)]
-    met: dict[str, bool] = {}
-    if "time" in task.level.keys:
-        met["time"] = [day["time"] for day in days] == list(task.dates)
-    cities = [day["city"] for day in days]
-    if "city" in task.level.keys:
-        as_named = task.cities is None or cities == list(task.cities)
-        met["cities"] = as_named and all(c in world.cities and c != task.start for c in cities)
-        met["no city twice"] = len(set(cities)) == len(cities)
-    if task.level.connected:
-        legs = zip((task.start, *cities), cities, strict=False)
-        met["connections"] = all(leg in world.routes for leg in legs)
-    known = True
-    for key in task.place_keys:
-        places = world.places[key.rpartition("_")[2]]
-        in_city = [places.get(day[key], {}).get("city") == day["city"] for day in days]
-        met[f"{key} in the city"] = all(in_city)
-        known = known and all(day[key] in places for day in days)
-    names = [day[key] for day in days for key in task.place_keys]
-    if len(names) > 1:
-        met["nothing twice"] = len(set(names)) == len(names)
-    if task.hotel_at_most is not None:
-        met["hotel's price"] = known and all(
-            world.places["hotel"][day["hotel"]]["price"] <= task.hotel_at_most for day in days
-        )
-    if task.bands:
-        met["rule"] = known and _rule(world, task.bands, days[task.rule_day])
-    if task.level.dry:
-        met["no rain"] = known and not any(
-            world.places["attraction"][day["afternoon_attraction"]]["outdoor"]
-            and world.weather.get((day["city"], date)) == "rain"
-            for date, day in zip(task.dates, days, strict=True)
-        )
-    return met
-
-
-def _rule(world: World, bands: Sequence[Band], day: _Day) -> bool:
-    meals = [world.places["restaurant"][day[key]] for key in MEALS if key in day]
-    sight = world.places["attraction"].get(day.get("afternoon_attraction", ""), {"ticket": 0})
-    band = _band_of(bands, world.places["hotel"][day["hotel"]]["price"])
-    return band is not None and _band_holds(band, meals, sight["ticket"])
-
-
-def _band_of(bands: Sequence[Band], price: int) -> Band | None:
-    for band in bands:
-        if band.low <= price and (band.high is None or price < band.high):
-            return band
-    return None
-
-
-def _band_holds(band: Band, meals: Sequence[Mapping[str, Any]], ticket: int) -> bool:
-    ratings = [meal["rating"] for meal in meals]
-    return (
-        (band.meals_below is None or sum(meal["price"] for meal in meals) < band.meals_below)
-        and (band.both_rated is None or all(rating >= band.both_rated for rating in ratings))
-        and (band.one_rated is None or any(rating >= band.one_rated for rating in ratings))
-        and (band.ticket_below is None or ticket < band.ticket_below)
-    )
-
-
-Calls = Generator[tuple[str, dict[str, Any]], str, Any]
+_T = TypeVar("_T")
+_Steps = Generator[tuple[str, dict[str, Any]], str, _T]
+Calls = _Steps[Any]
 """A generator that yields tool calls as (name, arguments) and receives their results."""
 _ABOUT = {
     "hotel": ["price"],
@@ -351,64 +255,66 @@ _ABOUT = {
 
 def solve(task: TripTask) -> Calls:
     """Search for a plan that solves the task, and submit it. Returns whether one was found."""
-    known: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    replies: dict[tuple[str, ...], str] = {}
     if task.cities is not None:
         routes = [task.cities]
     else:
-        cities: list[str] = json.loads((yield "get_all_cities", {}))
+        cities: list[str] = json.loads((yield from _ask(replies, "get_all_cities")))
         others = [city for city in cities if city != task.start]
         routes = permutations(others, len(task.dates))
     days: dict[tuple[str, int], dict[str, str] | None] = {}
-    legs: dict[tuple[str, str], bool] = {}
     for route in routes:
         plan: list[dict[str, str]] = []
         for day, city in enumerate(route):
             if task.level.connected:
-                leg = (route[day - 1] if day else task.start, city)
-                if leg not in legs:
-                    reply = yield (
-                        "get_inter_city_transport",
-                        dict(zip(("from_city", "to_city"), leg, strict=True)),
-                    )
-                    legs[leg] = bool(json.loads(reply))
-                if not legs[leg]:
+                before = route[day - 1] if day else task.start
+                reply = yield from _ask(
+                    replies, "get_inter_city_transport", from_city=before, to_city=city
+                )
+                if not json.loads(reply):
                     break
             if (city, day) not in days:
-                days[city, day] = yield from _day(task, day, city, known)
+                days[city, day] = yield from _plan_day(task, day, city, replies)
             day_plan = days[city, day]
             if day_plan is None:
                 break
             plan.append(day_plan)
         else:
-            yield "submit_result", {"answer_text": written(task, plan)}
+            yield "submit_result", {"answer_text": task.write(plan)}
             return True
     return False
 
 
-def _day(
-    task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
-) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
+def _ask(replies: dict[tuple[str, ...], str], tool: str, **arguments: Any) -> _Steps[str]:
+    """Call a tool, or return the reply to an earlier call with the same arguments."""
+    key = (tool, *map(str, arguments.values()))
+    if key not in replies:
+        replies[key] = yield tool, arguments
+    return replies[key]
+
+
+def _plan_day(
+    task: TripTask, day: int, city: str, replies: dict[tuple[str, ...], str]
+) -> _Steps[dict[str, str] | None]:
     lists: dict[str, list[dict[str, Any]]] = {}
     for kind in task.level.kinds:
-        if (kind, city) not in known:
-            known[kind, city] = yield from _all(kind, city, task.level.plain)
-        lists[kind] = known[kind, city]
-    sights: list[dict[str, Any]] = lists.get("attraction", [{"name": "", "ticket": 0}])
+        lists[kind] = yield from _list_places(kind, city, task.level.plain, replies)
+    sights = lists.get("attraction", [{"name": "", "ticket": 0}])
     if task.level.dry:
-        weather = json.loads(
-            (yield "get_weather_by_city_date", {"city": city, "date": task.dates[day]})
-        )
-        sights = [one for one in sights if not (one["outdoor"] and weather["weather"] == "rain")]
+        date = task.dates[day]
+        reply = yield from _ask(replies, "get_weather_by_city_date", city=city, date=date)
+        rains = json.loads(reply)["weather"] == "rain"
+        sights = [one for one in sights if not (one["outdoor"] and rains)]
     meals = [key for key in MEALS if key in task.level.keys]
     for hotel in lists.get("hotel", []):
         if task.hotel_at_most is not None and hotel["price"] > task.hotel_at_most:
             continue
-        band = _band_of(task.bands, hotel["price"]) if day == task.rule_day else None
+        band = band_of(task.bands, hotel["price"]) if day == task.rule_day else None
         if task.bands and day == task.rule_day and band is None:
             continue
         for sight in sights:
             for meal_places in permutations(lists.get("restaurant", []), len(meals)):
-                if band is None or _band_holds(band, meal_places, sight["ticket"]):
+                if band is None or band.holds(meal_places, sight["ticket"]):
                     plan = {"time": task.dates[day], "city": city, "hotel": hotel["name"]}
                     plan["afternoon_attraction"] = sight["name"]
                     plan |= {key: one["name"] for key, one in zip(meals, meal_places, strict=True)}
@@ -416,25 +322,19 @@ def _day(
     return None
 
 
-def _all(
-    kind: str, city: str, plain: bool
-) -> Generator[tuple[str, dict[str, Any]], str, list[dict[str, Any]]]:
-    reply = yield f"get_all_{kind}s_by_city", {"city": city}
+def _list_places(
+    kind: str, city: str, plain: bool, replies: dict[tuple[str, ...], str]
+) -> _Steps[list[dict[str, Any]]]:
+    listed = yield from _ask(replies, f"get_all_{kind}s_by_city", city=city)
     if plain:
-        pairs = [line.rsplit(" ", 1) for line in reply.splitlines()]
+        pairs = [line.rsplit(" ", 1) for line in listed.splitlines()]
         return [{"name": name, _ABOUT[kind][0]: int(price)} for name, price in pairs]
-    listed: list[Any] = json.loads(reply)
     places: list[dict[str, Any]] = []
-    for one in listed:
+    for one in json.loads(listed):
         if isinstance(one, str):
             arguments = {"info_keywords": _ABOUT[kind], kind: one}
-            places.append({"name": one, **json.loads((yield f"get_infos_by_{kind}", arguments))})
+            facts = yield from _ask(replies, f"get_infos_by_{kind}", **arguments)
+            places.append({"name": one, **json.loads(facts)})
         else:
             places.append(one)
     return places
-
-
-def written(task: TripTask, plan: list[dict[str, str]]) -> str:
-    if task.level.plain:
-        return "\n".join(", ".join(day[key] for key in task.level.keys) for day in plan)
-    return json.dumps(plan, ensure_ascii=False)

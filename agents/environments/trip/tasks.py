@@ -1,14 +1,16 @@
-"""Generates trip planning tasks in fictional countries from a seed. A task asks for a plan of
-several days. The plan must not visit any place twice and must follow a rule about hotel prices."""
+"""Generates and verifies trip planning tasks in fictional countries from a seed. A task asks for a
+plan of several days. The plan must not visit any place twice and must follow a rule about hotel
+prices."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Any
+from typing import Any, cast
 
 _WEATHER = ("sunny", "cloudy", "rain")
 _CUISINES = ("noodles", "seafood", "grill", "vegetarian", "dumplings")
@@ -19,6 +21,7 @@ _FIRST_DAY = datetime.date(2025, 10, 1)
 KINDS = ("hotel", "restaurant", "attraction")
 MEALS = ("afternoon_restaurant", "evening_restaurant")
 _KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
+_MAX_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,18 @@ class Band:
     both_rated: float | None = None
     one_rated: float | None = None
     ticket_below: int | None = None
+
+    def covers(self, price: int) -> bool:
+        return self.low <= price and (self.high is None or price < self.high)
+
+    def holds(self, meals: Sequence[Mapping[str, Any]], ticket: int) -> bool:
+        ratings = [meal["rating"] for meal in meals]
+        return (
+            (self.meals_below is None or sum(meal["price"] for meal in meals) < self.meals_below)
+            and (self.both_rated is None or all(rating >= self.both_rated for rating in ratings))
+            and (self.one_rated is None or any(rating >= self.one_rated for rating in ratings))
+            and (self.ticket_below is None or ticket < self.ticket_below)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +76,7 @@ class Level:
     """Price bands. Their limits are varied at random for each task. Without bands, only the hotel's
     price is limited."""
     fixed: bool = False
-    """True if the task names the city for each day."""
+    """True if the task names the city. It is then about a single day."""
     connected: bool = False
     dry: bool = False
     listing: bool = True
@@ -81,7 +96,7 @@ class Level:
         return (lists[0], "submit_result", *lists[1:])
 
 
-REPORT = (
+_REPORT = (
     Band(low=800, meals_below=350, both_rated=4.0, ticket_below=120),
     Band(low=500, high=800, one_rated=4.0, ticket_below=180),
     Band(low=200, high=500, one_rated=3.2),
@@ -98,6 +113,7 @@ _FIRST = Level(
     plain=True,
     fixed=True,
 )
+_LIKE_REPORT = Level(cities=7, hotels=4, restaurants=5, attractions=4, days=3, bands=_REPORT)
 LEVELS = (
     _FIRST,
     replace(
@@ -124,21 +140,10 @@ LEVELS = (
         restaurants=4,
         attractions=3,
         days=2,
-        bands=(*REPORT[:2], replace(REPORT[2], ticket_below=150)),
+        bands=(*_REPORT[:2], replace(_REPORT[2], ticket_below=150)),
     ),
-    Level(cities=7, hotels=4, restaurants=5, attractions=4, days=3, bands=REPORT),
-    Level(
-        cities=10,
-        hotels=4,
-        restaurants=5,
-        attractions=4,
-        routes=0.4,
-        days=3,
-        bands=REPORT,
-        connected=True,
-        dry=True,
-        listing=False,
-    ),
+    _LIKE_REPORT,
+    replace(_LIKE_REPORT, cities=10, routes=0.4, connected=True, dry=True, listing=False),
 )
 """All levels. The first asks only for the name of a hotel. The last is harder than the example in
 the report."""
@@ -163,35 +168,28 @@ def _make_world(seed: int, level: Level, dates: tuple[str, ...]) -> World:
     cities = tuple(next(names) for _ in range(level.cities))
     places: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in KINDS}
     max_price = 1000 if level.price_step == 100 else 1200  # coarse prices all have three digits
+
+    def add(kind: str, city: str, name: str, **facts: Any) -> None:
+        places[kind][name] = {"name": name, "city": city, **facts}
+
+    def rating() -> float:
+        return draw.randrange(20, 51) / 10
+
     for city in cities:
         for _ in range(level.hotels):
             name = next(names) + (draw.choice((" Inn", " Hotel", " House")) if long else "")
-            places["hotel"][name] = {
-                "name": name,
-                "city": city,
-                "price": draw.randrange(200, max_price, level.price_step),
-                "rating": _rating(draw),
-            }
+            price = draw.randrange(200, max_price, level.price_step)
+            add("hotel", city, name, price=price, rating=rating())
         for _ in range(level.restaurants):
             name = next(names) + (draw.choice((" Kitchen", " Table", " Diner")) if long else "")
-            places["restaurant"][name] = {
-                "name": name,
-                "city": city,
-                "price": draw.randrange(30, 320, 5),
-                "rating": _rating(draw),
-                "cuisine": draw.choice(_CUISINES),
-            }
+            price, rated = draw.randrange(30, 320, 5), rating()
+            add("restaurant", city, name, price=price, rating=rated, cuisine=draw.choice(_CUISINES))
         for _ in range(level.attractions):
             outdoor = draw.random() < 0.5
             kind = draw.choice((" Lake", " Park", " Hill") if outdoor else (" Museum", " Hall"))
             name = next(names) + (kind if long else "")
-            places["attraction"][name] = {
-                "name": name,
-                "city": city,
-                "ticket": draw.randrange(0, 260, 10),
-                "rating": _rating(draw),
-                "outdoor": outdoor,
-            }
+            ticket = draw.randrange(0, 260, 10)
+            add("attraction", city, name, ticket=ticket, rating=rating(), outdoor=outdoor)
     routes: dict[tuple[str, str], dict[str, Any]] = {}
     for one, other in permutations(cities, 2):
         if one < other and draw.random() < level.routes:
@@ -207,10 +205,6 @@ def _make_world(seed: int, level: Level, dates: tuple[str, ...]) -> World:
         transport={city: tuple(sorted(draw.sample(_INSIDE, 2))) for city in cities},
         weather={(city, date): draw.choice(_WEATHER) for city in cities for date in dates},
     )
-
-
-def _rating(draw: random.Random) -> float:
-    return draw.randrange(20, 51) / 10
 
 
 def _names(draw: random.Random, long: bool) -> Iterator[str]:
@@ -239,29 +233,30 @@ class TripTask:
     bands: tuple[Band, ...]
     hotel_at_most: int | None
 
+    def write(self, plan: list[dict[str, str]]) -> str:
+        """Write a plan in the form of an answer."""
+        if self.level.plain:
+            return "\n".join(", ".join(day[key] for key in self.level.keys) for day in plan)
+        return json.dumps(plan, ensure_ascii=False)
+
     @property
     def place_keys(self) -> list[str]:
         return [key for key in self.level.keys if key not in ("time", "city")]
 
     def text(self) -> str:
-        level, days, one_day = self.level, len(self.dates), len(self.dates) == 1
+        level, one_day = self.level, len(self.dates) == 1
         span = self.dates[0] if one_day else f"{self.dates[0]} to {self.dates[-1]}"
-        if self.cities is not None and self.place_keys == ["hotel"] and one_day:
+        if self.cities is not None and self.place_keys == ["hotel"]:
             most = self.hotel_at_most
             parts = [f"Find a hotel in {self.cities[0]} for at most {most} CNY."]
-        elif self.cities is not None and one_day:
+        elif self.cities is not None:
             things = ", ".join(f"the {key.replace('_', ' ')}" for key in self.place_keys)
             parts = [f"Plan one day in {self.cities[0]} ({span}): {things}."]
         else:
-            places = ""
-            if self.cities is not None:
-                places = f" Stay in {', then '.join(self.cities)}."
-            elif self.start:
-                places = f" Choose a city for each day; {self.start} itself is not one of them."
             parts = [
-                f"Plan a journey of {days} days from {self.start or self.dates[0]} ({span}), with "
-                "a hotel, an afternoon restaurant, an afternoon attraction and an evening "
-                f"restaurant for each day.{places}"
+                f"Plan a journey of {len(self.dates)} days from {self.start} ({span}), with a "
+                "hotel, an afternoon restaurant, an afternoon attraction and an evening restaurant "
+                f"for each day. Choose a city for each day; {self.start} itself is not one of them."
             ]
         if len(level.keys) > 1:
             parts.append("Everything must be in that day's city, and nothing may come twice.")
@@ -279,7 +274,6 @@ class TripTask:
                 (band.ticket_below, "the attraction's ticket costs less than {} CNY"),
             ]
             text = ", ".join(text.format(value) for value, text in terms if value is not None)
-            text = text or "anything"
             parts.append(f"If the hotel{day} costs at least {band.low} CNY{below}: {text}.")
         if level.plain:
             words = " and ".join(key.replace("_", " ") for key in level.keys)
@@ -306,7 +300,7 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
         prices = sorted(one["price"] for one in hotels if one["city"] == cities[0])
         at_most = prices[draw.randrange(max(1, len(prices) // 2))]
     bands = level.bands
-    if bands != REPORT:
+    if bands != _REPORT:
         bands = tuple(_varied(band, draw) for band in bands)
     return world, TripTask(
         level=level,
@@ -327,3 +321,89 @@ def _varied(band: Band, draw: random.Random) -> Band:
         one_rated=band.one_rated and round(band.one_rated + draw.randrange(-4, 5) / 10, 1),
         ticket_below=band.ticket_below and band.ticket_below + 10 * draw.randrange(-4, 5),
     )
+
+
+_Day = Mapping[str, str]
+
+
+def check_plan(world: World, task: TripTask, answer: str) -> dict[str, bool]:
+    """Check which requirements `answer` meets. Returns only `form` if the answer is malformed."""
+    plan = _parse_plan(task, answer)
+    if plan is None:
+        return {"form": False}
+    return {"form": True, **judge(world, task, plan)}
+
+
+def _parse_plan(task: TripTask, answer: str) -> list[dict[str, str]] | None:
+    """Parse a plan into its days. Returns None if it is malformed or has unknown keys."""
+    if len(answer) > _MAX_CHARACTERS:
+        return None
+    keys = task.level.keys
+    if task.level.plain:
+        lines = [line for line in answer.strip().splitlines() if line.strip()]
+        words = [[word.strip() for word in line.split(",")] for line in lines]
+        if len(words) != len(task.dates) or any(len(day) != len(keys) for day in words):
+            return None
+        return [dict(zip(keys, day, strict=True)) for day in words]
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    days = cast(list[Any], value) if isinstance(value, list) else []
+    if len(days) != len(task.dates):
+        return None
+    for day in days:
+        fields = cast(dict[str, Any], day) if isinstance(day, dict) else {}
+        if set(fields) != set(keys) or not all(isinstance(v, str) for v in fields.values()):
+            return None
+    return days
+
+
+def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]:
+    days = [{"time": date, **day} for date, day in zip(task.dates, plan, strict=True)]
+    if task.cities is not None:
+        days = [{"city": city, **day} for city, day in zip(task.cities, days, strict=True)]
+    met: dict[str, bool] = {}
+    if "time" in task.level.keys:
+        met["time"] = [day["time"] for day in days] == list(task.dates)
+    cities = [day["city"] for day in days]
+    if "city" in task.level.keys:
+        as_named = task.cities is None or cities == list(task.cities)
+        met["cities"] = as_named and all(c in world.cities and c != task.start for c in cities)
+        met["no city twice"] = len(set(cities)) == len(cities)
+    if task.level.connected:
+        legs = zip((task.start, *cities), cities, strict=False)
+        met["connections"] = all(leg in world.routes for leg in legs)
+    known = True
+    for key in task.place_keys:
+        places = world.places[key.rpartition("_")[2]]
+        in_city = [places.get(day[key], {}).get("city") == day["city"] for day in days]
+        met[f"{key} in the city"] = all(in_city)
+        known = known and all(day[key] in places for day in days)
+    names = [day[key] for day in days for key in task.place_keys]
+    if len(names) > 1:
+        met["nothing twice"] = len(set(names)) == len(names)
+    if task.hotel_at_most is not None:
+        met["hotel's price"] = known and all(
+            world.places["hotel"][day["hotel"]]["price"] <= task.hotel_at_most for day in days
+        )
+    if task.bands:
+        met["rule"] = known and _rule(world, task.bands, days[task.rule_day])
+    if task.level.dry:
+        met["no rain"] = known and not any(
+            world.places["attraction"][day["afternoon_attraction"]]["outdoor"]
+            and world.weather.get((day["city"], date)) == "rain"
+            for date, day in zip(task.dates, days, strict=True)
+        )
+    return met
+
+
+def _rule(world: World, bands: Sequence[Band], day: _Day) -> bool:
+    meals = [world.places["restaurant"][day[key]] for key in MEALS if key in day]
+    sight = world.places["attraction"].get(day.get("afternoon_attraction", ""), {"ticket": 0})
+    band = band_of(bands, world.places["hotel"][day["hotel"]]["price"])
+    return band is not None and band.holds(meals, sight["ticket"])
+
+
+def band_of(bands: Sequence[Band], price: int) -> Band | None:
+    return next((band for band in bands if band.covers(price)), None)

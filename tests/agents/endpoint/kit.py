@@ -70,7 +70,6 @@ def recorder_of(
     name: str = "p/0",
     thinking: bool = False,
     chat: Any = CHAT,
-    turn_s: float = PATIENCE_S,
     **budget: Any,
 ) -> TrajectoryRecorder:
     return TrajectoryRecorder(
@@ -81,7 +80,6 @@ def recorder_of(
         thinking=thinking,
         seed=3,
         budget=replace(BUDGET, **budget),
-        turn_s=turn_s,
     )
 
 
