@@ -308,7 +308,7 @@ class Episode:
 
 _FULL = 0.8
 """The context is rewritten once it fills this fraction of the window."""
-Method = Literal["none", "summary", "discard-75", "discard-all"]
+_Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"discard-75": 0.75, "discard-all": 1.0}
 """The fraction of tool calls that each method removes from the context."""
 
@@ -334,7 +334,7 @@ class Rewrite:
 class ContextManager:
     """Decides when and how to shorten a context. It is stateless."""
 
-    method: Method
+    method: _Method
     window: int
     most: int
     """Maximum number of rewrites, or 0 for no limit. After the last one, the trajectory ends when

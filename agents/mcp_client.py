@@ -30,8 +30,6 @@ class McpServer:
     url: str = ""
     folder: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    offered: Sequence[str] | None = None
-    """Names of the tools that the policy may use. None means all tools of the server."""
     readable: Sequence[Path] = ()
     """Paths that the server may read in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -107,18 +105,18 @@ class McpEpisode:
         if not ready.done():
             self._session.result()
         self._client = ready.result()
-        tools: dict[str, ToolSpec] = {}
+        tools: list[ToolSpec] = []
         cursor: str | None = ""
         while cursor is not None:
             page = await self._client.list_tools(cursor=cursor or None)
-            for tool in page.tools:
-                text, schema = tool.description or "", tool.input_schema
-                tools[tool.name] = ToolSpec(name=tool.name, description=text, parameters=schema)
+            tools += [
+                ToolSpec(
+                    name=tool.name, description=tool.description or "", parameters=tool.input_schema
+                )
+                for tool in page.tools
+            ]
             cursor = page.next_cursor
-        offered = list(tools) if self._server.offered is None else self._server.offered
-        if missing := [name for name in offered if name not in tools]:
-            raise ValueError(f"has no tool {missing[0]}; it has {', '.join(tools) or 'none'}")
-        return [tools[name] for name in offered]
+        return tools
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         if self._lost is not None or self._arguments is None or self._closing.is_set():

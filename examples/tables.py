@@ -240,7 +240,7 @@ def _totals(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 _BOXED = "Put the final answer in \\boxed{}."
 
 
-def task_lines(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def _task_lines(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield `count` tasks as JSONL lines, cycling through all kinds of questions. The same seed
     always gives the same lines."""
     for number in range(count):
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = secrets.randbits(64) if value.seed is None else value.seed
     try:
         with value.file.open("x", encoding="utf-8") as file:
-            for task in task_lines(value.count, seed):
+            for task in _task_lines(value.count, seed):
                 file.write(json.dumps(task, ensure_ascii=False) + "\n")
     except OSError as error:
         print(f"{value.file}: {error.strerror}; name a new file", file=sys.stderr)

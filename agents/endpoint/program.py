@@ -97,7 +97,7 @@ def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramResult:
+class _ProgramResult:
     failed: str = ""
     output: str = ""
     verdict: Verdict | Unscored | None = None
@@ -116,7 +116,7 @@ async def run_program(
     *,
     seed: int,
     until: Coroutine[Any, Any, str],
-) -> ProgramResult:
+) -> _ProgramResult:
     """Run a program until it exits or `until` returns a reason to stop it, then kill all of its
     processes. The result is the JSON in the file KEEL_VERDICT or in the last line of its output."""
     folder = program.folder or Path.cwd()
@@ -187,7 +187,7 @@ async def run_program(
         await asyncio.shield(asyncio.ensure_future(clean_up()))
     verdict, answer = _parse_result(program, reply) if isinstance(reply, dict) else (None, None)
     output = process.output if process is not None else ""
-    return ProgramResult(failed=failed, output=output, verdict=verdict, answer=answer)
+    return _ProgramResult(failed=failed, output=output, verdict=verdict, answer=answer)
 
 
 def _parse_result(
@@ -223,7 +223,7 @@ class DrivenEpisode(Episode):
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """Limits how many programs start up at the same time. A program is starting up until it
     requests its first turn."""
-    ended: ProgramResult | None = None
+    ended: _ProgramResult | None = None
     recorder: TrajectoryRecorder | None = None
 
     async def _run(self) -> Trajectory | str:
@@ -290,7 +290,7 @@ class DrivenEpisode(Episode):
         return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
 
     def _with_program_verdict(
-        self, trajectory: Trajectory, ended: ProgramResult
+        self, trajectory: Trajectory, ended: _ProgramResult
     ) -> Trajectory | str:
         verdict = trajectory.verdict or Verdict(parts={})
         if isinstance(ended.verdict, Unscored):

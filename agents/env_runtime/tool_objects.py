@@ -107,8 +107,6 @@ class Object:
         messages = [{"role": "user", "content": result}] if isinstance(result, str) else result
         offered = getattr(self._target, "offered", None)  # set by `opening`
         tools: list[Any] = list(self._tools) if offered is None else list(offered)
-        if not isinstance(inspect.getattr_static(self._target, "done", None), property):
-            _ = self.done  # raises now for an invalid value
         self._tools_from_task = any(isinstance(one, dict) for one in tools)
         if self._tools_from_task:
             return {"messages": messages, "tools": tools}
@@ -131,15 +129,7 @@ class Object:
     @property
     def done(self) -> bool:
         value: Any = getattr(self._target, "done", False)
-        kind = cast(Any, type(value))
-        if value is None or isinstance(value, bool) or callable(value):  # a callable is a tool
-            return value is True
-        if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
-            return bool(value)
-        raise EnvironmentGone(
-            f"`done` is {value!r:.50} ({kind.__name__}), must be True or False; write "
-            "`self.done = bool(…)`"
-        )
+        return bool(value) and not callable(value)  # a callable is a tool
 
     def reply(self, turn: dict[str, Any]) -> Any:
         text = self._call_reserved("reply", text=str(turn.get("content") or ""))
@@ -384,7 +374,7 @@ class InvalidEnvironment(Exception):
 
 
 class EnvironmentGone(Exception):
-    """Raised when the environment's backend is gone or its `done` attribute is invalid."""
+    """Raised when the environment's backend is gone or broken."""
 
 
 def error_location(error: BaseException) -> str:

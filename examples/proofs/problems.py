@@ -121,7 +121,7 @@ def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def make_evaluations(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
+def _make_evaluations(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
     """Generate three evaluations of proofs per problem. Their score is 1 if all claimed flaws are
     real, 0.5 if one of two is, and 0 if none is."""
     rows: list[dict[str, Any]] = []
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("file", type=Path, help="the JSONL file to write")
     parser.add_argument("--evaluations", action="store_true", help="write labelled evaluations")
     given = parser.parse_args(arguments)
-    rows = make_evaluations() if given.evaluations else lines()
+    rows = _make_evaluations() if given.evaluations else lines()
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     given.file.write_text(text, encoding="utf-8")
 

@@ -47,7 +47,7 @@ solution in the requested form.
 
 
 @dataclass(frozen=True, slots=True)
-class SearchLimits:
+class _SearchLimits:
     pool: int = 16
     best: int = 4
     children: int = 2
@@ -66,7 +66,7 @@ class _Candidate:
         return sum(one.score for one in self.evaluations) / len(self.evaluations)
 
 
-async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str, Any]:
+async def search(author: Author, problem: str, limits: _SearchLimits) -> dict[str, Any]:
     """Search for a proof of `problem`. Returns the best proof with its score, whether all
     verifications gave it 1, and the number of rounds and proofs. Raises AuthorLost if the model
     does not respond."""
@@ -115,7 +115,7 @@ async def _proof(author: Author, request: str) -> str | None:
 
 
 async def _verified(
-    author: Author, problem: str, solution: str, limits: SearchLimits
+    author: Author, problem: str, solution: str, limits: _SearchLimits
 ) -> _Candidate:
     messages = verification_messages(problem, solution)
     replies = await gather_or_cancel(
@@ -144,7 +144,7 @@ def _read_problems(path: Path) -> dict[str, str]:
 
 
 async def _search_all(
-    author: Author, problems: Mapping[str, str], limits: SearchLimits, out: Path, at_once: int
+    author: Author, problems: Mapping[str, str], limits: _SearchLimits, out: Path, at_once: int
 ) -> int:
     slots = asyncio.Semaphore(at_once)
     solved = 0
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds per reply (3600)")
     parser.add_argument("--at-once", type=int, default=4, help="problems searched together (4)")
     limits, helps = (
-        SearchLimits(),
+        _SearchLimits(),
         {
             "pool": "proofs in the first round",
             "best": "proofs refined per round",
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} ({value})")
     given = parser.parse_args(arguments)
     try:
-        limits = SearchLimits(**{name: getattr(given, name) for name in helps})
+        limits = _SearchLimits(**{name: getattr(given, name) for name in helps})
         problems = _read_problems(given.problems)
         done = _finished(given.out) if (given.out.exists()) else set[str]()
         config = AuthorConfig(

@@ -42,7 +42,7 @@ from keel.synthesis.author import (
     run_tool_loop,
 )
 from keel.synthesis.general import gates
-from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, reject_crashes
+from keel.synthesis.general.gates import SLACK_S, GeneralSandboxes, reject_crashes
 from keel.synthesis.ledger import Rejected
 
 
@@ -259,18 +259,20 @@ class _EnvironmentWriter:
             self._messages.append(_user(f"{answer}\n\nFix it, and write all sections again."))
 
     async def _first_tools(self, reply: AuthorReply) -> None:
-        files = {**self._files, "tools.py": split_sections(reply, ("tools",))["tools"]}
+        files = {**self._files, "tools.py": _split_sections(reply, ("tools",))["tools"]}
         self._write(files, [])
         self._specs = await gates.check_types(self.rooms, self.path)
         self._files = files
 
     async def _step(self, reply: AuthorReply) -> None:
         number = len(self._tasks)
-        found = split_sections(reply, ("question", "solve", "verify"), ("tools",) if number else ())
+        found = _split_sections(
+            reply, ("question", "solve", "verify"), ("tools",) if number else ()
+        )
         pieces = {
             "tools.py": found.get("tools", ""),
-            "solve.py": number_function(found["solve"], "solve", number),
-            "verify.py": number_function(found["verify"], "verify", number),
+            "solve.py": _number_function(found["solve"], "solve", number),
+            "verify.py": _number_function(found["verify"], "verify", number),
         }
         files = {
             name: "\n\n\n".join(filter(None, (self._files[name].rstrip(), piece.rstrip()))) + "\n"
@@ -348,7 +350,7 @@ def _put(path: Path, data: bytes) -> None:
     path.chmod(0o644)  # as root, Keel runs the sandbox as another user
 
 
-def split_sections(
+def _split_sections(
     reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
     """Split a response into sections at its headings. The content of a section is its first code
@@ -370,7 +372,7 @@ def split_sections(
     return {name: body for name, body in found.items() if body.strip()}
 
 
-def number_function(source: str, name: str, number: int) -> str:
+def _number_function(source: str, name: str, number: int) -> str:
     """Append the number of the task to the name of the function `name`. Raises Rejected unless the
     code defines it exactly once."""
     changed, count = re.subn(

@@ -15,8 +15,13 @@ from keel.rewards.text import answer_in, outside_think
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author, gather_or_cancel, object_schema
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.search.question import check_quote, normalize_answer
-from keel.synthesis.search.workspace import Workspace, list_schema, text_schema
+from keel.synthesis.search.question import (
+    Workspace,
+    check_quote,
+    list_schema,
+    normalize_answer,
+    text_schema,
+)
 
 _MAX_ANSWER = 300
 _UNKNOWN = "unknown"
@@ -39,7 +44,7 @@ class Answerer:
     tools: bool
 
 
-async def ask_agent(
+async def _ask_agent(
     desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
     """Ask an agent and return its answer, or "" if it has none. With `at_length`, the answer is a
@@ -65,7 +70,7 @@ async def collect_answers(
 ) -> list[str]:
     """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts one of
     them, or if no agent answers."""
-    reply = await gather_or_cancel(*(ask_agent(desk, one, question) for one in answerers))
+    reply = await gather_or_cancel(*(_ask_agent(desk, one, question) for one in answerers))
     if easy := [one for one in reply if one and right(one)]:
         raise Rejected(
             "too easy", f"{len(easy)} of {len(reply)} agents answer it correctly: {easy[0]!r}"
@@ -171,7 +176,7 @@ async def measure_gain(
     Rejected if the difference is below `search.least_gain`."""
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
-        *(ask_agent(desk, one, text, at_length=True) for one in answerers)
+        *(_ask_agent(desk, one, text, at_length=True) for one in answerers)
     )
     if not with_tools:
         raise Rejected("gain", "the agent with tools has no answer")

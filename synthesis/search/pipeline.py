@@ -36,11 +36,11 @@ from keel.synthesis.search.answers import Answerer, collect_answers, measure_gai
 from keel.synthesis.search.question import (
     AcceptedQuestions,
     DraftStart,
+    Workspace,
     accepts,
     answer_rule,
     write_draft,
 )
-from keel.synthesis.search.workspace import Workspace
 
 
 def _rubric_of(task: Mapping[str, Any]) -> dict[str, Any]:

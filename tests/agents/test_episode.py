@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.episode import ContextManager, Method, Rewrite
+from keel.agents.episode import ContextManager, Rewrite, _Method
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import NodeLost, ToolResult, Unscored
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -140,7 +140,7 @@ def test_oversized_text_is_cut_before_tokenization(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("method", "window"), [("discard-all", 260), ("discard-75", 260), ("summary", 900)]
 )
-def test_full_context_is_rewritten(method: Method, window: int) -> None:
+def test_full_context_is_rewritten(method: _Method, window: int) -> None:
     turns = window // 20
 
     def script(context: str, turn: int) -> str:

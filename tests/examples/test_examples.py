@@ -29,15 +29,15 @@ from keel.data.jsonl import load_jsonl
 from keel.examples.judges import agreement
 from keel.examples.judges import main as write_judgements
 from keel.examples.proofs.__main__ import main as make_proof_tasks
+from keel.examples.proofs.problems import _make_evaluations
 from keel.examples.proofs.problems import lines as problem_lines
 from keel.examples.proofs.problems import main as write_problems
-from keel.examples.proofs.problems import make_evaluations
 from keel.examples.proofs.refine import Refine
-from keel.examples.proofs.search import SearchLimits, search
+from keel.examples.proofs.search import _SearchLimits, search
 from keel.examples.small import demonstrations
 from keel.examples.small import tasks as small
 from keel.examples.small.__main__ import make
-from keel.examples.tables import _clear_first, task_lines
+from keel.examples.tables import _clear_first, _task_lines
 from keel.examples.tables import main as write_tables
 from keel.model.tiny.cold_start import conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -90,7 +90,7 @@ class Prover:
 
 def test_search_refines_until_every_verification_accepts() -> None:
     prover = Prover()
-    limits = SearchLimits(pool=3, best=2, children=1, verifications=4, reviews=1, rounds=5)
+    limits = _SearchLimits(pool=3, best=2, children=1, verifications=4, reviews=1, rounds=5)
     result = asyncio.run(search(prover, "Show it.", limits))
     solved = {"proof": "Version 3.", "score": 1.0, "solved": True}
     assert result == {**solved, "rounds": 2, "proofs": 3 + 2 + 2}
@@ -147,7 +147,7 @@ def test_shipped_problems_are_those_of_the_script() -> None:
 
 
 def test_evaluations_are_labelled_by_the_flaws_that_were_planted(tmp_path: Path) -> None:
-    rows = make_evaluations()
+    rows = _make_evaluations()
     right = {
         line["messages"][1]["content"]: line["reward"]["reference"] for line in problem_lines()
     }
@@ -189,7 +189,7 @@ FITS = {
 
 @cache
 def some() -> list[dict[str, Any]]:
-    return list(task_lines(32, seed=5))
+    return list(_task_lines(32, seed=5))
 
 
 def base_of(files: dict[str, str]) -> sqlite3.Connection:

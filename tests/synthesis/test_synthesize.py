@@ -31,7 +31,7 @@ from keel.synthesis.author import (
     run_tool_loop,
 )
 from keel.synthesis.general.gates import _MAX_MUTATIONS, _draw_wrong_answers, _mutate_answer
-from keel.synthesis.general.pipeline import number_function, split_sections
+from keel.synthesis.general.pipeline import _number_function, _split_sections
 from keel.synthesis.ledger import Ledger, Rejected
 from keel.synthesis.redteam import main as redteam
 from tests.rewards.judge.judge_server import Reply, Server, running
@@ -355,18 +355,18 @@ def verify(answer, database):
 
 
 def test_sections_of_a_reply() -> None:
-    parts = split_sections(AuthorReply(content=REPLY), ("question", "solve", "verify"), ("tools",))
+    parts = _split_sections(AuthorReply(content=REPLY), ("question", "solve", "verify"), ("tools",))
     assert list(parts) == ["question", "solve", "verify"]
     assert parts["question"] == "Which is it? A list.\n"
-    assert number_function(parts["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
+    assert _number_function(parts["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
     assert parts["verify"].endswith("== [1]\n")
     capitals = REPLY.replace("## verify", "## Verify")
-    assert split_sections(AuthorReply(content=capitals), ("question", "solve", "verify")) == parts
+    assert _split_sections(AuthorReply(content=capitals), ("question", "solve", "verify")) == parts
     for cut, text in ((True, REPLY), (False, REPLY.replace("verify:", "proof"))):
         with pytest.raises(Rejected):
-            split_sections(AuthorReply(content=text, cut=cut), ("question", "solve", "verify"))
+            _split_sections(AuthorReply(content=text, cut=cut), ("question", "solve", "verify"))
     with pytest.raises(Rejected):
-        number_function("def solve(tools):\n    pass\ndef solve(tools):\n    pass", "solve", 0)
+        _number_function("def solve(tools):\n    pass\ndef solve(tools):\n    pass", "solve", 0)
 
 
 def test_mutations_reach_every_part() -> None:

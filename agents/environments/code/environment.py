@@ -1,6 +1,7 @@
 """An environment in which the policy changes a repository. The hidden tests are decrypted only for
-the verdict, after all processes of the policy have been killed and the files outside the repository
-removed. This code supports Python 3.9, needs no packages, and runs only in bubblewrap."""
+the verdict. They run in a clean state, after all processes of the policy have been killed and the
+files outside the repository removed. This code supports Python 3.9, needs no packages, and runs
+only in bubblewrap."""
 
 from __future__ import annotations
 
@@ -8,22 +9,28 @@ import json
 import math
 import os
 import re
+import secrets
+import stat
 import subprocess
 import sys
+import time
+import xml.etree.ElementTree as ElementTree
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from keel.agents.env_runtime import processes
-from keel.agents.environments.code import files, grading
-from keel.agents.environments.code.languages import LANGUAGES, REPO
+from keel.agents.environments.code import files
+from keel.agents.environments.code.languages import LANGUAGES, REPO, affects_grading
 from keel.agents.environments.code.tree import (
     Tree,
     UnreadableTree,
     decrypt,
+    erase_folder,
+    merge_trees,
     read_tree,
     tree_as_json,
     tree_from_json,
@@ -152,7 +159,7 @@ class Repository:
         if where := self._copy_of_project():
             raise RuntimeError(where)
         write_tree(REPO, tree)
-        self._env = grading.command_environment(self._prefix, self._instance["env"])
+        self._env = command_environment(self._prefix, self._instance["env"])
         language = LANGUAGES[self._instance["language"]]
         status, output = self._shell(language.check, _CHECK_S)
         if status != 0:
@@ -214,11 +221,11 @@ class Repository:
             written = read_tree(
                 REPO, max_mib=_MAX_MIB, skip=lambda path: os.path.basename(path) in _SKIPPED
             )
-            tree = grading.build_graded_tree(self._instance, self._base, self._harness, written)
-            results = grading.run_tests(self._instance, tree, self._prefix)
+            tree = build_graded_tree(self._instance, self._base, self._harness, written)
+            results = run_tests(self._instance, tree, self._prefix)
         except (UnreadableTree, OSError, subprocess.SubprocessError) as error:
             return {"correct": 0.0}, {"why": str(error)[:500]}  # the policy made the tree
-        correct, facts = grading.grade(self._instance, results)
+        correct, facts = grade(self._instance, results)
         return {"correct": correct}, facts
 
     def _shell(self, command: str, within_s: float) -> tuple[int | None, str]:
@@ -263,7 +270,7 @@ class RepositoryWorkshop(Repository):
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)
         self._gold = tree_from_json(self._instance.pop("gold"))
-        self._env = grading.command_environment(self._prefix, self._instance["env"])
+        self._env = command_environment(self._prefix, self._instance["env"])
 
     def tests(self, gold: bool) -> str:
         """Run all tests and return the results as JSON. If `gold` is set, the gold patch is applied
@@ -273,20 +280,25 @@ class RepositoryWorkshop(Repository):
             for path in self._instance["gold_gone"]:
                 del tree[path]
             tree |= self._gold
-        tree = grading.build_graded_tree(self._instance, self._base, self._harness, tree)
-        results = grading.run_tests(self._instance, tree, self._prefix)
+        tree = build_graded_tree(self._instance, self._base, self._harness, tree)
+        results = run_tests(self._instance, tree, self._prefix)
         return json.dumps(results._asdict())
 
     def set_up(self, script: str, within_s: float) -> str:
         """Run a setup script in the unchanged repository. Returns its outcome and the new files as
         JSON."""
         processes.kill_descendants()
-        for folder in (*grading.WRITABLE, self._prefix):
-            grading.erase_folder(folder)
+        for folder in (*_WRITABLE, self._prefix):
+            erase_folder(folder)
         write_tree(REPO, self._base)
         status, output = self._shell(script, within_s)
         processes.kill_descendants()
-        tree = read_tree(REPO, max_mib=512, skip=_is_leftover)
+
+        def is_leftover(path: str) -> bool:
+            name = os.path.basename(path)
+            return name in _LEFTOVERS or name.endswith((".egg-info", ".pyc"))
+
+        tree = read_tree(REPO, max_mib=512, skip=is_leftover)
         new = {path: entry for path, entry in tree.items() if path not in self._base}
         if os.path.islink(f"{REPO}/node_modules"):
             new["node_modules"] = ("l", os.fsencode(os.readlink(f"{REPO}/node_modules")))
@@ -302,6 +314,180 @@ class RepositoryWorkshop(Repository):
         return json.dumps({"where": self._copy_of_project()})
 
 
-def _is_leftover(path: str) -> bool:
-    name = path.rpartition("/")[2]
-    return name in _LEFTOVERS or name.endswith((".egg-info", ".pyc"))
+_WRITABLE = ("/tmp", "/dev/shm")
+_WORDS = (
+    "all any args base both call case cast copy date deep each edge empty end equal error extra "
+    "false few file first flat float global group head index inner input int items iter join key "
+    "kind last left len like line list local long lower many map max merge mixed mode more name "
+    "nested next none null odd old only order other outer output pair part path plain raw repr "
+    "right same short simple single size some space start step strict text time true type upper"
+)
+_MAX_BYTES = 32 << 20
+_RANK = ("failed", "skipped", "passed")
+"""Precedence of results, highest first, for tests that are reported more than once."""
+
+
+class Results(NamedTuple):
+    tests: dict[str, str]
+    canary: str
+    """`as wanted` if all canary tests have the expected result, `missing` if one has no result,
+    otherwise `faked`."""
+    said: str
+    inside: bool = True
+    """False if a canary test at the end of a hidden test file has an unexpected result."""
+    seconds: float = 0.0
+
+
+def command_environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables for all commands in the repository."""
+    where = os.path.dirname(sys.executable)
+    return {
+        "PATH": f"{prefix}/bin:{where}:/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/tmp",
+        "TMPDIR": "/tmp",
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "PREFIX": prefix,
+        "REPO": REPO,
+        **extra,
+    }
+
+
+def build_graded_tree(
+    instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree
+) -> Tree:
+    """Build the source tree to grade from the policy's files. Restore files that affect grading,
+    and drop links that the policy added."""
+    language = LANGUAGES[instance["language"]]
+    policys = {
+        path: entry
+        for path, entry in written.items()
+        if not affects_grading(language, path) and (entry[0] != "l" or base.get(path) == entry)
+    }
+    removed = set(instance["harness_gone"])
+    graders = {
+        path: entry
+        for path, entry in base.items()
+        if affects_grading(language, path) and path not in removed
+    }
+    return merge_trees(policys, {**graders, **harness})
+
+
+def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
+    """Write the source tree and run its tests. All other processes are killed before and after.
+
+    Canary tests detect faked results. They have random names, and some must pass while others must
+    fail. They are in separate files and at the end of hidden test files.
+    """
+    language = LANGUAGES[instance["language"]]
+    canaries = {_test_name(): good for good in (True, False)}
+    inside = {_test_name(): good for good in (True, False)}
+    added: Tree = {}
+    for nonce, good in canaries.items() if language.canary[0] else ():
+        name, text = (_canary(part, nonce, good) for part in language.canary)
+        added[os.path.join(instance["canary_in"], name)] = ("f", text.encode())
+    tree = merge_trees(tree, added)
+    ends = [_canary(language.canary_at_the_end, *one) for one in inside.items()]
+    for path in instance["canary_at"]:
+        if path in tree:
+            tree = {**tree, path: ("f", tree[path][1] + "".join(ends).encode())}
+    processes.kill_descendants()
+    for folder in _WRITABLE:
+        erase_folder(folder)
+    if os.path.lexists(REPO):
+        raise OSError(f"{REPO} could not be emptied")
+    write_tree(REPO, tree)
+    folder = f"/tmp/results-{secrets.token_hex(8)}"
+    os.mkdir(folder)
+    env = command_environment(prefix, {**instance["env"], "JUNIT": folder})
+    command = ["/bin/bash", "-c", instance["test"]]
+    began = time.monotonic()
+    _, output = processes.run(command, env=env, folder=REPO, within_s=instance["tests_s"])
+    seconds = round(time.monotonic() - began, 3)
+    processes.kill_descendants()
+    tests = _read_results(folder)
+    separate = {test: nonce for test in tests for nonce in canaries if nonce in test}
+    embedded = {test: good for test in tests for nonce, good in inside.items() if nonce in test}
+    others = {k: v for k, v in tests.items() if k not in {*separate, *embedded}}
+    outcomes = {canaries[nonce]: tests[test] for test, nonce in separate.items()}
+    expected = {True: "passed", False: "failed"}
+    matches = "as wanted" if outcomes == expected else "faked"
+    canary = "missing" if set(outcomes) != {*expected} else matches
+    # A file that cannot be imported has no results at all.
+    sound = all(tests[test] in (expected[good], "skipped") for test, good in embedded.items())
+    return Results(others, canary, output, sound, seconds)
+
+
+def _test_name() -> str:
+    return "_".join(secrets.choice(_WORDS.split()) for _ in range(4))
+
+
+def _canary(text: str, nonce: str, good: bool) -> str:
+    one, two = (10 + secrets.randbelow(90) for _ in range(2))
+    result = one * two + (0 if good else 1 + secrets.randbelow(9))
+    return text.replace("NONCE", nonce).replace("WORTH", f"{one} * {two} == {result}")
+
+
+def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
+    """Return the score (1 if every required test passes, otherwise 0) and facts about it."""
+    facts: dict[str, Any] = {"canary": results.canary}
+    for name in ("f2p", "p2p"):
+        required = instance[name]
+        passed = sum(results.tests.get(test) == "passed" for test in required)
+        facts[f"{name}_passed"], facts[name] = passed, len(required)
+    passes = facts["f2p_passed"] == facts["f2p"] > 0 and facts["p2p_passed"] == facts["p2p"]
+    # Required only if it worked when the instance was made.
+    trusted = results.canary == "as wanted" or not instance["canary"]
+    if instance["canary_at"] and not results.inside:
+        facts["canary"], trusted = "faked", False
+    return float(passes and trusted), facts
+
+
+def _read_results(folder: str) -> dict[str, str]:
+    results: dict[str, str] = {}
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        return results
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".xml"):
+            for test, result in _read_junit(os.path.join(folder, name)):
+                if test not in results or _RANK.index(result) < _RANK.index(results[test]):
+                    results[test] = result
+    return results
+
+
+def _read_junit(path: str) -> list[tuple[str, str]]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return []
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            return []
+        text = file.read(_MAX_BYTES)
+    # Entities may expand. UTF-16 and UTF-32, which have zeros, would spell them in other bytes.
+    if b"\0" in text or b"<!DOCTYPE" in text or b"<!ENTITY" in text:
+        return []
+    try:
+        return list(_cases(ElementTree.fromstring(text), ()))
+    except (ElementTree.ParseError, ValueError, LookupError, RecursionError):
+        return []  # malformed, an unknown encoding, or nested too deeply
+
+
+def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for child in element:
+        if child.tag == "testsuite":
+            yield from _cases(child, (*suites, child.get("name", "")))
+        elif child.tag == "testcase":
+            parts = (*suites, child.get("classname", ""), child.get("name", ""))
+            tags = {one.tag for one in child}
+            status = child.get("status", "run")  # ctest's form
+            if tags & {"failure", "error"} or status == "fail":
+                result = "failed"
+            elif "skipped" in tags or status in ("notrun", "disabled"):
+                result = "skipped"
+            else:
+                result = "passed"
+            yield "::".join(part for part in parts if part), result

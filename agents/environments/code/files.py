@@ -15,7 +15,7 @@ _MAX_WIDTH = 2000
 _MAX_BYTES = 16 << 20
 
 
-def run_file_tool(request: Mapping[str, Any]) -> str:
+def _run_file_tool(request: Mapping[str, Any]) -> str:
     """Run a file tool. Raises ValueError or OSError with a message for the policy."""
     path = request["path"]
     if request["do"] == "view":
@@ -92,6 +92,6 @@ def _write(path: str, text: str) -> None:
 if __name__ == "__main__":
     try:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # pyright: ignore
-        sys.stdout.write(run_file_tool(json.load(sys.stdin)))
+        sys.stdout.write(_run_file_tool(json.load(sys.stdin)))
     except (ValueError, OSError) as error:
         sys.exit(str(error))

@@ -131,7 +131,7 @@ _CLOCK = re.compile(
 """SQLite functions that return random values or can read the clock."""
 
 
-def parse_code(source: str, part: Part) -> ast.Module:
+def _parse_code(source: str, part: Part) -> ast.Module:
     """Parse Python code written by an author model. Raises InvalidEnvironment if it is invalid or
     uses a forbidden feature."""
     try:
@@ -347,7 +347,7 @@ def start_tools(folder: Folder, seed: int) -> Child:
 def load_tools(source: str, database: Any) -> dict[str, Tool]:
     """Execute the source of tools.py and return its public functions as tools. Every tool needs
     type hints and a docstring."""
-    tree = parse_code(source, "tools")
+    tree = _parse_code(source, "tools")
     module = ModuleType("tools")
     vars(module).update(_namespace("tools"), database=database)
     sys.modules["tools"] = module  # dataclasses look up their module there
@@ -446,7 +446,7 @@ def _compile_function(source: str, part: Part, name: str, parameters: int) -> Ca
     InvalidEnvironment if the source contains anything but functions and imports."""
     pieces: dict[str, list[ast.stmt]] = {}
     imports: list[ast.stmt] = []
-    for node in parse_code(source, part).body:
+    for node in _parse_code(source, part).body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
         if isinstance(node, ast.FunctionDef) and not node.decorator_list:

@@ -60,9 +60,9 @@ class Library(Protocol):
 
 def make_document(name: str, title: str, text: str) -> Document:
     """Create a document, with invisible characters removed. The title defaults to the name."""
-    name = " ".join(clean_text(name).translate(_UNNAMED).split())
-    title = " ".join(clean_text(title or "").split())
-    return Document(name=name, title=title or name, text=clean_text(text or ""))
+    name = " ".join(_clean_text(name).translate(_UNNAMED).split())
+    title = " ".join(_clean_text(title or "").split())
+    return Document(name=name, title=title or name, text=_clean_text(text or ""))
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -226,7 +226,7 @@ _KEPT = {"\n", "\t", "\u200c", "\u200d"}
 """White space and invisible joiners to keep. The joiners matter in Persian and in Indic scripts."""
 
 
-def clean_text(text: str) -> str:
+def _clean_text(text: str) -> str:
     """Collapse white space and remove invisible characters, which could hide instructions for a
     model."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))

@@ -20,7 +20,7 @@ import pytest
 
 from keel.agents.endpoint.program import (
     AgentProgram,
-    ProgramResult,
+    _ProgramResult,
     resolve_command,
     run_program,
 )
@@ -324,7 +324,7 @@ def drive(
     policy: Policy | None = None,
     within_s: float = PATIENCE_S,
     **settings: Any,
-) -> tuple[ProgramResult, TrajectoryRecorder]:
+) -> tuple[_ProgramResult, TrajectoryRecorder]:
     command = [sys.executable, "-S", "-c", code, *arguments]
     program = AgentProgram(**{"command": command, **settings})
 
@@ -332,7 +332,7 @@ def drive(
         await asyncio.sleep(within_s)
         return f"did not end within {within_s:g} s"
 
-    async def work() -> tuple[ProgramResult, TrajectoryRecorder]:
+    async def work() -> tuple[_ProgramResult, TrajectoryRecorder]:
         async with Endpoint() as endpoint:
             tools = McpTools(NoEnvironment(), [ADD], budget=kit.BUDGET)
             address = endpoint.add(recorder_of(policy or Policy(["a", "b", "c"])), tools)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.code.files import run_file_tool
+from keel.agents.environments.code.files import _run_file_tool
 
 
 def test_a_failed_edit_keeps_the_file(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_failed_edit_keeps_the_file(tmp_path: Path) -> None:
     try:
         for request in (edit, {**edit, "path": str(tmp_path / "c.py"), "old": ""}):
             with pytest.raises(OSError, match="too large"):
-                run_file_tool(request)
+                _run_file_tool(request)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_text() == "one\none\ntwo\n"
@@ -31,12 +31,12 @@ def test_edits_keep_modes_and_link_targets(tmp_path: Path) -> None:
     path.write_text("one\r\n")
     path.chmod(0o751)
     link.symlink_to("bin/run.sh")
-    run_file_tool({"do": "edit", "path": str(link), "old": "one", "new": "zwölf"})
+    _run_file_tool({"do": "edit", "path": str(link), "old": "one", "new": "zwölf"})
     assert path.read_bytes() == "zwölf\r\n".encode() and link.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o751
     new = tmp_path / "made" / "new.py"
-    run_file_tool({"do": "edit", "path": str(new), "old": "", "new": "a\n"})
+    _run_file_tool({"do": "edit", "path": str(new), "old": "", "new": "a\n"})
     (tmp_path / "other").touch()
     assert new.read_text() == "a\n" and new.stat().st_mode == (tmp_path / "other").stat().st_mode
     with pytest.raises((ValueError, OSError)):
-        run_file_tool({"do": "edit", "path": str(tmp_path / "made"), "old": "", "new": "a"})
+        _run_file_tool({"do": "edit", "path": str(tmp_path / "made"), "old": "", "new": "a"})

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from keel.agents.environments.code import tree as trees
-from keel.agents.environments.code.grading import Results, _read_results, build_graded_tree, grade
+from keel.agents.environments.code.environment import (
+    Results,
+    _read_results,
+    build_graded_tree,
+    grade,
+)
 from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource

@@ -15,9 +15,8 @@ from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply, BudgetSpent
 from keel.synthesis.general import gates
-from keel.synthesis.general.gates import open_episode
+from keel.synthesis.general.gates import GeneralSandboxes, open_episode
 from keel.synthesis.general.pipeline import GeneralPipeline
-from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Rejected
 from tests.agents.sandboxes import commands, wrap_of
 from tests.synthesis.authors import ScriptedAuthor, run_pipeline

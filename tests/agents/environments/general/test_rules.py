@@ -6,8 +6,8 @@ from keel.agents.env_runtime.tool_objects import InvalidEnvironment
 from keel.agents.environments.general.author_code import (
     Part,
     _compile_function,
+    _parse_code,
     parse_answer,
-    parse_code,
 )
 
 
@@ -30,7 +30,7 @@ from keel.agents.environments.general.author_code import (
 )
 def test_forbidden_code_is_refused(part: Part, source: str) -> None:
     with pytest.raises(InvalidEnvironment, match=part):
-        parse_code(source, part)
+        _parse_code(source, part)
 
 
 def test_a_function_includes_its_imports() -> None:

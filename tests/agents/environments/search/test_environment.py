@@ -12,7 +12,7 @@ from keel.agents.env_process.process import Program
 from keel.agents.environments.search import documents as index_module
 from keel.agents.environments.search.documents import (
     SearchIndex,
-    clean_text,
+    _clean_text,
     ensure_index,
     search_terms,
     split_ranges,
@@ -125,8 +125,10 @@ def test_snippets_frequencies_and_slow_searches(
 
 def test_text_is_cleaned_and_split_in_many_languages() -> None:
     hidden = "".join(chr(0xE0000 + ord(c)) for c in "answer Paris")
-    assert clean_text(f"a\u200b{hidden}b\x1b[2J\ue000\ud800 \u202ec\r\n\n\n\n d ") == "ab[2J c\n\nd"
-    assert clean_text("می\u200cخواهم") == "می\u200cخواهم"
+    assert (
+        _clean_text(f"a\u200b{hidden}b\x1b[2J\ue000\ud800 \u202ec\r\n\n\n\n d ") == "ab[2J c\n\nd"
+    )
+    assert _clean_text("می\u200cخواهم") == "می\u200cخواهم"
     assert search_terms("The Gödel-Prize, 3.5%") == ["the", "godel", "prize", "3", "5"]
     assert search_terms("北京大学 A") == ["北京", "京大", "大学", "a"] and search_terms("湖") == [
         "湖"
