@@ -22,25 +22,25 @@ _MAX_DEPTH = 120
 _MAX_VALUES = 1 << 20
 """Maximum number of commas and opening brackets in a request. Parsing more of them would block the
 event loop for too long."""
-_DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"
+_FIXED = "The policy samples one text per request, and its distribution cannot be changed"
 _STRUCTURED = (
     "structured output is not supported, since a grammar's masks are not recorded. Ask for the "
     "format in the prompt and parse the text"
 )
-_SUPPORTED: dict[str, tuple[Sequence[Any], str]] = {
-    "n": ([1], "must be 1; send a request for each sample"),
-    "tool_choice": (["auto", "none"], f"must be auto or none; for a forced call, {_DISTRIBUTION}"),
-    "response_format": ([{"type": "text"}], _STRUCTURED),
-    "logit_bias": ([{}], f"is not supported: {_DISTRIBUTION}"),
-    "logprobs": ([False], "are recorded and not returned"),
-    "top_logprobs": ([0], "are recorded and not returned"),
-    "modalities": ([["text"]], "the policy writes text"),
-    "audio": ([], "is not supported: the policy writes text"),
-    "functions": ([], "is not supported: use tools"),
-    "function_call": ([], "is not supported: use tool_choice"),
-    "web_search_options": ([], "is not supported: give the policy a tool"),
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "audio": (),
+    "functions": (),  # the old form of `tools`
+    "function_call": (),
+    "web_search_options": (),
 }
-"""The supported values of some fields, with the error message for all other values."""
+"""The supported values of some fields."""
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -226,8 +226,11 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     for name, value in fields.items():
         if name.startswith(("guided_", "structured_outputs")):
             raise invalid_field(name, _STRUCTURED)
-        if name in _SUPPORTED and value not in _SUPPORTED[name][0]:
-            raise invalid_field(name, _SUPPORTED[name][1])
+        if name in _SUPPORTED and value not in _SUPPORTED[name]:
+            if name == "response_format":
+                raise invalid_field(name, _STRUCTURED)
+            allowed = " or ".join(map(repr, _SUPPORTED[name])) or "left out"
+            raise invalid_field(name, f"must be {allowed}. {_FIXED}")
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as error:
@@ -238,7 +241,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         if name not in _SUPPORTED:
             _warn_ignored(name, "the recipe decides how the policy is sampled")
     if any(tool.function.strict for tool in request.sent_tools):
-        _warn_ignored("tools[].function.strict", _DISTRIBUTION)
+        _warn_ignored("tools[].function.strict", _STRUCTURED)
     _ = request.messages  # raises now if they are invalid
     return request
 

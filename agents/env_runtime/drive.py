@@ -80,16 +80,6 @@ def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
                 last_line[0] = line[-_MAX_BYTES:]
 
 
-def _wait_for_exit(process: Any) -> int:
-    """Wait for the program to exit and return its exit code. Meanwhile, reap orphans, because the
-    sandbox limits the number of processes."""
-    while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == process.pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode
-
-
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="keel-")
     task = json.dumps(request["task"])
@@ -135,13 +125,16 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         target=_copy_lines, args=(process.stdout.fileno(), last_line), daemon=True
     )
     copying.start()
-    code = _wait_for_exit(process)  # Keel keeps the deadline, and kills
+    while process.returncode is None:  # also reaps orphans: the sandbox limits the processes
+        pid, status = os.waitpid(-1, 0)
+        if pid == process.pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
     copying.join(0.5)  # a background process may hold the pipe open
     verdict = None
     with suppress(OSError), open(paths["verdict"], "rb") as file:
         verdict = file.read(_MAX_BYTES).decode(errors="replace")
     last = last_line[0].decode(errors="replace").strip()
-    return {"exit": code, "last": last, "verdict": verdict}
+    return {"exit": process.returncode, "last": last, "verdict": verdict}
 
 
 def main() -> None:

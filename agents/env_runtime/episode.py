@@ -32,7 +32,6 @@ from keel.agents.env_runtime.tool_objects import (
     error_location,
     error_text,
     methods_of,
-    parameters_of,
     public_functions,
 )
 
@@ -145,13 +144,7 @@ def call_function(target: str) -> None:
         "prompt": prompts[-1] if prompts else task["messages"][-1]["content"],
         "seed": int(os.environ["KEEL_SEED"]),
     }
-    parameters = [
-        one
-        for one in parameters_of(function)
-        if one.name in values or one.default is one.empty or one.kind is one.VAR_KEYWORD
-    ]
-    positional, named = bind_arguments(target, parameters, values)
-    result = await_result(function(*positional, **named))
+    result = await_result(function(**bind_arguments(target, function, values)))
     if result is None:
         return
     parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
@@ -201,14 +194,10 @@ def load_object(target: str) -> Any:
         else:
             value = importlib.import_module(name)
     except Exception as error:  # a module may raise anything
-        outer, _, inner = name.rpartition(".")
-        cure = error_location(error)
-        if hasattr(sys.modules.get(outer), inner):
-            cure = f"write {outer}:{inner}"
-        elif isinstance(error, ModuleNotFoundError):
-            install = f"{sys.executable} -m pip install {str(error.name).partition('.')[0]}"
-            cure = f"looked in {', '.join(filter(None, sys.path))}; if it is a package: {install}"
-        message = f"{name} cannot be imported: {error_text(error)}; {cure}"
+        where = error_location(error)
+        if isinstance(error, ModuleNotFoundError):
+            where = f"looked in {', '.join(filter(None, sys.path))} for {sys.executable}"
+        message = f"{name} cannot be imported: {error_text(error)}; {where}"
         raise InvalidEnvironment(message) from error
     for part in filter(None, attribute.split(".")):
         if not hasattr(value, part):

@@ -254,7 +254,14 @@ class WrappedObject:
         self.has_tools = any(one.__name__ == "MCPEnvironment" for one in kind.__mro__)
         self._action: Any = action
         if action is None and not self.has_tools:
-            self._action = _action_class(kind)
+            with suppress(Exception):  # a hint may be any expression
+                self._action = get_type_hints(kind.step).get("action")
+            named = getattr(self._action, "__name__", "Action") != "Action"
+            if not (named and hasattr(self._action, "model_json_schema")):
+                raise InvalidEnvironment(
+                    f"{kind.__name__}: `step` has no type hint for its action. Name the class "
+                    'among the arguments: `"action": "my_env.models:MyAction"`'
+                )
 
     def schema(self) -> _Data:
         return self._action.model_json_schema()
@@ -279,17 +286,6 @@ class WrappedObject:
 
     def close(self) -> None:
         self._environment.close()
-
-
-def _action_class(kind: Any) -> Any:
-    with suppress(Exception):  # a hint may be any expression
-        action: Any = get_type_hints(kind.step).get("action")
-        if hasattr(action, "model_json_schema") and action.__name__ != "Action":
-            return action
-    raise InvalidEnvironment(
-        f"{kind.__name__}: `step` has no type hint for its action. Name the class among the "
-        'arguments: `"action": "my_env.models:MyAction"`'
-    )
 
 
 class RemoteSession:

@@ -98,7 +98,7 @@ class Object:
         for name, known in _RESERVED.items():
             if callable(method := getattr(target, name, None)):
                 with suppress(ValueError):  # a builtin may have no signature
-                    bind_arguments(name, parameters_of(method), dict.fromkeys(known))
+                    bind_arguments(name, method, dict.fromkeys(known))
         self._tools = {name: Tool(name, function) for name, function in functions.items()}
         self._tools_from_task = False
 
@@ -153,38 +153,29 @@ class Object:
         method = getattr(self._target, name, None)
         if method is None:
             return None
-        positional, named = bind_arguments(name, parameters_of(method), values)
-        return await_result(method(*positional, **named))
-
-
-def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
+        return await_result(method(**bind_arguments(name, method, values)))
 
 
 def bind_arguments(
-    name: str, parameters: list[inspect.Parameter], values: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Select from `values` the arguments that `parameters` declare. Returns positional and keyword
-    arguments. If no name matches, a single parameter gets the first value, and `**` gets all
-    values."""
-    plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    known = [one for one in plain if one.name in values]
-    unknown = [one for one in plain if one.name not in values and one.default is one.empty]
-    takes_all = not (known or unknown) and any(one.kind is one.VAR_KEYWORD for one in parameters)
-    named = dict(values) if takes_all else {one.name: values[one.name] for one in known}
-    single = unknown or parameters
-    keyword_only = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
-    if values and not known and len(single) == 1 and single[0].kind not in keyword_only:
-        key = next(iter(values))
-        named.pop(key, None)
-        return [values[key]], named
+    name: str, function: Callable[..., Any], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Select the `values` whose names `function` declares. `**` takes all of them."""
+    parameters = inspect.signature(function).parameters.values()
+    variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    unknown = [
+        f"`{one.name}`"
+        for one in parameters
+        if one.name not in values and one.default is one.empty and one.kind not in variable
+    ]
     if unknown:
-        names = " and ".join(f"`{one.name}`" for one in unknown)
         allowed = ", ".join(values) or "none"
         tool = "; a tool needs another name" if name in _RESERVED else ""
-        raise InvalidEnvironment(f"{name} declares {names}; it may have: {allowed}{tool}")
-    positional = [named.pop(one.name) for one in known if one.kind is one.POSITIONAL_ONLY]
-    return positional, named
+        raise InvalidEnvironment(
+            f"{name} declares {' and '.join(unknown)}; it may have: {allowed}{tool}"
+        )
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return values
+    return {one.name: values[one.name] for one in parameters if one.name in values}
 
 
 def methods_of(target: Any) -> dict[str, Callable[..., Any]]:

@@ -20,7 +20,6 @@ from keel.agents.env_runtime.tool_objects import (
     _schema_of,
     _value_of,
     bind_arguments,
-    parameters_of,
 )
 from keel.agents.schemas import ArgumentValidator
 from keel.rl.turns import ToolCall, ToolSpec
@@ -103,15 +102,13 @@ def test_valid_arguments_arrive_as_hinted(hint: Any, value: Any, converted: Any)
 
 def test_functions_get_the_parameters_they_declare() -> None:
     def passed(function: Any) -> Any:
-        values = {"task": "t", "seed": 3}
-        positional, named = bind_arguments("opening", parameters_of(function), values)
-        return function(*positional, **named)
+        return function(**bind_arguments("opening", function, {"task": "t", "seed": 3}))
 
     assert passed(lambda: "nothing") == "nothing"
     assert passed(lambda seed: seed) == 3
     assert passed(lambda seed, task, more=1: (task, seed, more)) == ("t", 3, 1)
     assert passed(lambda **every: every) == {"task": "t", "seed": 3}
-    assert passed(lambda task, seed, /: (task, seed)) == ("t", 3)
+    assert passed(lambda task, **more: (task, more)) == ("t", {"seed": 3})
     for function in (lambda prompt, rng: 0, lambda task, rng: 0, lambda *, prompt: 0):
         with pytest.raises(InvalidEnvironment, match="task, seed"):
             passed(function)
