@@ -21,8 +21,7 @@ from pathlib import Path
 from keel.commands.synthesize import synthesize
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig
-from keel.examples.small import tasks
-from keel.examples.small.demonstrations import write_lessons
+from keel.examples.small import demonstrations as small
 
 _MAX_TASKS = {
     "general": (240, 1000, "tasks with prices"),
@@ -45,18 +44,18 @@ def make(
     seed: int,
 ) -> int:
     _create_folder(
-        folder / "general", lambda new: tasks.write_prices(new / "prices", general, seed)
+        folder / "general", lambda new: small.write_prices(new / "prices", general, seed)
     )
-    _create_folder(folder / "search", lambda new: tasks.write_towers(new, search, seed))
-    _create_folder(folder / "programs", lambda new: tasks.write_programs(new, programs, seed))
-    _create_folder(folder / "lessons", lambda new: write_lessons(new, lessons, seed))
-    _create_folder(folder / "repository", lambda new: tasks.write_repository(new, code, seed))
+    _create_folder(folder / "search", lambda new: small.write_towers(new, search, seed))
+    _create_folder(folder / "programs", lambda new: small.write_programs(new, programs, seed))
+    _create_folder(folder / "lessons", lambda new: small.write_lessons(new, lessons, seed))
+    _create_folder(folder / "repository", lambda new: small.write_repository(new, code, seed))
     config = SynthesisConfig(
         family="code",
         dir=str(folder / "code"),
         at_once=max(2, (os.cpu_count() or 2) // 2),
         author=AuthorConfig(base_url="http://127.0.0.1:9/v1", model="none"),  # never called
-        code=tasks.pace_synthesis(folder / "repository"),
+        code=small.pace_synthesis(folder / "repository"),
     )
     return synthesize(config)
 

@@ -190,7 +190,7 @@ def _line_of(instance: Mapping[str, Any]) -> str:
 
 
 _Results = Mapping[str, Any]
-"""The results of one test run, as in `keel.agents.environments.code.environment.Results`."""
+"""The results of one test run, as in `keel.agents.environments.code.environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,6 @@ from keel.examples.proofs.problems import main as write_problems
 from keel.examples.proofs.refine import Refine
 from keel.examples.proofs.search import _SearchLimits, search
 from keel.examples.small import demonstrations
-from keel.examples.small import tasks as small
 from keel.examples.small.__main__ import make
 from keel.examples.tables import _clear_first, _task_lines
 from keel.examples.tables import main as write_tables
@@ -404,7 +403,7 @@ def test_worked_answers_are_right_and_hasty_wrong() -> None:
 
 
 def test_search_finds_the_answer(tmp_path: Path) -> None:
-    small.write_towers(tmp_path / "search", 12, seed=1)
+    demonstrations.write_towers(tmp_path / "search", 12, seed=1)
     search = Search(corpus=str(tmp_path / "search/corpus"), index=str(tmp_path / "i"), results=1)
     for line in (tmp_path / "search/tasks.jsonl").read_text().splitlines():
         task = json.loads(line)
@@ -414,7 +413,7 @@ def test_search_finds_the_answer(tmp_path: Path) -> None:
 
 
 def test_program_tests_match_their_prompts(tmp_path: Path) -> None:
-    small.write_programs(tmp_path / "programs", 270, seed=1)
+    demonstrations.write_programs(tmp_path / "programs", 270, seed=1)
     text = (tmp_path / "programs/tasks.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert len({one["id"] for one in lines}) == len({one["prompt"] for one in lines}) == 270
@@ -454,7 +453,7 @@ def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
 
 
 def towers_shown(tower: str, builder: str) -> str:
-    library = demonstrations._OneDocument(small.tower_document(tower, builder))
+    library = demonstrations._OneDocument(demonstrations._tower_document(tower, builder))
     return Search(ready=library, results=1).search(tower)
 
 

@@ -159,7 +159,7 @@ class Repository:
         if where := self._copy_of_project():
             raise RuntimeError(where)
         write_tree(REPO, tree)
-        self._env = command_environment(self._prefix, self._instance["env"])
+        self._env = _command_environment(self._prefix, self._instance["env"])
         language = LANGUAGES[self._instance["language"]]
         status, output = self._shell(language.check, _CHECK_S)
         if status != 0:
@@ -221,11 +221,11 @@ class Repository:
             written = read_tree(
                 REPO, max_mib=_MAX_MIB, skip=lambda path: os.path.basename(path) in _SKIPPED
             )
-            tree = build_graded_tree(self._instance, self._base, self._harness, written)
-            results = run_tests(self._instance, tree, self._prefix)
+            tree = _build_graded_tree(self._instance, self._base, self._harness, written)
+            results = _run_tests(self._instance, tree, self._prefix)
         except (UnreadableTree, OSError, subprocess.SubprocessError) as error:
             return {"correct": 0.0}, {"why": str(error)[:500]}  # the policy made the tree
-        correct, facts = grade(self._instance, results)
+        correct, facts = _grade(self._instance, results)
         return {"correct": correct}, facts
 
     def _shell(self, command: str, within_s: float) -> tuple[int | None, str]:
@@ -270,7 +270,7 @@ class RepositoryWorkshop(Repository):
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)
         self._gold = tree_from_json(self._instance.pop("gold"))
-        self._env = command_environment(self._prefix, self._instance["env"])
+        self._env = _command_environment(self._prefix, self._instance["env"])
 
     def tests(self, gold: bool) -> str:
         """Run all tests and return the results as JSON. If `gold` is set, the gold patch is applied
@@ -280,8 +280,8 @@ class RepositoryWorkshop(Repository):
             for path in self._instance["gold_gone"]:
                 del tree[path]
             tree |= self._gold
-        tree = build_graded_tree(self._instance, self._base, self._harness, tree)
-        results = run_tests(self._instance, tree, self._prefix)
+        tree = _build_graded_tree(self._instance, self._base, self._harness, tree)
+        results = _run_tests(self._instance, tree, self._prefix)
         return json.dumps(results._asdict())
 
     def set_up(self, script: str, within_s: float) -> str:
@@ -327,7 +327,7 @@ _RANK = ("failed", "skipped", "passed")
 """Precedence of results, highest first, for tests that are reported more than once."""
 
 
-class Results(NamedTuple):
+class _TestResults(NamedTuple):
     tests: dict[str, str]
     canary: str
     """`as wanted` if all canary tests have the expected result, `missing` if one has no result,
@@ -338,7 +338,7 @@ class Results(NamedTuple):
     seconds: float = 0.0
 
 
-def command_environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
+def _command_environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for all commands in the repository."""
     where = os.path.dirname(sys.executable)
     return {
@@ -355,7 +355,7 @@ def command_environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]
     }
 
 
-def build_graded_tree(
+def _build_graded_tree(
     instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree
 ) -> Tree:
     """Build the source tree to grade from the policy's files. Restore files that affect grading,
@@ -375,7 +375,7 @@ def build_graded_tree(
     return merge_trees(policys, {**graders, **harness})
 
 
-def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
+def _run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> _TestResults:
     """Write the source tree and run its tests. All other processes are killed before and after.
 
     Canary tests detect faked results. They have random names, and some must pass while others must
@@ -401,7 +401,7 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     write_tree(REPO, tree)
     folder = f"/tmp/results-{secrets.token_hex(8)}"
     os.mkdir(folder)
-    env = command_environment(prefix, {**instance["env"], "JUNIT": folder})
+    env = _command_environment(prefix, {**instance["env"], "JUNIT": folder})
     command = ["/bin/bash", "-c", instance["test"]]
     began = time.monotonic()
     _, output = processes.run(command, env=env, folder=REPO, within_s=instance["tests_s"])
@@ -417,7 +417,7 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     canary = "missing" if set(outcomes) != {*expected} else matches
     # A file that cannot be imported has no results at all.
     sound = all(tests[test] in (expected[good], "skipped") for test, good in embedded.items())
-    return Results(others, canary, output, sound, seconds)
+    return _TestResults(others, canary, output, sound, seconds)
 
 
 def _test_name() -> str:
@@ -430,7 +430,7 @@ def _canary(text: str, nonce: str, good: bool) -> str:
     return text.replace("NONCE", nonce).replace("WORTH", f"{one} * {two} == {result}")
 
 
-def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
+def _grade(instance: Mapping[str, Any], results: _TestResults) -> tuple[float, dict[str, Any]]:
     """Return the score (1 if every required test passes, otherwise 0) and facts about it."""
     facts: dict[str, Any] = {"canary": results.canary}
     for name in ("f2p", "p2p"):

@@ -10,7 +10,7 @@ import pytest
 
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
-from keel.examples.small.tasks import PYTHON, SETUP, TEST
+from keel.examples.small.demonstrations import PYTHON, SETUP, TEST
 from keel.synthesis.author import Author
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.code.pipeline import CodePipeline

@@ -12,10 +12,10 @@ import pytest
 
 from keel.agents.environments.code import tree as trees
 from keel.agents.environments.code.environment import (
-    Results,
+    _build_graded_tree,
+    _grade,
     _read_results,
-    build_graded_tree,
-    grade,
+    _TestResults,
 )
 from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
@@ -257,7 +257,7 @@ def test_graders_files_replace_the_policys() -> None:
         "tests": ("f", b"in the way"),
         "setup.cfg": ("f", b"[tool:pytest]"),
     }
-    assert build_graded_tree(instance, base, harness, written) == {
+    assert _build_graded_tree(instance, base, harness, written) == {
         "a.py": ("f", b"better"),
         "bin/link": ("l", b"../a.py"),
         "tests/test_a.py": ("f", b"old"),
@@ -270,16 +270,16 @@ def test_grade_needs_all_tests_and_the_canary() -> None:
     instance = {"f2p": ["a"], "p2p": ["b"], "canary": True, "canary_at": ["tests/test_a.py"]}
 
     def worth(canary: str = "as wanted", **tests: str) -> float:
-        return grade(instance, Results(tests, canary, ""))[0]
+        return _grade(instance, _TestResults(tests, canary, ""))[0]
 
     assert worth(a="passed", b="passed", c="failed") == 1.0
     assert worth(a="passed") == worth(a="passed", b="skipped") == worth() == 0.0
     assert worth("faked", a="passed", b="passed") == worth("missing", a="passed", b="passed") == 0.0
-    lies = Results({"a": "passed", "b": "passed"}, "as wanted", "", inside=False)
-    assert grade(instance, lies) == (0.0, {**grade(instance, lies)[1], "canary": "faked"})
-    assert grade({**instance, "canary_at": []}, lies)[0] == 1.0
+    lies = _TestResults({"a": "passed", "b": "passed"}, "as wanted", "", inside=False)
+    assert _grade(instance, lies) == (0.0, {**_grade(instance, lies)[1], "canary": "faked"})
+    assert _grade({**instance, "canary_at": []}, lies)[0] == 1.0
     nothing = {**instance, "f2p": [], "p2p": []}
-    assert grade(nothing, Results({}, "as wanted", ""))[0] == 0.0
+    assert _grade(nothing, _TestResults({}, "as wanted", ""))[0] == 0.0
 
 
 JUNIT = """<?xml version="1.0"?>
