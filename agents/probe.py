@@ -144,10 +144,8 @@ def _count_tokens(opening: Opening, chat: Chat, window: int, thinking: bool) -> 
     if ids == plain:
         raise ValueError("has tools, which the tokenizer's chat template does not show")
     if len(ids) >= window:
-        raise ValueError(
-            f"with {len(opening.tools)} tools has {len(ids)} tokens, and agents.window = {window}. "
-            "Raise agents.window, offer fewer tools, or shorten the opening"
-        )
+        tools = f"with {len(opening.tools)} tools has {len(ids)} tokens"
+        raise ValueError(f"{tools}, and agents.window = {window}. Raise it or shorten the opening")
     return len(ids)
 
 
@@ -206,11 +204,9 @@ async def try_program(
     failed = ended.failed if ended is not None else ""
     limit = "stop" if isinstance(outcome, str) else outcome.finish_reason
     if not contexts:
-        raise ValueError(
-            f"task {task.prompt_id}: {outcome}. It must ask the policy at OPENAI_BASE_URL, with "
-            f"OPENAI_API_KEY, within open_s = {program.open_s:g} s and agents.window = "
-            f"{budget.window} tokens"
-        )
+        limits = f"open_s = {program.open_s:g} s and agents.window = {budget.window} tokens"
+        cure = f"It must ask the policy at OPENAI_BASE_URL within {limits}"
+        raise ValueError(f"task {task.prompt_id}: {outcome}. {cure}")
     if isinstance(outcome, str) and not failed:
         raise ValueError(f"task {task.prompt_id}: {outcome}")
     if not failed:

@@ -243,10 +243,8 @@ def raise_file_limit(episodes: int, *, programs: bool = False) -> None:
     if soft == resource.RLIM_INFINITY or soft >= files:
         return
     if hard != resource.RLIM_INFINITY and hard < files:
-        raise ValueError(
-            f"{episodes} episodes at once need {files} open files, and this process may have "
-            f"{hard}. Raise the limit (`ulimit -Hn`, LimitNOFILE of a service) or open fewer"
-        )
+        need = f"{episodes} episodes at once need {files} open files, and the limit is {hard}"
+        raise ValueError(f"{need}. Raise it (`ulimit -Hn`, LimitNOFILE of a service) or open fewer")
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 

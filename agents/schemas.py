@@ -27,9 +27,8 @@ class ArgumentValidator:
         self._validators: dict[str, Any] = {}
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
-                raise ValueError(
-                    f"tool {tool.name!r}: a name is 1 to 64 letters, digits, '_', '-' and '.'"
-                )
+                allowed = "1 to 64 letters, digits, '_', '-' and '.'"
+                raise ValueError(f"tool {tool.name!r}: a name must be {allowed}")
             if tool.name in self._validators:
                 raise ValueError(f"tool {tool.name}: there are two of that name")
             try:
@@ -114,9 +113,7 @@ def _validator(parameters: Any) -> Any:
         try:
             registry.resolver().lookup(reference)
         except Unresolvable as error:
-            raise ValueError(
-                f"refers to {reference!r}, which is not in it; nothing is fetched"
-            ) from error
+            raise ValueError(f"refers to {reference!r}, which is not in it") from error
     return cast(Any, validators).extend(kind, _KEYWORDS)(schema, registry=registry)
 
 

@@ -109,10 +109,8 @@ class SynthesisBudget:
         for name, limit in self._limits.items():
             reserved = self._reserved[name] + more[name]
             if limit and self._spent[name] + reserved > limit:
-                raise BudgetSpent(
-                    f"budget.{name} = {limit:,.8g}: {self._spent[name]:,.8g} spent, and calls in "
-                    f"flight may take {reserved:,.8g}. Raise it and run the same command again"
-                )
+                spent = f"{self._spent[name]:,.8g} spent, and calls may take {reserved:,.8g}"
+                raise BudgetSpent(f"budget.{name} = {limit:,.8g}: {spent}. Raise it to continue")
         for name in more:
             self._reserved[name] += more[name]
         try:
@@ -133,9 +131,7 @@ class EndpointAuthor:
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
-            raise ValueError(
-                f"author.api_key_env: the environment variable {config.api_key_env} is not set"
-            )
+            raise ValueError(f"author.api_key_env: the variable {config.api_key_env} is not set")
         self.name = config.model
         self._config, self._budget, self._key = config, budget, key
         self._others: list[EndpointAuthor] = []
@@ -188,9 +184,8 @@ class EndpointAuthor:
                     raise
                 except (TimeoutError, openai.APITimeoutError) as error:
                     took(used())  # it may have been generating all the time
-                    raise AuthorLost(
-                        f"{self.name}: no reply within author.timeout_s = {config.timeout_s:g}"
-                    ) from error
+                    limit = f"author.timeout_s = {config.timeout_s:g}"
+                    raise AuthorLost(f"{self.name}: no reply within {limit}") from error
                 except openai.APIStatusError as error:
                     hint, too_long = "", _TOO_LONG.search(f"{error.message} {error.code}")
                     if too_long and error.status_code in (400, 413):

@@ -66,9 +66,8 @@ class Ledger:
             # A start that failed before it made anything has not claimed the folder.
             if self.outcomes or self.spent:
                 if changed := folder.changed(self._settings):
-                    raise folder.error(
-                        f"was made with other settings: {', '.join(changed)}. Choose another folder"
-                    )
+                    reason = f"was made with other settings: {', '.join(changed)}"
+                    raise folder.error(f"{reason}. Choose another folder")
             else:
                 folder.claim(self._settings)
             self._opened = stack.pop_all()

@@ -89,10 +89,8 @@ def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
     path = os.pathsep.join([str(folder), str(scripts), os.environ.get("PATH", os.defpath)])
     place = shutil.which(folder / first if os.sep in first else first, path=path)
     if place is None:
-        raise ValueError(
-            f"agent program: no executable {first} in {folder}, next to {python} or on the PATH. "
-            "Give its path, or set python to the interpreter next to which it is installed"
-        )
+        searched = f"{folder}, next to {python} and on the PATH"
+        raise ValueError(f"agent program: no executable {first} in {searched}. Give its path")
     return [os.path.abspath(place), *rest]
 
 

@@ -58,10 +58,7 @@ class TextGame:
         self._first = int(getattr(space, "start", 0))
         self._last = None if count is None else self._first + int(count) - 1
         if count is None and hasattr(space, "sample") and type(space).__name__ not in _TEXT_SPACES:
-            raise InvalidEnvironment(
-                f"the game's action space {space} is not Discrete or Text. Wrap the game in a "
-                "class whose `step` takes a number or a text"
-            )
+            raise InvalidEnvironment(f"the game's action space {space} is not Discrete or Text")
 
     def opening(self, task: dict[str, Any], seed: int) -> dict[str, Any]:
         seed %= 2**31
@@ -110,9 +107,9 @@ class TextGame:
         result = self._game.step(move if self._last is None else int(move))
         self._moves += 1
         if not isinstance(result, (tuple, list)) or len(cast(Any, result)) not in (4, 5):
+            expected = "(seen, reward, terminated, truncated, info) or (seen, reward, done, info)"
             raise EnvironmentGone(
-                "`step` must return (seen, reward, terminated, truncated, info) or (seen, reward, "
-                f"done, info); it returned {str(cast(Any, result))[:100]}"
+                f"`step` must return {expected}, is {str(cast(Any, result))[:100]}"
             )
         observation, reward, *ends, _ = cast("tuple[Any, ...]", result)
         self._total = float(reward) + self._total * self._sums
@@ -258,10 +255,8 @@ class WrappedObject:
                 self._action = get_type_hints(kind.step).get("action")
             named = getattr(self._action, "__name__", "Action") != "Action"
             if not (named and hasattr(self._action, "model_json_schema")):
-                raise InvalidEnvironment(
-                    f"{kind.__name__}: `step` has no type hint for its action. Name the class "
-                    'among the arguments: `"action": "my_env.models:MyAction"`'
-                )
+                cure = 'add the argument `"action": "my_env.models:MyAction"`'
+                raise InvalidEnvironment(f"{kind.__name__}: `step` has no type hint; {cure}")
 
     def schema(self) -> _Data:
         return self._action.model_json_schema()

@@ -170,9 +170,8 @@ def bind_arguments(
     if unknown:
         allowed = ", ".join(values) or "none"
         tool = "; a tool needs another name" if name in _RESERVED else ""
-        raise InvalidEnvironment(
-            f"{name} declares {' and '.join(unknown)}; it may have: {allowed}{tool}"
-        )
+        names = " and ".join(unknown)
+        raise InvalidEnvironment(f"{name} declares {names}; it may have: {allowed}{tool}")
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return values
     return {one.name: values[one.name] for one in parameters if one.name in values}

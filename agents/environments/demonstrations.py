@@ -95,10 +95,8 @@ def play(
             name, arguments = calls.send(seen) if turn else next(calls)
         except StopIteration as end:
             if not isinstance(end.value, str):
-                raise ValueError(
-                    f"the script ends after {turn} calls, and the environment does not; let it "
-                    f"return the policy's last words, a text: it returns {end.value!r:.50}"
-                ) from None
+                reason = f"it must return the policy's last words, is {end.value!r:.50}"
+                raise ValueError(f"the script ends after {turn} calls; {reason}") from None
             said.append({"role": "assistant", "content": end.value})
             return tools, tuple(said)
         if name not in (names := [tool.name for tool in tools]):

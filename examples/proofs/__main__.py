@@ -49,9 +49,7 @@ def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
                     solution = proof.solution.encode(errors="replace").decode()
                     yield problem, solution, score
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path}:{number}: not a line of an evaluation of proofs ({error!r})"
-            ) from error
+            raise ValueError(f"{path}:{number}: not an evaluated proof: {error!r}") from error
 
 
 def _task_lines(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
@@ -88,10 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         proofs = (one for folder in value.evaluations for one in _graded(folder / "samples.jsonl"))
         lines = list(_task_lines(proofs, value.each))
         if not lines:
-            raise ValueError(
-                f"{', '.join(map(str, value.evaluations))}: no proof with a score in there; "
-                "evaluate prompts of kind `proof` (docs/rubrics.md)"
-            )
+            raise ValueError("no proof with a score; evaluate prompts of kind `proof`")
         with value.out.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     except (OSError, ValueError) as error:

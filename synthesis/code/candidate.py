@@ -249,10 +249,8 @@ class PairSource(GitSource):
             if not self._pairs:
                 raise ValueError(f"no pair has a `repo` named {source.name}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"code.sources[{source.name}].pairs = {source.pairs!r}: each line must be an "
-                f"instance in the format of SWE-bench: {error!r}"
-            ) from error
+            knob = f"code.sources[{source.name}].pairs = {source.pairs!r}"
+            raise ConfigError(f"{knob}: not in the format of SWE-bench: {error!r}") from error
         return list(self._pairs)[: source.most]
 
     def load(self, key: str) -> Candidate:
@@ -311,8 +309,7 @@ def _read_issues(source: CodeSourceConfig) -> Mapping[int, str]:
                 text = f"{issue['title']}\n\n{issue.get('body') or ''}"
                 issues[int(issue["number"])] = text.strip()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"code.sources[{source.name}].issues = {source.issues!r}: each line must be "
-                f'{{"number": 12, "title": "…", "body": "…"}}: {error!r}'
-            ) from error
+            knob = f"code.sources[{source.name}].issues = {source.issues!r}"
+            form = "each line must have `number` and `title`, and may have `body`"
+            raise ConfigError(f"{knob}: {form}: {error!r}") from error
     return issues

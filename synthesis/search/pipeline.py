@@ -198,9 +198,8 @@ class SearchPipeline:
                 task.pop("id", None)
                 prompts[f"prompt/{hashlib.blake2b(line, digest_size=6).hexdigest()}"] = task
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"search.prompts = {name}: each line must have `prompt` and `criteria`: {error!r}"
-            ) from error
+            form = "each line must have `prompt` and `criteria`"
+            raise ConfigError(f"search.prompts = {name}: {form}: {error!r}") from error
         return prompts
 
     @property
@@ -222,10 +221,8 @@ class SearchPipeline:
                 library, count=config.count, most_documents=config.most_documents, seed=self._seed
             )
         if len(entities) < config.count:
-            raise ConfigError(
-                f"search.count = {config.count}: there are {len(entities)} entities; lower count, "
-                "add some to search.entities, or raise search.most_documents"
-            )
+            cure = "lower it, add to search.entities, or raise search.most_documents"
+            raise ConfigError(f"search.count = {config.count}: {len(entities)} entities; {cure}")
         starts: dict[str, DraftStart] = {}
         drawn = {True: 0, False: 0}
         for number, entity in enumerate(entities):

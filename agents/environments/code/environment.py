@@ -163,10 +163,8 @@ class Repository:
         language = LANGUAGES[self._instance["language"]]
         status, output = self._shell(language.check, _CHECK_S)
         if status != 0:
-            raise RuntimeError(
-                f"the tools of {self._instance['language']} do not work here ({output[-500:]}). "
-                "Set environment.python to the interpreter that the tasks were made with"
-            )
+            cure = "Set environment.python to the interpreter that the tasks were made with"
+            raise RuntimeError(f"{language.check} fails here ({output[-500:]}). {cure}")
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
     def _copy_of_project(self) -> str:
@@ -250,10 +248,8 @@ def prepare(
     absolute."""
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
-        raise ValueError(
-            f"code: folder = {arguments.get('folder')} has no folder `sealed`. Name the folder "
-            "`environment` made by keel synthesize"
-        )
+        cure = "Name the folder `environment` made by keel synthesize"
+        raise ValueError(f"code: folder = {folder} has no folder `sealed`. {cure}")
     return {**arguments, "folder": str(folder)}, []
 
 

@@ -87,10 +87,8 @@ def resolve_folders(names: Sequence[str]) -> list[Folder]:
         inside = [path, *sorted(each.parent for each in path.glob("*/task.json"))]
         inside = inside[:1] if (path / "task.json").is_file() else inside[1:]
         if not inside:
-            raise ValueError(
-                f"{name} is no folder of tasks, nor has it any (looked in {path}; in a sandbox it "
-                "must be among `readable`)"
-            )
+            reason = f"no task.json below {path}; in a sandbox it must be among `readable`"
+            raise ValueError(f"{name} is not a folder of tasks: {reason}")
         environments += map(Folder, inside)
     return environments
 

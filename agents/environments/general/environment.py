@@ -70,9 +70,8 @@ class General:
             if index < count:
                 return folder, index
             index -= count
-        raise ValueError(
-            f"there is no task {number}: the folders have {int(number) - index} (set `size`)"
-        )
+        count = int(number) - index
+        raise ValueError(f"there is no task {number}: the folders have {count} (set `size`)")
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
         if name == SUBMIT["name"]:

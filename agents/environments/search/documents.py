@@ -100,14 +100,9 @@ def _read_documents(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
             if not document.text:
                 continue
             if len(document.text) > _MAX_CHARACTERS:
-                raise ValueError(
-                    f"{where}: a document has at most {_MAX_CHARACTERS:,} characters; split it"
-                )
+                raise ValueError(f"{where}: over {_MAX_CHARACTERS:,} characters; split it")
             if document.name in seen:
-                raise ValueError(
-                    f"{where}: there is a document {document.name!r} already; rename one, or give "
-                    "the lines of a file ids that differ"
-                )
+                raise ValueError(f"{where}: {document.name!r} exists already; rename one")
             seen.add(document.name)
             yield document
 
@@ -146,10 +141,8 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
             record = cast("dict[str, Any]", value if isinstance(value, dict) else {})
             text, title = record.get("text"), record.get("title", "")
             if not isinstance(text, str) or not isinstance(title, str):
-                raise ValueError(
-                    f'{where}: must be an object with a text: {{"text": "…", "title": "…", '
-                    '"id": "…"}; title and id may be missing. Keep other JSONL out of the corpus'
-                )
+                form = "an object with `text` and optionally `title` and `id`"
+                raise ValueError(f"{where}: must be {form}. Keep other JSONL out of the corpus")
             yield (
                 where,
                 make_document(f"{name}#{record.get('id', number)}", title or _heading(text), text),
@@ -401,9 +394,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
         path = cache / "keel" / "search" / f"{name}.sqlite"
     real = {file.resolve() for file in files}
     if bad := [file for file in without if file.resolve() in real]:
-        raise ValueError(
-            f"corpus {folder}: holds {bad[0]}, which has the answers; move it out of the corpus"
-        )
+        raise ValueError(f"corpus {folder}: {bad[0]} has the answers; move it out of the corpus")
     files = [file for file in files if file.resolve() != path.resolve()]
     of = _fingerprint(folder, files)
     with suppress(ValueError):  # missing or invalid
@@ -452,10 +443,8 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
                     ),
                 )
         if not row:
-            raise ValueError(
-                f"corpus {folder}: has no document: no text in files that end in .txt, .md, .rst, "
-                ".html, .htm, .xhtml or .jsonl"
-            )
+            suffixes = ", ".join((*_TEXT, *_HTML, *_LINES))
+            raise ValueError(f"corpus {folder}: no text in files that end in {suffixes}")
         about = {"version": str(_VERSION), "of": of}
         base.executemany("insert into about values (?, ?)", about.items())
         base.execute("insert into found (found) values ('optimize')")
