@@ -28,6 +28,7 @@ from keel.data.eval_store import SampledPrompt, parse_sample
 from keel.data.results import results, scores_by_steps
 from keel.rl.metrics import MEASURES
 from keel.trainer.run.journal import HEADER, cost_rows
+from keel.trainer.run.trajectory_files import finite_json
 
 _METRICS, _CONFIG, _SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
 _MEAN_OF = 10
@@ -127,8 +128,6 @@ class _StepFile:
     stamp: tuple[int, int] = (0, 0)
     """Modification time in nanoseconds and size in bytes when the file was read."""
     groups: Sequence[_Group] = ()
-    is_json: bool = True
-    """True if browsers can parse the file without changes."""
     problem: str = ""
     """Why the file cannot be read, or empty if it can."""
 
@@ -248,8 +247,7 @@ def _read_trajectories(folder: Path, run: RunData, known: FileCache) -> Chunks:
             run.notes.append(f"{path}: cannot be read ({file.problem}); skipped")
             continue
         run.groups += file.groups
-        read = path.read_bytes if file.is_json else partial(_without_nan, path)
-        chunks[path.name] = _Chunk(read, file.stamp[1])
+        chunks[path.name] = _Chunk(path.read_bytes, file.stamp[1])
     samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
     if run.steps and run.steps[-1] > 0 and not chunks and samples:
         run.notes.append(
@@ -273,13 +271,7 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
         ]
     except _UNREADABLE as error:
         return _StepFile(stamp=stamp, problem=str(error))
-    is_json = not any(name in line for line in lines for name in ("NaN", "Infinity"))
-    return _StepFile(stamp=stamp, groups=groups, is_json=is_json)
-
-
-def _without_nan(path: Path) -> bytes:
-    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    return _compress_lines([as_json(_parse_json(line)) for line in lines])
+    return _StepFile(stamp=stamp, groups=groups)
 
 
 def _summary(run: RunData, folder: Path) -> dict[str, str]:
@@ -339,7 +331,7 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
         except _UNREADABLE as error:
             raise ConfigError(f"{path}:{at + 1}: no line of an evaluation: {error}") from error
         asked.append(one)
-        lines.append(as_json(group))
+        lines.append(finite_json(group))
     for variant, sets in results([one for one in asked if one.number], (1,)).items():
         for name, of in sets.items():
             low, high = of["pass@1_interval"]
@@ -423,7 +415,7 @@ def _question(group: Mapping[str, Any]) -> str:
     for one in group["trajectories"]:
         messages = messages or list(one.get("messages") or ())[: one.get("opening") or 0]
     content: Any = (messages[-1].get("content") if messages else "") or ""
-    text = " ".join((content if isinstance(content, str) else as_json(content)).split())
+    text = " ".join((content if isinstance(content, str) else finite_json(content)).split())
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} … {text[-_TAIL:]}"
 
 
@@ -443,21 +435,3 @@ def _number(value: object) -> float | None:
 
 def _compress_lines(lines: list[str]) -> bytes:
     return gzip.compress("".join(f"{line}\n" for line in lines).encode(), 6, mtime=0)
-
-
-def as_json(value: Any) -> str:
-    """Return ASCII JSON for browsers. Numbers that JSON cannot represent become null."""
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # rare, and slow: every value is visited
-        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in cast(dict[Any, Any], value).items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in cast(Sequence[Any], value)]
-    return value

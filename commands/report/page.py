@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -23,20 +22,16 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from keel.commands.report.folders import Chunks, FileCache, RunData, as_json, read_folder
+from keel.commands.report.folders import Chunks, FileCache, RunData, read_folder
 from keel.configs.schema import ConfigError
 from keel.data.results import align_columns
 from keel.trainer.run.journal import cost_rows
+from keel.trainer.run.trajectory_files import finite_json
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """Script files in `commands/report/page`, in execution order."""
 MOST_BYTES = 64 * 2**20
 """Maximum size in bytes of the compressed trajectories in one page."""
-INTERVALS = 500
-"""Number of intervals into which a curve is divided to find its extremes. It is about the curve's
-width in pixels."""
-_STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
-"""Metrics drawn as a stacked chart, which requires values at the same steps."""
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
@@ -79,8 +74,8 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
 
 def _state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
     """Return all data of the page except trajectories, as JSON."""
-    plain = [_thin_points(run).plain() for run, _ in runs]
-    return as_json({"live": live, "written": time.time(), "runs": plain})
+    plain = [run.plain() for run, _ in runs]
+    return finite_json({"live": live, "written": time.time(), "runs": plain})
 
 
 def _policy(scripts: Sequence[str], *, live: bool) -> str:
@@ -91,34 +86,6 @@ def _policy(scripts: Sequence[str], *, live: bool) -> str:
         f"default-src 'none'; script-src {ours}; style-src 'unsafe-inline'; img-src data: blob:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-
-
-def _thin_points(run: RunData) -> RunData:
-    kept = {name: _extremes(values) for name, values in run.metrics.items()}
-    stacked = set[int]().union(*(kept.get(name, ()) for name in _STACKED))
-    kept |= {name: stacked for name in _STACKED if name in kept}
-    metrics = {
-        name: [value if at in kept[name] else None for at, value in enumerate(values)]
-        for name, values in run.metrics.items()
-    }
-    if metrics == run.metrics:
-        return run
-    text = f"curves of {len(run.steps):,} steps show the extremes of each of {INTERVALS} parts"
-    return replace(run, metrics=metrics, notes=[*run.notes, text])
-
-
-def _extremes(values: Sequence[float | None]) -> set[int]:
-    """Return the positions of the minimum and maximum in each interval, and of the first and last
-    value."""
-    known = {at: value for at, value in enumerate(values) if value is not None}
-    places = [*known]
-    if len(places) <= 2 * INTERVALS:
-        return {*places}
-    kept = {places[0], places[-1]}
-    for part in range(INTERVALS):
-        some = places[part * len(places) // INTERVALS : (part + 1) * len(places) // INTERVALS]
-        kept |= {min(some, key=known.__getitem__), max(some, key=known.__getitem__)}
-    return kept
 
 
 def _thin_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:

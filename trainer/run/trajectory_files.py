@@ -159,7 +159,7 @@ class TokenFile:
             first += len(segments)
         text = {(id(group), index) for group, index in chosen}
         lines = [
-            json.dumps(_group_record(group, text, contexts, self._answer), default=str)
+            finite_json(_group_record(group, text, contexts, self._answer))
             for group in _distinct_groups(chosen)
         ]
         partial = path.with_suffix(".tmp")
@@ -237,6 +237,24 @@ def _group_record(
         "dropped": group.dropped,
         "trajectories": trajectories,
     }
+
+
+def finite_json(value: Any) -> str:
+    """Return ASCII JSON for browsers. Numbers that JSON cannot represent become null."""
+    try:
+        return json.dumps(value, allow_nan=False, default=str, separators=(",", ":"))
+    except ValueError:  # rare, and slow: every value is visited
+        return json.dumps(_finite(value), allow_nan=False, default=str, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def save_batch(
