@@ -152,7 +152,7 @@ async def _try_source(
             task=task,
             seed=seed,
             chat=chat,
-            speak=partial(spoken_ids, chat, thinking=source.thinking),
+            speak=partial(_spoken_ids, chat, thinking=source.thinking),
             budget=budget(config, source),
         )
     return notes
@@ -162,7 +162,7 @@ def _invalid(source: SourceConfig, error: Exception) -> ConfigError:
     return ConfigError(f"data.sources[{source.name}].environment: {error}")
 
 
-def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
+def _spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
     """Return the token ids that a policy would have to sample to say `text`."""
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it

@@ -261,7 +261,7 @@ def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[
         task = replace(task, config=config)
         watchdog = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s))
         learner = Learner(
-            sft_model_folder(task),
+            _sft_model_folder(task),
             config,
             gpu=task.gpu,
             actor_options=partial(seats.options, RANK) if seats else None,
@@ -380,7 +380,7 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 # Model files.
 
 
-def sft_model_folder(task: SftTask) -> str:
+def _sft_model_folder(task: SftTask) -> str:
     """Return the folder that contains the initial weights. The tiny model gets the same cold start
     as in `keel train`, or random weights if the recipe has no `data.sources` or no cold start."""
     config, tiny = task.config, task.config.model.tiny

@@ -56,8 +56,7 @@ from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.placement.choose import Choice, choose, load_choice, with_dtype
 from keel.trainer.placement.families import (
-    check_engine_attention,
-    check_engine_heads,
+    check_engine,
     check_indexer_length,
     check_model_type,
     stale_mask_warning,
@@ -210,13 +209,10 @@ def prepare(
     raw = all(source.raw for source in config.data.sources)
     model = plan_model(config, open_knobs, hardware, chats=not raw)
     config, tokenizer, facts, gpu = model.config, model.tokenizer, model.facts, model.gpu
-    check_engine_attention(
-        config, architecture=facts.architecture, kv_width=facts.kv_width, gpu=gpu
-    )
-    if not config.endpoint.base_url:
-        check_engine_heads(config, heads=facts.attention_heads, head_size=facts.head_size, gpu=gpu)
-        if config.model.path == TINY_MODEL and config.model.tiny.cold_start.steps:
-            taught_sources(config.data.sources)
+    check_engine(config, facts, gpu=gpu)
+    cold_start = config.model.path == TINY_MODEL and config.model.tiny.cold_start.steps
+    if cold_start and not config.endpoint.base_url:
+        taught_sources(config.data.sources)
     chat = check_chat(config, tokenizer)
     dataset = load_prompts(config, tokenizer, facts)
     chats = "none: raw prompts"
@@ -294,7 +290,7 @@ def prepare_sft(
         config = replace(config, run=replace(config.run, steps=_total_steps(config, batches)))
     if only_text:
         longest = max(report.longest for report in lessons.report.values())
-        check_indexer_length(config, top_k=facts.index_top_k, longest=longest)
+        check_indexer_length(config, facts, longest=longest)
     warnings = [*model.warnings]
     if config.sft.epochs and any(each.startswith("run.steps=") for each in overrides):
         warnings.append("run.steps is ignored because sft.epochs is set; sft.epochs=0 uses it")

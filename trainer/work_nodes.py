@@ -1,6 +1,6 @@
 """Run reward workers and environments on all nodes of the cluster that have free CPU cores.
 
-Each of these nodes has an actor, `NodeWorker`, with a `WorkerPool` and the environments of its
+Each of these nodes has an actor, `_NodeWorker`, with a `WorkerPool` and the environments of its
 episodes. The driver's node takes part without an actor, and does all the work if there are no other
 nodes. If a node is lost, its work is repeated elsewhere.
 """
@@ -65,7 +65,7 @@ _LOST = (*ray_timeouts.GONE, ObjectLostError)
 _Load = Literal["jobs", "episodes"]
 
 
-class NodeWorker:
+class _NodeWorker:
     """Ray actor that verifies completions and runs environments on its node."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class _Node:
     workers: int
     """Number of reward workers. Work is distributed in proportion to it."""
     actor: Any = None
-    """The node's `NodeWorker`, or None on the driver's node."""
+    """The node's `_NodeWorker`, or None on the driver's node."""
     ready: bool = False
     opens: bool = False
     """True if the node has opened an environment successfully."""
@@ -353,7 +353,7 @@ class WorkNodes(WorkerPool):
             "max_concurrency": 10_000,
             "runtime_env": {"env_vars": variables},
         }
-        actor = ray_timeouts.create(NodeWorker, _ACTOR, options)
+        actor = ray_timeouts.create(_NodeWorker, _ACTOR, options)
         node = _Node(id=name, host=host, workers=workers, actor=actor)
         log = self._log and self._log.absolute() / host
         settings = (workers, os.getcwd(), custom.pickled_functions(), log, self._runs_code)

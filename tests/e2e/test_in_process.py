@@ -44,10 +44,10 @@ from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.launch import (
     Runtime,
     SftRuntime,
+    _sft_model_folder,
     build_scorer,
     initial_model,
     run_episodes,
-    sft_model_folder,
 )
 from keel.trainer.nonfinite import describe_findings
 from keel.trainer.placement.nodes import start_ray, stop_ray
@@ -189,7 +189,7 @@ def in_this_process() -> Iterator[None]:
 
     @contextmanager
     def teaching(task: SftTask, say: Callable[[str], None], **_: Any) -> Iterator[SftRuntime]:
-        learner = LocalLearner(sft_model_folder(task), task.config)
+        learner = LocalLearner(_sft_model_folder(task), task.config)
         yield SftRuntime(task=task, learner=learner)  # type: ignore[arg-type]
 
     threads = torch.get_num_threads()

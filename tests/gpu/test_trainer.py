@@ -107,7 +107,7 @@ def test_offloading_changes_no_training(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     monkeypatch.setattr(
-        offload, "max_resident_bytes", lambda *_: 0.0
+        offload, "_max_resident_bytes", lambda *_: 0.0
     )  # an engine wants all of the GPU
     found = {}
     for sleep in (False, True):

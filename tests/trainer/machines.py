@@ -43,7 +43,7 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setattr("keel.trainer.placement.nodes.visible_gpus", lambda: machine.gpus)
+        patch.setattr("keel.trainer.placement.nodes._visible_gpus", lambda: machine.gpus)
         patch.setattr("keel.trainer.placement.nodes.gpu_gib", lambda: machine.gib)
         patch.setattr("keel.trainer.placement.nodes._detect_nodes", lambda: nodes)
         patch.setattr("keel.trainer.placement.nodes.cluster_nodes", lambda: nodes)

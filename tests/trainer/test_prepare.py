@@ -39,9 +39,8 @@ FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "
 def system_of(task: Task, **parts: Any) -> Any:
     """The parts of a started system that the loop uses."""
     unused = dict.fromkeys(("learner", "oom_recovery", "agents", "watchdog", "nodes"))
-    weights = SimpleNamespace(push=lambda _: None)
     scorer = SimpleNamespace(tell=lambda say: None)
-    fakes = {"pool": SimpleNamespace(), "weights": weights, "scorer": scorer, "gpus": 0}
+    fakes = {"pool": SimpleNamespace(), "push": lambda _: None, "scorer": scorer, "gpus": 0}
     how = {"with_watchdog": lambda hurry: hurry}
     return SimpleNamespace(task=task, **{**unused, **fakes, **how, **parts})
 

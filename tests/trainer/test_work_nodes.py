@@ -32,7 +32,7 @@ from keel.rl.types import Group, Prompt
 from keel.trainer.build_agents import episode_runner
 from keel.trainer.placement.nodes import QUOTED_PYTHON
 from keel.trainer.placement.ray_internals import skip_unused_processes
-from keel.trainer.work_nodes import NodeWorker, WorkNodes
+from keel.trainer.work_nodes import WorkNodes, _NodeWorker
 from tests.agents.scripted import CHAT, Policy
 from tests.rewards.groups import PROMPT, score, with_message
 from tests.waiting import PATIENCE_S, patiently, wait_for
@@ -235,7 +235,7 @@ def test_one_node_has_no_actor(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_unusable_node_says_why(folder: Path) -> None:
     settings = (config(folder), 1, "/nowhere", {}, None, False)
-    reason = asyncio.run(NodeWorker().start(*settings))
+    reason = asyncio.run(_NodeWorker().start(*settings))
     assert "no folder /nowhere" in reason and "--working-dir" in reason
 
 
@@ -246,7 +246,7 @@ def test_lost_environments_are_sent_as_values(
     task = Prompt(prompt_id="a0", domain="adder", messages=({"role": "user", "content": "?"},))
 
     async def play() -> Any:
-        node = NodeWorker()
+        node = _NodeWorker()
         assert not await node.start(config(folder), 1, str(folder), {}, None, False)
         (folder / "adder.py").write_text(
             "import os\nclass Adder:\n    def add(self): os._exit(3)\n"

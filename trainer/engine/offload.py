@@ -129,7 +129,7 @@ class Offload:
         gpu = device.type == "cuda"
         planned = trainer_memory(config, facts_of(self._module.model.config), gpu=gpu).parts
         # All sizes are bytes of device memory.
-        self._room = max_resident_bytes(config, device)
+        self._room = _max_resident_bytes(config, device)
         """Maximum memory of this rank while an engine samples. If infinite, only scratch memory is
         offloaded."""
         self._limit = config.run.gpu_gib * GIB or math.inf
@@ -147,7 +147,7 @@ class Offload:
         self._gradients = _Buffer(device, "zeros")
 
     def offload(self, *, weights: bool) -> None:
-        """Free memory until this rank uses at most `max_resident_bytes`. Weights are offloaded
+        """Free memory until this rank uses at most `_max_resident_bytes`. Weights are offloaded
         last, and only if `weights` is set."""
         self._gradients.offload(gradient_sums(self._optimizer))
         self._buckets.offload(buckets(self._optimizer))
@@ -229,7 +229,7 @@ class Offload:
             torch.cuda.empty_cache()
 
 
-def max_resident_bytes(config: Config, device: torch.device) -> float:
+def _max_resident_bytes(config: Config, device: torch.device) -> float:
     """Return how many bytes a rank can keep on its GPU while an engine samples: 0 on a CPU, and
     infinity if `trainer.offload_while_sampling` is off."""
     if not config.trainer.offload_while_sampling:

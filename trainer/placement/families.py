@@ -49,53 +49,48 @@ def check_model_type(config: Config, model_type: str) -> None:
         )
 
 
-def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool) -> None:
-    """Check that vLLM supports the head size and can split the heads among an engine's GPUs.
-    `head_size` is 0 for a latent cache."""
-    wide = config.rollout.tensor_parallel
-    if gpu and heads % wide:
+def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
+    """Check that vLLM can serve the model's attention, unless an endpoint serves it, and that
+    training uses sparse attention if engines do."""
+    knob, wide = f"model.path = {config.model.path!r}", config.rollout.tensor_parallel
+    if facts.architecture == "OlmoHybridForCausalLM" and not gpu:
         raise ConfigError(
-            f"rollout.tensor_parallel = {wide}: must divide the model's {heads} attention heads"
+            f"{knob}: vLLM serves the linear attention of {facts.architecture} only on GPUs"
+        )
+    if facts.architecture == _SPARSE_ATTENTION:
+        if config.trainer.attention != "sparse":
+            raise ConfigError(
+                f"trainer.attention = {config.trainer.attention!r}: engines sample with sparse "
+                "attention, so training must use it, too. Set it to sparse"
+            )
+        if not gpu or facts.kv_width not in _SERVED_LATENTS:
+            raise ConfigError(
+                f"{knob}: vLLM serves the sparse attention of {facts.architecture} only on GPUs, "
+                f"with latent entries of {' or '.join(map(str, _SERVED_LATENTS))} elements "
+                f"(kv_lora_rank + qk_rope_head_dim); this model's have {facts.kv_width}"
+            )
+    if config.endpoint.base_url:
+        return
+    if gpu and facts.attention_heads % wide:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {wide}: must divide the model's {facts.attention_heads} "
+            "attention heads"
         )
     if not gpu and wide > 1:
         raise ConfigError(
             f"rollout.tensor_parallel = {wide}: on a CPU an engine is one process. Set it to 1"
         )
-    if not gpu and head_size not in (0, *_CPU_HEADS):
+    if not gpu and facts.head_size not in (0, *_CPU_HEADS):  # 0: a latent cache
         knob = "model.tiny.head_dim" if config.model.path == TINY_MODEL else "model.path"
         raise ConfigError(
-            f"{knob}: the head size is {head_size} (head_dim), and on a CPU vLLM supports only "
-            f"{', '.join(map(str, _CPU_HEADS))}. Change it, or use a machine with a GPU"
+            f"{knob}: the head size is {facts.head_size} (head_dim), and on a CPU vLLM supports "
+            f"only {', '.join(map(str, _CPU_HEADS))}. Change it, or use a machine with a GPU"
         )
 
 
-def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
-    """Check that vLLM can serve a model with sparse or linear attention, and that training uses
-    sparse attention too. `kv_width` is the number of cached elements per token and layer."""
-    if architecture == "OlmoHybridForCausalLM" and not gpu:
-        raise ConfigError(
-            f"model.path = {config.model.path!r}: vLLM serves the linear attention of "
-            f"{architecture} only on GPUs"
-        )
-    if architecture != _SPARSE_ATTENTION:
-        return
-    if config.trainer.attention != "sparse":
-        raise ConfigError(
-            f"trainer.attention = {config.trainer.attention!r}: engines sample with sparse "
-            "attention, so training must use it, too. Set it to sparse"
-        )
-    if not gpu or kv_width not in _SERVED_LATENTS:
-        raise ConfigError(
-            f"model.path = {config.model.path!r}: vLLM serves the sparse attention of "
-            f"{architecture} only on GPUs, with latent entries of "
-            f"{' or '.join(map(str, _SERVED_LATENTS))} elements (kv_lora_rank + qk_rope_head_dim); "
-            f"this model's have {kv_width}"
-        )
-
-
-def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
-    """Check that the longest text window exceeds `top_k`. Otherwise the indexer has nothing to
-    learn."""
+def check_indexer_length(config: Config, facts: ModelFacts, *, longest: int) -> None:
+    """Check that indexers have something to learn: windows longer than what they select."""
+    top_k = facts.index_top_k
     if top_k and longest <= top_k and config.trainer.attention != "dense":
         raise ConfigError(
             f"trainer.attention = {config.trainer.attention!r}: the longest window has {longest:,} "
@@ -104,14 +99,13 @@ def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
         )
 
 
-def no_sharing_reason(config: Config, *, architecture: str, head_size: int) -> str:
-    """Return why training cannot share the prompt of a group, or an empty string if it can.
-    `head_size` is 0 for a latent cache."""
+def no_sharing_reason(config: Config, facts: ModelFacts) -> str:
+    """Return why training cannot share the prompt of a group, or an empty string if it can."""
     if config.model.batch_invariant:
         return "not with model.batch_invariant"
-    if architecture in _LINEAR_ATTENTION:
+    if facts.architecture in _LINEAR_ATTENTION:
         return "the state of linear attention would have to be copied to every completion"
-    return "" if head_size else "latent keys and values are too wide to copy"
+    return "" if facts.head_size else "latent keys and values are too wide to copy"
 
 
 def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool) -> None:
@@ -138,43 +132,36 @@ def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool
             f"indexer. Use a deepseek_v32 model ({_SPARSE_ATTENTION}; for the tiny model, "
             "model.tiny.family=deepseek_v32), or leave trainer.attention out"
         )
-    if trainer.share_prompts and not facts.head_size:
-        raise ConfigError(
-            f"trainer.share_prompts = true: the latent keys and values of {facts.architecture} are "
-            "too wide to copy into every context. Leave it out"
-        )
-    if trainer.share_prompts and facts.architecture in _LINEAR_ATTENTION:
-        raise ConfigError(
-            f"trainer.share_prompts = true: the linear attention of {facts.architecture} reads "
-            "each trajectory from its first token on. Leave it out"
-        )
-    _check_parallel(
-        trainer, architecture=facts.architecture, experts=facts.experts, heads=facts.attention_heads
-    )
+    if trainer.share_prompts and (reason := no_sharing_reason(config, facts)):
+        raise ConfigError(f"trainer.share_prompts = true: {reason}. Leave it out")
+    _check_parallel(trainer, facts)
 
 
-def _check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, heads: int) -> None:
-    size, knob = trainer.expert_parallel, f"trainer.expert_parallel = {trainer.expert_parallel}"
-    if size > 1 and not experts:
+def _check_parallel(trainer: TrainerConfig, facts: ModelFacts) -> None:
+    size, architecture = trainer.expert_parallel, facts.architecture
+    knob = f"trainer.expert_parallel = {size}"
+    if size > 1 and not facts.experts:
         raise ConfigError(f"{knob}: {architecture} is dense and has no experts. Set it to 1")
     if size > 1 and architecture not in _EXPERT_PARALLEL:
         raise ConfigError(
             f"{knob}: DeepSpeed AutoEP does not support {architecture}, only "
             f"{', '.join(_EXPERT_PARALLEL)}. Set it to 1"
         )
-    if experts % size:
-        raise ConfigError(f"{knob}: must divide the {experts} experts of a layer of {architecture}")
-    size, knob = (
-        trainer.sequence_parallel,
-        f"trainer.sequence_parallel = {trainer.sequence_parallel}",
-    )
+    if facts.experts % size:
+        raise ConfigError(
+            f"{knob}: must divide the {facts.experts} experts of a layer of {architecture}"
+        )
+    size = trainer.sequence_parallel
+    knob = f"trainer.sequence_parallel = {size}"
     if size > 1 and architecture in _LINEAR_ATTENTION:
         raise ConfigError(
             f"{knob}: the linear attention of {architecture} needs a whole trajectory on one rank. "
             "Set it to 1; trainer.activation_checkpointing saves the most memory"
         )
-    if heads % size:
-        raise ConfigError(f"{knob}: must divide the {heads} attention heads of {architecture}")
+    if facts.attention_heads % size:
+        raise ConfigError(
+            f"{knob}: must divide the {facts.attention_heads} attention heads of {architecture}"
+        )
 
 
 _OLD_STEPS = 16

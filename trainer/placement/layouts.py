@@ -141,6 +141,7 @@ class LayoutSearch:
         self.gpus = sum(node.gpus for node in hardware.nodes) - config.rewards.judge.gpus
         """Total number of GPUs for engines and ranks."""
         self._facts, self._samples = facts, bool(config.data.sources)
+        self.no_sharing_reason = no_sharing_reason(config, facts)
         self._free_gib = hardware.gpu_gib - hardware.taken_gib
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
         algorithm = config.algorithm
@@ -245,13 +246,6 @@ class LayoutSearch:
                 for kept in self._either("trainer.keep_attention", allowed=worth):
                     way = {**stage, **compiled, **self._sharing, **recomputed, **kept}
                     yield [{**way, **size} for size in sizes]
-
-    @property
-    def no_sharing_reason(self) -> str:
-        facts = self._facts
-        return no_sharing_reason(
-            self.config, architecture=facts.architecture, head_size=facts.head_size
-        )
 
     @property
     def _sharing(self) -> Values:

@@ -200,11 +200,11 @@ def memory_gib() -> float:
 
 
 def gpu_gib() -> float:
-    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(visible_gpus())]
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(_visible_gpus())]
     return min(sizes, default=0) / GIB
 
 
-def visible_gpus() -> int:
+def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
@@ -219,7 +219,7 @@ def _taken_gib(*, least: bool = False) -> float:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return 0.0
-    here = {str(torch.cuda.get_device_properties(i).uuid) for i in range(visible_gpus())}
+    here = {str(torch.cuda.get_device_properties(i).uuid) for i in range(_visible_gpus())}
     return _used_gib(done.stdout, here, least=least)
 
 
@@ -236,7 +236,7 @@ def _used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
 def detect_hardware(config: Config) -> Hardware:
     """Detect the hardware that the run would get if it started now, within the recipe's limits."""
     run = config.run
-    detected = run.device == "auto" and (bool(visible_gpus()) or run.describes_gpus)
+    detected = run.device == "auto" and (bool(_visible_gpus()) or run.describes_gpus)
     if not (detected or run.device == "gpu"):
         return Hardware(gpu=False)
     whole, address = gpu_gib(), os.environ.get("RAY_ADDRESS")
@@ -262,7 +262,7 @@ def _detect_nodes() -> list[Node]:
             return cluster_nodes()
         finally:
             stop_ray()
-    gpus, cores, host = visible_gpus(), available_cores(), socket.gethostname()
+    gpus, cores, host = _visible_gpus(), available_cores(), socket.gethostname()
     node = Node(name=host, gpus=gpus, cpus=cores, free_gpus=gpus, free_cpus=cores)
     return [replace(node, memory_gib=memory_gib())] if gpus else []
 

@@ -100,7 +100,7 @@ class Rates:
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
-        return layers * count_forward_passes(config) * micro_batches
+        return layers * _count_forward_passes(config) * micro_batches
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         if config.rollout.packs(full_attention=facts.full_attention):
@@ -270,8 +270,8 @@ def compute_seconds(
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * config.max_context
     attention *= facts.layers - facts.linear_layers
-    gemms = count_forward_passes(config) * 2 * body_parameters(facts) / rates.gemm_share
-    attended = count_forward_passes(config) - trainer.keeps_attention
+    gemms = _count_forward_passes(config) * 2 * body_parameters(facts) / rates.gemm_share
+    attended = _count_forward_passes(config) - trainer.keeps_attention
     other = config.model.batch_invariant or config.model.dtype == "float32" or not spec.flash4
     longest, attention_share = config.max_context, rates.attention_share
     if not other and trainer.flash4(longest):
@@ -287,7 +287,7 @@ def compute_seconds(
     moved *= facts.layers
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
     moved += expert_moves * facts.moe_layers * expert_elements(facts)
-    moved *= count_forward_passes(config)
+    moved *= _count_forward_passes(config)
     body = share * (gemms / spec.flops + moved * width / spec.memory_bytes)
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
     head = 2 * facts.vocab_size * facts.hidden_size * share * 3
@@ -309,7 +309,7 @@ def compute_seconds(
     return body + head + weights / spec.memory_bytes + updating
 
 
-def count_forward_passes(config: Config) -> int:
+def _count_forward_passes(config: Config) -> int:
     """Return the cost of a micro-batch, in units of a forward pass. A backward pass counts as
     two."""
     backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
@@ -322,7 +322,7 @@ def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
     looked_up = 0 if facts.tied else facts.vocab_size * facts.hidden_size
     forward = 2.0 * (facts.active_parameters - looked_up)
     return (
-        count_forward_passes(config) - config.trainer.activation_checkpointing
+        _count_forward_passes(config) - config.trainer.activation_checkpointing
     ) * forward, forward
 
 
@@ -337,7 +337,7 @@ def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec:
     width = BYTES[config.model.dtype]
     if width == 2:
         stage = max(1, stage)
-    trips = count_forward_passes(config) - 1
+    trips = _count_forward_passes(config) - 1
     # Bytes per parameter: gradients are float32.
     moved = {0: 8 * updates, 1: (4 + width) * updates, 2: 4 * micro_batches + width * updates}.get(
         stage, (4 + trips * width) * micro_batches

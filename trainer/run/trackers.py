@@ -243,7 +243,7 @@ def check_trackers(names: Sequence[str]) -> None:
                 )
 
 
-class TrackerThread:
+class _TrackerThread:
     """Background thread that sends a run's metrics and events to one tracker."""
 
     def __init__(
@@ -388,8 +388,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     return {}
 
 
-class Trackers:
-    def __init__(self, threads: Sequence[TrackerThread], say: Callable[[str], None]) -> None:
+class _Trackers:
+    def __init__(self, threads: Sequence[_TrackerThread], say: Callable[[str], None]) -> None:
         self._threads, self._say = threads, say
 
     def wake(self) -> None:
@@ -418,8 +418,8 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
     if not (names := config.run.trackers):
         return
     say, knobs = partial(journal.say, _EVENT), _plain_knobs(config)
-    threads = [TrackerThread(n, TRACKERS[n], folder, knobs, say) for n in names]
-    trackers = Trackers(threads, say)
+    threads = [_TrackerThread(n, TRACKERS[n], folder, knobs, say) for n in names]
+    trackers = _Trackers(threads, say)
     journal.on_write = trackers.wake
 
     def close(kind: type[BaseException] | None, *_: object) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model.hub import check_config
-from keel.model.load import _check_causal, facts_of
+from keel.model.load import ModelFacts, _check_causal, facts_of
 from keel.model.routing import is_moe
 from keel.model.trainable import _check_trainable
 from keel.trainer.placement.families import (
@@ -31,15 +32,14 @@ from keel.trainer.placement.families import (
     _EXPERT_PARALLEL,
     _NOT_IN_FLOAT16,
     _check_parallel,
-    check_engine_attention,
-    check_engine_heads,
+    check_engine,
     check_model_type,
     check_trainer,
     no_sharing_reason,
     stale_mask_warning,
 )
 from keel.trainer.placement.hardware import GpuSpec
-from tests.trainer.placement.shapes import SOURCE
+from tests.trainer.placement.shapes import DENSE, SOURCE
 
 
 def vllm_source(*path: str) -> ast.Module:
@@ -82,26 +82,30 @@ def parallel(**trainer: int) -> Config:
     return replace(config, rollout=rollout, trainer=TrainerConfig(**{"ranks": 4, **trainer}))
 
 
-HEADS = {"heads": 28, "head_size": 128, "gpu": True}
-EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "experts": 8, "heads": 4}
+HEADS = {"attention_heads": 28, "head_size": 128}
+EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "experts": 8, "attention_heads": 4}
 LINEAR_NAME = "OlmoHybridForCausalLM"
-SPARSE = {"architecture": "DeepseekV32ForCausalLM", "kv_width": 576, "gpu": True}
+SPARSE = {"architecture": "DeepseekV32ForCausalLM", "kv_width": 576}
 
 
-FLOAT16, PLAIN = {"model_type": "qwen3"}, with_model()
+_on_gpu, _on_cpu = partial(check_engine, gpu=True), partial(check_engine, gpu=False)
+PLAIN = with_model()
+
+
+def _in_trainer(config: Config, facts: ModelFacts) -> None:
+    _check_parallel(config.trainer, facts)
+
+
 CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] = [
-    (check_model_type, with_model("float16"), FLOAT16, {"model_type": _NOT_IN_FLOAT16[0]}),
-    (check_model_type, with_model(engine="float16"), FLOAT16, {"model_type": "gemma2"}),
-    (check_model_type, with_model(residual_dtype="float32"), FLOAT16, {"model_type": "gpt2"}),
-    (check_engine_heads, parallel(tensor_parallel=2), HEADS, {"heads": 27}),
-    (check_engine_heads, PLAIN, {**HEADS, "gpu": False}, {"head_size": 16}),
-    (check_engine_attention, PLAIN, SPARSE, {"gpu": False}),
-    (check_engine_attention, PLAIN, SPARSE, {"kv_width": 80}),
-    (_check_parallel, parallel(expert_parallel=2), EXPERTS, {"experts": 9}),
-    (_check_parallel, parallel(expert_parallel=2), EXPERTS, {"experts": 0}),
-    (_check_parallel, parallel(expert_parallel=2), EXPERTS, {"architecture": "OlmoeForCausalLM"}),
-    (_check_parallel, parallel(sequence_parallel=2), EXPERTS, {"heads": 3}),
-    (_check_parallel, parallel(sequence_parallel=2), EXPERTS, {"architecture": LINEAR_NAME}),
+    (_on_gpu, parallel(tensor_parallel=2), HEADS, {"attention_heads": 27}),
+    (_on_cpu, PLAIN, HEADS, {"head_size": 16}),
+    (_on_cpu, PLAIN, HEADS, SPARSE),
+    (_on_gpu, PLAIN, SPARSE, {"kv_width": 80}),
+    (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"experts": 9}),
+    (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"experts": 0}),
+    (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"architecture": "OlmoeForCausalLM"}),
+    (_in_trainer, parallel(sequence_parallel=2), EXPERTS, {"attention_heads": 3}),
+    (_in_trainer, parallel(sequence_parallel=2), EXPERTS, {"architecture": LINEAR_NAME}),
 ]
 
 
@@ -109,10 +113,23 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
 def test_unsuitable_models_are_refused(
     check: Callable[..., None], config: Config, facts: dict[str, Any], bad: dict[str, Any]
 ) -> None:
-    first = config.trainer if check is _check_parallel else config
-    check(first, **facts)
+    check(config, replace(DENSE, **facts))
     with pytest.raises(ConfigError):
-        check(first, **{**facts, **bad})
+        check(config, replace(DENSE, **{**facts, **bad}))
+
+
+@pytest.mark.parametrize(
+    ("config", "bad"),
+    [
+        (with_model("float16"), _NOT_IN_FLOAT16[0]),
+        (with_model(engine="float16"), "gemma2"),
+        (with_model(residual_dtype="float32"), "gpt2"),
+    ],
+)
+def test_unsuitable_model_types_are_refused(config: Config, bad: str) -> None:
+    check_model_type(config, "qwen3")
+    with pytest.raises(ConfigError):
+        check_model_type(config, bad)
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -154,7 +171,7 @@ def test_trained_families(row: list[str]) -> None:
     assert expert == ("–" if not moe else "yes" if architecture in _EXPERT_PARALLEL else "no")
     assert ("engines not in float16" in notes) == (model_type in _NOT_IN_FLOAT16)
     try:
-        _check_parallel(SPREAD, architecture=architecture, experts=8, heads=2)
+        _check_parallel(SPREAD, replace(DENSE, architecture=architecture, experts=8))
     except ConfigError:
         assert sequence == "no"
     else:
@@ -191,6 +208,6 @@ def test_hybrid_models_share_no_prompts() -> None:
     facts = facts_of(config)
     assert facts.linear_layers == 6 and not facts.full_attention
     recipe = load_config("quickstart", ["trainer.share_prompts=true"])
-    assert "state" in no_sharing_reason(recipe, architecture=facts.architecture, head_size=256)
-    with pytest.raises(ConfigError, match="share_prompts = true: the linear attention"):
+    assert "state" in no_sharing_reason(recipe, facts)
+    with pytest.raises(ConfigError, match="share_prompts = true: the state"):
         check_trainer(recipe, facts, GpuSpec(), gpu=False)

@@ -184,7 +184,7 @@ def on_device(run: RunConfig | None = None, **shape: Any) -> Config:
 
 def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, gib: float) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(nodes, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(nodes, "_visible_gpus", lambda: gpus)
     monkeypatch.setattr(nodes, "gpu_gib", lambda: gib)
 
 

@@ -17,8 +17,8 @@ from keel.trainer.run.journal import note
 from keel.trainer.run.trackers import (
     _EVENT,
     RunEnd,
-    Trackers,
-    TrackerThread,
+    _Trackers,
+    _TrackerThread,
     has_abandoned_threads,
 )
 from tests.waiting import PATIENCE_S, wait_for
@@ -76,10 +76,10 @@ class Run:
             for step in steps:
                 file.write(json.dumps({"step": step, "time": 1.0, f"reward/{name}": step}) + "\n")
 
-    def start(self, **options: float) -> tuple[TrackerThread, Trackers]:
+    def start(self, **options: float) -> tuple[_TrackerThread, _Trackers]:
         say, options = self.lines.append, {"retry_s": 0.0, "hang_s": 1e9, **options}
-        thread = TrackerThread("fake", lambda: self.tracker, self.folder, {}, say, **options)
-        return thread, Trackers([thread], say)
+        thread = _TrackerThread("fake", lambda: self.tracker, self.folder, {}, say, **options)
+        return thread, _Trackers([thread], say)
 
     @property
     def sent(self) -> list[int]:
@@ -158,13 +158,14 @@ import sys
 from pathlib import Path
 from functools import partial
 from keel.trainer.placement.ray_internals import exit_now
-from keel.trainer.run.trackers import *
+from keel.trainer.run.trackers import _Trackers, _TrackerThread, TRACKERS
+from keel.trainer.run.trackers import check_trackers, has_abandoned_threads
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
 say = partial(print, flush=True)
 how = (Path(sys.argv[1]), {"data.sources[s].size": 1}, say)
-threads = [TrackerThread(n, TRACKERS[n], *how) for n in names]
-Trackers(threads, say).close("finished", 3, seconds=float(sys.argv[2]))
+threads = [_TrackerThread(n, TRACKERS[n], *how) for n in names]
+_Trackers(threads, say).close("finished", 3, seconds=float(sys.argv[2]))
 print("abandoned" if has_abandoned_threads() else "sent all")
 exit_now(0)  # as `keel.commands.dispatch.run` does
 """
