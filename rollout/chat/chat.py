@@ -171,7 +171,7 @@ class TemplateChat:
     ) -> str:
         """Render a conversation as text. Everything that does not come from the template is marked
         (see `render`)."""
-        if tools and not self.format.calls:
+        if tools and self.format.name == "plain":
             raise ValueError(
                 f"{self.renderer.name} writes calls in an unknown format. Use a model with the "
                 f"format of {_KNOWN}, or set model.chat_template to such a template"
@@ -270,7 +270,7 @@ class TemplateChat:
 
         def render(calls: list[dict[str, Any]]) -> str:
             turn = {"role": "assistant", "content": "" if calls else word, "tool_calls": calls}
-            tools = (_PROBE,) if calls and self.format.calls else ()
+            tools = (_PROBE,) if calls and self.format.name != "plain" else ()
             question = {"role": "user", "content": "?"}
             return self.text([question, turn, *messages], tools, thinking=thinking)
 

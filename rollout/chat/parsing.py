@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from keel.model.tiny.tokenizer import CHAT_TEMPLATE
@@ -44,35 +43,25 @@ def find_thinking_marks(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMa
     return next((m for m in _FAMILIES if m.open in added and m.close in added), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _CallBounds:
-    """Patterns for the start and end of a tool call. Inside a call, thinking marks are ordinary
-    text."""
-
-    start: str = ""  # pattern that matches the start of a call. Empty if the family has no calls.
-    end: str = ""  # text that ends a call. Empty if a call extends to the end of the turn.
-    whole: re.Pattern[str] | None = None  # start of a turn, or answer, of calls only
-
-
-_NO_CALLS = _CallBounds()
-
-
 def _split_thinking(
     text: str,
-    bounds: _CallBounds = _NO_CALLS,
     *,
     opened: bool,
     inside: bool = False,
     marks: ThinkingMarks = THINK,
+    call_start: str = "",
+    call_end: str = "",
+    only_calls: re.Pattern[str] | None = None,
 ) -> tuple[str, str, bool]:
     """Split a turn into reasoning and content. Also returns whether the turn ends while thinking.
 
     A turn that never closes its thinking has no content. If the first mark closes thinking, the
     text before it is reasoning. Set `opened` if the prompt already opened the thinking, and
-    `inside` if the thinking may contain tool calls.
+    `inside` if the thinking may contain tool calls. Inside a call, thinking marks are ordinary
+    text. `_Format` describes the other arguments.
     """
     opening, closing = re.escape(marks.open), re.escape(marks.close)
-    call, end = bounds.start or r"(?!)", re.escape(bounds.end)
+    call, end = call_start or r"(?!)", re.escape(call_end)
     # A call that ends before the next one starts, or else only the start of a call.
     closed = rf"{call}(?:(?:(?!{call}|{end}).)*+{end})?" if end else call
     to_end = rf"{call}(?:.*?{end}|.*)" if end else f"{call}.*"
@@ -81,18 +70,18 @@ def _split_thinking(
         matches = re.compile(pattern, re.MULTILINE | re.DOTALL).finditer(text, position)
         return next((m for m in matches if m[0] in (marks.open, marks.close)), None)
 
-    def only_calls(position: int) -> bool:
-        return bounds.whole is not None and bounds.whole.match(text, position) is not None
+    def has_only_calls(position: int) -> bool:
+        return only_calls is not None and only_calls.match(text, position) is not None
 
     thinks = opened and not text.lstrip().startswith(marks.open)
-    if not thinks and not only_calls(0):
+    if not thinks and not has_only_calls(0):
         mark = first(f"{opening}|{closing}|{closed if end else to_end}", 0)
         thinks = mark is not None and mark[0] == marks.close
     position, thoughts, answer = 0, list[str](), list[str]()
     while True:
         if thinks:
             mark = first(f"{closing}|{closed}" if inside else closing, position)
-        elif only_calls(position) and not any(map(str.strip, answer[-1:])):
+        elif has_only_calls(position) and not any(map(str.strip, answer[-1:])):
             mark = None
         else:
             mark = first(f"{opening}|{to_end}", position)
@@ -144,17 +133,54 @@ class ParsedTurn:
     is_open: bool = False  # True if the turn ends before its thinking is closed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Format:
     """How a model family writes turns and tool calls."""
 
     name: str
-    read: Callable[..., ParsedTurn]
+    find_calls: _FindCalls = lambda text, tools: (text, [])
+    call_start: str = ""  # pattern that matches the start of a call. Empty if there are no calls.
+    call_end: str = ""  # text that ends a call. Empty if a call extends to the end of the turn.
+    only_calls: re.Pattern[str] | None = None  # start of a turn, or answer, of calls only
     ends: tuple[str, ...] = ()  # control tokens that end a turn, besides the eos_token
     equal_ends: bool = False  # True if a template may write another end than the policy sampled
     message: str = ""  # text that starts the body of each message, if a turn has several messages
     message_end: str = ""  # text that ends such a message and, in the history, perhaps the turn
-    calls: bool = True
+
+    def read(
+        self,
+        text: str,
+        tools: Sequence[ToolSpec],
+        *,
+        opened: bool,
+        inside: bool,
+        marks: ThinkingMarks,
+    ) -> ParsedTurn:
+        """Parse a turn whose thinking is enclosed in `marks` (see `_split_thinking`). If `inside`
+        is set, only tool calls made while thinking are valid."""
+        if self.name == "harmony":
+            return read_harmony(text, inside=inside)
+        reasoning, content, is_open = _split_thinking(
+            text,
+            opened=opened,
+            inside=inside,
+            marks=marks,
+            call_start=self.call_start,
+            call_end=self.call_end,
+            only_calls=self.only_calls,
+        )
+        items: list[_Item] = []
+        if inside:
+            reasoning, calls = self.find_calls(reasoning, tools)
+            items += calls
+        content, calls = self.find_calls(content, tools)
+        for call in calls:
+            if inside and isinstance(call, Written):
+                text = f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}"
+                between = f"between {marks.open} and {marks.close}"
+                call = Broken(text, f"tools are called while thinking, {between}, not outside")
+            items.append(call)
+        return ParsedTurn(content.strip(), reasoning.strip(), items, is_open)
 
 
 def detect_format(tokenizer: Any, encoder: Encoder) -> _Format:
@@ -174,37 +200,7 @@ def detect_format(tokenizer: Any, encoder: Encoder) -> _Format:
     return _FORMATS[next(name for name, sign in signs.items() if sign)]
 
 
-def _read_tagged(
-    text: str,
-    tools: Sequence[ToolSpec],
-    *,
-    find_calls: _FindCalls,
-    bounds: _CallBounds,
-    opened: bool,
-    inside: bool,
-    marks: ThinkingMarks = THINK,
-) -> ParsedTurn:
-    """Parse a turn whose thinking is enclosed in `marks` (see `_split_thinking`). If `inside` is
-    set, only tool calls made while thinking are valid."""
-    reasoning, content, is_open = _split_thinking(
-        text, bounds, opened=opened, inside=inside, marks=marks
-    )
-    items: list[_Item] = []
-    if inside:
-        reasoning, calls = find_calls(reasoning, tools)
-        items += calls
-    content, calls = find_calls(content, tools)
-    for call in calls:
-        if inside and isinstance(call, Written):
-            text = f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}"
-            between = f"between {marks.open} and {marks.close}"
-            call = Broken(text, f"tools are called while thinking, {between}, not outside")
-        items.append(call)
-    return ParsedTurn(content.strip(), reasoning.strip(), items, is_open)
-
-
 def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-
     def read(body: str) -> _Item:
         try:
             return _parse_call_object(strict_json.load(body), "arguments", body)
@@ -245,7 +241,6 @@ def _deepseek_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-
     def read(body: str) -> _Item:
         name, separator, arguments = body.partition("<｜tool▁sep｜>")
         if not separator:
@@ -267,7 +262,6 @@ def _remove_call_marks(content: str, items: Sequence[_Item], begin: str, end: st
 
 
 def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-
     def read(body: str) -> _Item:
         name, mark, _ = body.partition("<arg_key>")
         arguments: dict[str, Any] = {}
@@ -335,18 +329,7 @@ def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     return content, [_tiny_call(line, tools) for line in lines if line.startswith("@")]
 
 
-def _no_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    return text, []
-
-
-def read_harmony(
-    text: str,
-    tools: Sequence[ToolSpec],
-    *,
-    opened: bool,
-    inside: bool,
-    marks: ThinkingMarks = HARMONY,
-) -> ParsedTurn:
+def read_harmony(text: str, *, inside: bool) -> ParsedTurn:
     """Parse a turn of gpt-oss, which consists of messages with a channel and, for tool calls, a
     recipient. Calls in the `analysis` channel are valid only if `inside` is set."""
     reasoning: list[str] = []
@@ -459,41 +442,50 @@ def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> _Item:
     return Written(name, {key: value for key, value in arguments.items() if value is not None})
 
 
-def _tagged_reader(find_calls: _FindCalls, *bounds: Any) -> Callable[..., ParsedTurn]:
-    return partial(_read_tagged, find_calls=find_calls, bounds=_CallBounds(*bounds))
-
-
 _FORMATS = {
     known.name: known
     for known in (
-        _Format("tiny", _tagged_reader(_tiny_calls, "^@", "\n")),
+        _Format(name="tiny", find_calls=_tiny_calls, call_start="^@", call_end="\n"),
         _Format(
-            "harmony",
-            read_harmony,
+            name="harmony",
             ends=("<|call|>", "<|return|>"),
             message="<|message|>",
             message_end="<|end|>",
         ),
         _Format(
-            "deepseek-v3.2", _tagged_reader(_deepseek_calls, "<｜DSML｜invoke", "</｜DSML｜invoke>")
+            name="deepseek-v3.2",
+            find_calls=_deepseek_calls,
+            call_start="<｜DSML｜invoke",
+            call_end="</｜DSML｜invoke>",
         ),
         _Format(
-            "deepseek-v3.1",
-            _tagged_reader(_deepseek_v31_calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            name="deepseek-v3.1",
+            find_calls=_deepseek_v31_calls,
+            call_start="<｜tool▁call▁begin｜>",
+            call_end="<｜tool▁call▁end｜>",
         ),
         # The policy ends its turn with the mark that begins the next message.
         _Format(
-            "glm",
-            _tagged_reader(_glm_calls, "<tool_call>", "</tool_call>"),
+            name="glm",
+            find_calls=_glm_calls,
+            call_start="<tool_call>",
+            call_end="</tool_call>",
             ends=("<|user|>", "<|observation|>"),
         ),
         _Format(
-            "llama3",
-            _tagged_reader(_llama3_calls, r"<\|python_tag\|>", "", _LLAMA3_JSON),
+            name="llama3",
+            find_calls=_llama3_calls,
+            call_start=r"<\|python_tag\|>",
+            only_calls=_LLAMA3_JSON,
             ends=("<|eot_id|>", "<|eom_id|>"),
             equal_ends=True,
         ),
-        _Format("hermes", _tagged_reader(_json_calls, "<tool_call>", "</tool_call>")),
-        _Format("plain", _tagged_reader(_no_calls), calls=False),
+        _Format(
+            name="hermes",
+            find_calls=_json_calls,
+            call_start="<tool_call>",
+            call_end="</tool_call>",
+        ),
+        _Format(name="plain"),  # writes calls in an unknown format
     )
 }
