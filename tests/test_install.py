@@ -42,7 +42,7 @@ def torch_wheel(folder: Path, version: str, requires: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.e2e
-def test_cpu_build_is_preferred_and_cuda_build_the_fallback(
+def test_cpu_build_is_preferred_to_cuda_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, others = tmp_path / "index" / "torch", tmp_path / "wheels"

@@ -76,7 +76,7 @@ def test_four_result_games_are_supported(score: Any, total: float) -> None:
     assert game.verdict([], "stop")["facts"] == {"return": total, "moves": 3}
 
 
-def test_truncation_ends_the_game_and_invalid_results_lose_it() -> None:
+def test_truncation_ends_and_invalid_results_lose_games() -> None:
     game = TextGame(Walk())
     game.opening(TASK, 3)
     game._game.step = lambda _: (1.0, True)

@@ -254,7 +254,7 @@ def config(**source: object) -> Config:
     return Config(data=DataConfig(sources=(SourceConfig(**(values | source)),)))  # type: ignore[arg-type]
 
 
-def test_resumed_run_may_change_length_and_learning_rate_only() -> None:
+def test_resumed_run_may_change_length_and_rate() -> None:
     old = config()
     longer = replace(old, run=replace(old.run, steps=500, dir="runs/moved"))
     check_resumable(old, longer, "runs/x")

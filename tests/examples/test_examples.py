@@ -145,7 +145,7 @@ def test_shipped_problems_are_those_of_the_script() -> None:
         judged_spec(line["reward"])
 
 
-def test_evaluations_are_labelled_by_the_flaws_that_were_planted(tmp_path: Path) -> None:
+def test_evaluations_are_labelled_by_planted_flaws(tmp_path: Path) -> None:
     rows = _make_evaluations()
     right = {
         line["messages"][1]["content"]: line["reward"]["reference"] for line in problem_lines()

@@ -246,7 +246,7 @@ def head_of(weight: Tensor):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_token_t_is_scored_from_position_t_minus_1(kept):
+def test_token_is_scored_from_the_position_before(kept):
     batch = micro_batch(kept=kept)
     hidden, weight = torch.randn(9, 6, requires_grad=True), torch.randn(12, 6)
     logp, entropy = policy_logprobs(hidden, head_of(weight), head_inputs(batch), temperature=0.8)

@@ -143,7 +143,7 @@ def test_async_functions_share_one_loop() -> None:
     assert in_two_verifiers(ask) == [1.0] * 4
 
 
-def test_a_passed_function_keeps_its_globals_within_a_run() -> None:
+def test_passed_function_keeps_its_globals() -> None:
     loads: list[int] = []
 
     def loaded(prompt: Any, trajectory: Any) -> float:

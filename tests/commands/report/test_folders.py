@@ -98,7 +98,7 @@ def test_changed_knobs_match_the_recipe(tmp_path: Path) -> None:
     assert {*run.changed} - {*again.changed} == {"rollout.engines"}
 
 
-def test_evaluation_of_agents_has_curves_of_score_by_steps(tmp_path: Path) -> None:
+def test_agents_evaluation_plots_score_by_steps(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "eval")
     path = folder / "samples.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -82,7 +82,7 @@ def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
     assert list(verdict.failures) == [*("", "", "wrong output", "not run", "wrong output", "")]
 
 
-def test_a_call_that_ends_the_process_costs_itself_only(settings: CodeSettings) -> None:
+def test_process_exit_costs_only_its_own_call(settings: CodeSettings) -> None:
     source = """
 import os, time
 class Solution:

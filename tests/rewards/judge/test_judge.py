@@ -150,7 +150,7 @@ def test_valid_replies_become_chats(server: Server, tmp_path: Path) -> None:
         assert reply["role"] == "assistant" and "verdict" in str(reply["content"])
 
 
-def test_the_key_comes_from_the_environment_and_stays_secret(
+def test_key_comes_from_environment_and_stays_secret(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(server.url, api_key_env="JUDGE_KEY", retries=0)
@@ -211,7 +211,7 @@ PROOF = "## Solution\nSee above.\n## Self Evaluation\nFine. \\boxed{1}"
         (rubric(THINKING), "blue", 9_000, Judged),
     ],
 )
-def test_a_long_completion_scores_zero_a_long_task_fails(
+def test_long_completion_scores_zero_long_task_fails(
     server: Server, reward: dict[str, Any], answer: str, thinking: int, kind: type
 ) -> None:
     server.behave = lambda request: FULL
@@ -365,7 +365,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("reply", WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_reply_is_retried_and_never_a_score(
+def test_wrong_reply_is_retried_and_never_scored(
     server: Server, service: JudgeService, reply: Reply
 ) -> None:
     server.behave = scripted(reply)

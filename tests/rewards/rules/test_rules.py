@@ -198,7 +198,7 @@ def test_corpus_of_choices() -> None:
         assert named == list(case["named"]), case
 
 
-def test_the_right_answer_may_be_a_letter_or_a_text() -> None:
+def test_right_answer_may_be_letter_or_text() -> None:
     for right in ("Paris", "(b)", "paris."):
         assert chosen("The answer is option B, Paris.", right) == 1.0
 

@@ -195,7 +195,7 @@ def test_thinking_is_retained_as_in_deepseeks_own_code(messages: list[dict[str, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_developer_is_read_alike_by_prompts_lessons_and_the_endpoint(name: str) -> None:
+def test_prompts_lessons_and_endpoint_read_developer_alike(name: str) -> None:
     chat = chat_of(name)
     messages: list[Message] = [{"role": "developer", "content": "Be brief."}, *USER]
     request = read_request({"messages": messages, "model": "policy"})
