@@ -27,7 +27,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
 from keel.model.layers.contexts import Contexts
-from keel.model.layers.flash4 import flash_attention4
+from keel.model.layers.flash4 import (
+    INSTALL,
+    HeadWidths,
+    flash_attention4,
+    supports_head_sizes,
+)
 from keel.model.torch_internals import to_device, varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
@@ -110,8 +115,8 @@ class Segments:
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
     """Restrict attention in `model` to the segments that its forward pass receives as `segments`.
-    Set `flash4` only if `keel.model.layers.flash4.missing` and `disagreement` found no problem.
-    Raises `ValueError` if the model has layers that would mix segments."""
+    Set `flash4` only if `layers.flash4.missing` and `flash4_disagreement` found no problem. Raises
+    `ValueError` if the model has layers that would mix segments."""
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
@@ -400,3 +405,58 @@ def _fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         return convolution, import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except ImportError:
         return None
+
+
+_PROBE = (1, 130, 64, 7, 300, 65)
+_FOLLOWS = (-1, -1, 1, 1, -1, 4)
+"""Segment that each segment follows in the comparison with shared prefixes. This includes segments
+with fewer queries than keys, and keys that no window reaches."""
+_WINDOW = 100
+"""Maximum attention window in the comparison. A model's own window would cover all tokens."""
+_OFF = 0.02
+"""Maximum relative error. Rounding to bfloat16 gives 0.003, and a wrong gradient 0.2."""
+
+
+@cache
+def flash4_disagreement(
+    shapes: tuple[HeadWidths, ...], device: torch.device, dtype: torch.dtype
+) -> str:
+    """Return why FlashAttention-4 cannot be used for these heads, or "" if its results and
+    gradients agree with plain float32 attention. For example, version 4.0.0b36 silently returned
+    wrong gradients for a head size of 16."""
+    drawn = torch.Generator(device).manual_seed(0)
+    for shape in shapes:
+        if not supports_head_sizes(shape.width, shape.value_width, device):
+            return f"it has no kernels for {shape}"
+        heads, kv_heads, width, value_width, window = shape
+        query, key = (heads, width), (kv_heads, width)
+        value, slope = (kv_heads, value_width), (heads, value_width)
+        inputs = [
+            torch.randn(sum(_PROBE), *size, device=device, dtype=dtype, generator=drawn)
+            for size in (query, key, value, slope)
+        ]
+        window = window and min(_WINDOW, window)
+        for follows in (None, _FOLLOWS):
+            rest = Segments.of(_PROBE, device, follows=follows), None, window
+            try:
+                ours = _attention_and_grads(_attend4, inputs, *rest)
+            except Exception as error:  # compilers, drivers, file locks
+                return f"{INSTALL} fails for {shape}: {type(error).__name__}: {error}"[:500]
+            exact = _attention_and_grads(attend, [x.float() for x in inputs], *rest)
+            named = ("results", "gradients of Q", "gradients of K", "gradients of V")
+            for what, one, other in zip(named, ours, exact, strict=True):
+                off = float((one - other).norm() / other.norm())
+                if not off < _OFF:
+                    return f"{INSTALL} gives {what} that are off by {off:.0%} for {shape}"
+    return ""
+
+
+def _attention_and_grads(
+    operator: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: Any
+) -> list[Tensor]:
+    *leaves, slope = inputs
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        output = operator(*leaves, *rest)
+        grads = torch.autograd.grad(output, leaves, slope)
+    return [x.detach().float() for x in (output, *grads)]

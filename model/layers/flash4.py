@@ -3,25 +3,20 @@
 For 16,000 tokens or more, both passes take about half as long as with PyTorch's flash attention 2.
 Keys and values may have different widths. The package's autograd function cannot be traced into a
 compiled layer, so its private forward and backward functions are wrapped as operators. Before a run
-uses the kernels, `disagreement` compares them with plain attention.
+uses the kernels, `keel.model.attention.flash4_disagreement` compares them with plain attention.
 """
 
 import os
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import accumulate
 from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
-
-from keel.model.layers.contexts import Contexts
 
 _GENERATIONS = (9, 10)
 _PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)"
@@ -178,26 +173,21 @@ def _kernels() -> Any:
     return import_module(f"{_PACKAGE}.interface")
 
 
-class _HeadWidths(NamedTuple):
+class HeadWidths(NamedTuple):
     heads: int
     kv_heads: int
     width: int
     value_width: int
     window: int | None = None
 
-    def __str__(self) -> str:
-        widths = " and ".join(str(n) for n in dict.fromkeys((self.width, self.value_width)))
-        window = f", windows of {self.window}" if self.window else ""
-        return f"{self.heads} query and {self.kv_heads} key heads of {widths}{window}"
 
-
-def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[_HeadWidths, ...]:
+def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...]:
     """Return the distinct head shapes in the model when its heads are split over `ranks`."""
     text: Any = model.config.get_text_config()
     heads = text.num_attention_heads // ranks
     if getattr(text, "kv_lora_rank", None) is not None:  # each head gets keys from the latent
         width = text.qk_nope_head_dim + text.qk_rope_head_dim
-        return (_HeadWidths(heads, heads, width, text.v_head_dim),)
+        return (HeadWidths(heads, heads, width, text.v_head_dim),)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     value_width = getattr(text, "v_head_dim", None) or width
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -206,90 +196,4 @@ def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[_HeadWidths, ..
     kinds = set(getattr(text, "layer_types", None) or ())
     slides = window is not None and (not kinds or "sliding_attention" in kinds)
     windows = [None] * (not slides or len(kinds) > 1) + [window] * slides
-    return tuple(_HeadWidths(heads, kv_heads, width, value_width, one) for one in windows)
-
-
-_PROBE = (1, 130, 64, 7, 300, 65)
-_FOLLOWS = (-1, -1, 1, 1, -1, 4)
-"""Segment that each segment follows in the comparison with shared prefixes. This includes segments
-with fewer queries than keys, and keys that no window reaches."""
-_WINDOW = 100
-"""Maximum attention window in the comparison. A model's own window would cover all tokens."""
-_OFF = 0.02
-"""Maximum relative error. Rounding to bfloat16 gives 0.003, and a wrong gradient 0.2."""
-
-
-@cache
-def disagreement(shapes: tuple[_HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
-    """Return why FlashAttention-4 cannot be used for these heads, or "" if its results and
-    gradients agree with plain float32 attention. For example, version 4.0.0b36 silently returned
-    wrong gradients for a head size of 16."""
-    drawn = torch.Generator(device).manual_seed(0)
-    for shape in shapes:
-        if not supports_head_sizes(shape.width, shape.value_width, device):
-            return f"it has no kernels for {shape}"
-        heads, kv_heads, width, value_width, window = shape
-        query, key = (heads, width), (kv_heads, width)
-        value, slope = (kv_heads, value_width), (heads, value_width)
-        inputs = [
-            torch.randn(sum(_PROBE), *size, device=device, dtype=dtype, generator=drawn)
-            for size in (query, key, value, slope)
-        ]
-        window = window and min(_WINDOW, window)
-        for contexts in (None, Contexts.build(_PROBE, _FOLLOWS, device)):
-            try:
-                ours = _attention_and_grads(_fast, inputs, contexts, window, dtype)
-            except Exception as error:  # compilers, drivers, file locks
-                return f"{INSTALL} fails for {shape}: {type(error).__name__}: {error}"[:500]
-            exact = _attention_and_grads(_plain, inputs, contexts, window, torch.float32)
-            named = ("results", "gradients of Q", "gradients of K", "gradients of V")
-            for what, one, other in zip(named, ours, exact, strict=True):
-                off = float((one - other).norm() / other.norm())
-                if not off < _OFF:
-                    return f"{INSTALL} gives {what} that are off by {off:.0%} for {shape}"
-    return ""
-
-
-def _plain(
-    query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
-) -> Tensor:
-    lengths = _PROBE
-    if contexts is not None:
-        query, key, value = (contexts.expand(x) for x in (query, key, value))
-        lengths = contexts.lengths
-    outputs: list[Tensor] = []
-    for parts in zip(*(x.split(list(lengths)) for x in (query, key, value)), strict=True):
-        step = torch.arange(len(parts[0]), device=query.device)
-        back = step[:, None] - step
-        seen = (back >= 0) & (back < (window or len(step)))
-        q, k, v = (x.transpose(0, 1)[None] for x in parts)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-        outputs.append(out[0].transpose(0, 1))
-    output = torch.cat(outputs)
-    return output if contexts is None else output[contexts.places]
-
-
-def _fast(
-    query: Tensor, key: Tensor, value: Tensor, contexts: Contexts | None, window: int | None
-) -> Tensor:
-    ends = torch.tensor([0, *accumulate(_PROBE)], dtype=torch.int32, device=query.device)
-    keys = ends, max(_PROBE)
-    if contexts is not None:
-        key, value = contexts.expand(key), contexts.expand(value)
-        keys = contexts.offsets, contexts.longest
-    return flash_attention4(query, key, value, ends, max(_PROBE), None, window, *keys)
-
-
-def _attention_and_grads(
-    attend: Callable[..., Tensor],
-    inputs: list[Tensor],
-    contexts: Contexts | None,
-    window: int | None,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    *leaves, slope = (x.detach().to(dtype) for x in inputs)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    with torch.enable_grad():
-        output = attend(*leaves, contexts, window)
-        grads = torch.autograd.grad(output, leaves, slope)
-    return [x.detach().float() for x in (output, *grads)]
+    return tuple(HeadWidths(heads, kv_heads, width, value_width, one) for one in windows)

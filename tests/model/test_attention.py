@@ -11,10 +11,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keel.model import attention
-from keel.model.attention import Segments, attention_kept, use_packed_attention
+from keel.model.attention import (
+    Segments,
+    attention_kept,
+    flash4_disagreement,
+    use_packed_attention,
+)
 from keel.model.layers import flash4
 from keel.model.layers.contexts import Contexts
-from keel.model.layers.flash4 import _HeadWidths, disagreement
+from keel.model.layers.flash4 import HeadWidths
 from tests.model.layers.plain_attention import FAMILIES, Plain, varlen
 
 LENGTHS, FOLLOWS = (7, 3, 9, 1, 12, 4, 2, 5), (-1, 0, 0, -1, 0, -1, 5, 5)
@@ -217,13 +222,13 @@ def test_attention_outputs_survive_checkpointing(plain: Plain, compiled: bool) -
 
 
 def test_wrong_results_are_detected(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash4, "supports_head_sizes", lambda *_: True)
+    monkeypatch.setattr(attention, "supports_head_sizes", lambda *_: True)
     cpu = torch.device("cpu")
-    shapes = (_HeadWidths(4, 2, 8, 8), _HeadWidths(4, 2, 16, 8, window=9))
+    shapes = (HeadWidths(4, 2, 8, 8), HeadWidths(4, 2, 16, 8, window=9))
 
     def difference() -> str:
-        disagreement.cache_clear()
-        return disagreement(shapes, cpu, torch.float32)
+        flash4_disagreement.cache_clear()
+        return flash4_disagreement(shapes, cpu, torch.float32)
 
     assert difference() == ""
     correct = plain._flash_attn_bwd

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
-from keel.model.attention import Segments, attention_kept, use_packed_attention
+from keel.model.attention import (
+    Segments,
+    attention_kept,
+    flash4_disagreement,
+    use_packed_attention,
+)
 from keel.model.batch_invariant.layers import use_invariant_layers
 from keel.model.head.support import SupportHead, install_support_head
-from keel.model.layers.flash4 import INSTALL, disagreement, head_shapes, missing
+from keel.model.layers.flash4 import INSTALL, head_shapes, missing
 from keel.model.layers.fused import use_fused_layers
 from keel.model.layers.residual import use_float32_residual
 from keel.model.logprobs import (
@@ -59,7 +64,8 @@ def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> 
         reason = "it needs half precision, but model.dtype is float32"
     else:
         shapes = head_shapes(model, trainer.sequence_parallel)
-        reason = missing(device, default_cache_dir()) or disagreement(shapes, device, model.dtype)
+        reason = missing(device, default_cache_dir())
+        reason = reason or flash4_disagreement(shapes, device, model.dtype)
     if not reason:
         return True, ""
     if trainer.attention_kernels == "flash4":
