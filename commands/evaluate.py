@@ -1,27 +1,98 @@
 """`keel eval` and `keel filter`: score a policy without training it, and select prompts."""
 
-from collections import Counter
+import math
+import re
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from keel.commands.sampling import (
-    AnyRuntime,
-    SampledPolicy,
-    choose_policy,
-    extract_answer,
-    sample_prompts,
-)
+from keel.agents.episode import BROKE
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
+from keel.data.dataset import Dataset, load_dataset, source_lines
 from keel.data.eval_store import EvaluationFolder, SampledPrompt, collect_samples, read_evaluation
 from keel.data.items import prompt_digest
 from keel.data.pass_rates import FilterFolder
 from keel.data.results import compare_pass_rates, format_comparison, format_results, results
-from keel.rl.types import Prompt, ScoredGroup
-from keel.trainer.launch import RemoteRuntime, run_episodes, run_remote_episodes
+from keel.model.hub import hub_answers
+from keel.rewards.checks import check_spec
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
+from keel.rl.futures import then, when_all
+from keel.rl.types import Prompt, ScoredGroup, Trajectory
+from keel.rollout.endpoint import LATER, EndpointCompletions
+from keel.trainer.batch_stream import GRACE_S, SamplingProgress
+from keel.trainer.launch import (
+    RemoteRuntime,
+    Runtime,
+    build_scorer,
+    launch,
+    run_episodes,
+    run_remote_episodes,
+)
+from keel.trainer.prepare import check_rewards, needs_judge, prepare, prompt_tokens, require_prompts
+from keel.trainer.run.folder import RunFolder
+from keel.trainer.run.manifest import fingerprint
+from keel.trainer.run.progress import format_amount, waiting
 from keel.trainer.run.signals import Interrupt
+
+_POLICY_KNOBS = ("model.", "trainer.")
+"""Knobs that must match the run for its checkpoint to load."""
+_REWARDS_FOLDER = "rewards"
+"""Subfolder of the results for the output of reward functions."""
+_POLL_S = 1.0
+_STOPPING = "Stopping; finished prompts are saved. Press Ctrl-C again to stop at once."
+_PREEMPTED = "{signal}: stopping; finished prompts are saved"
+_MAX_ANSWER = 200
+"""Maximum length in characters of an unmarked answer that is compared with other answers."""
+
+
+_Runtime = Runtime | RemoteRuntime
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SampledPolicy:
+    """The policy to sample from, and its prompts."""
+
+    config: Config
+    dataset: Dataset
+    identity: str
+    """Identifies the policy in saved results, so that results of different policies are not
+    mixed."""
+    label: str
+    name: str
+    """Name of the results folder."""
+    text: str
+    """Description of what will be sampled, to show to the user."""
+    sampling: Callable[[Path], AbstractContextManager[_Runtime]]
+    """Start the processes that sample and score. Reward functions write their output to a subfolder
+    of the given folder."""
+    tokenizer_digest: str = ""
+    """Digest of the tokenizer, or empty for an endpoint."""
+    count_tokens: Callable[[Prompt], int] | None = None
+    """Count the tokens of a prompt. None for an endpoint."""
+    thinking_length: Callable[[Trajectory], int] = lambda trajectory: len(_all_thinking(trajectory))
+    """Return the length of a completion's thinking in tokens, or in characters for an endpoint."""
+
+    @property
+    def sets(self) -> Mapping[str, Sequence[Prompt]]:
+        settings, dataset = self.config.eval, self.dataset
+        heldout = settings.prompts == "heldout"
+        sets = dataset.heldout if heldout else dataset.train.sources
+        return {name: prompts[: settings.size or None] for name, prompts in sets.items()}
+
+    @contextmanager
+    def running(self, out: Path) -> Iterator[tuple[_Runtime, Interrupt]]:
+        with (
+            self.sampling(out) as runtime,
+            Interrupt(print, _STOPPING, preempted_first=_PREEMPTED) as stop,
+        ):
+            yield runtime, stop
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
@@ -32,7 +103,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     for variant in variants:
         config.check_variant(variant)
     baseline = read_evaluation(Path(config.eval.against)) if config.eval.against else ()
-    policy = choose_policy(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
+    policy = _choose_policy(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
     sets = policy.sets
     if not any(sets.values()):
         raise ConfigError(
@@ -78,7 +149,7 @@ def _check_comparable(
 
 def _summary(
     out: EvaluationFolder,
-    policy: SampledPolicy,
+    policy: _SampledPolicy,
     *,
     complete: bool,
     baseline: Sequence[SampledPrompt],
@@ -110,8 +181,8 @@ def _summary(
 
 
 def _sample_variant(
-    policy: SampledPolicy,
-    runtime: AnyRuntime,
+    policy: _SampledPolicy,
+    runtime: _Runtime,
     variant: EvalVariant,
     out: EvaluationFolder,
     stop: Interrupt,
@@ -132,7 +203,7 @@ def _sample_variant(
     with _variant_runtime(config, runtime, variant) as changed:
         if len(config.eval.each_variant) > 1:
             print(f"variant {variant.name}", flush=True)
-        sample_prompts(
+        _sample_prompts(
             changed,
             [_as_asked(prompt, variant) for prompt, _ in sources.values()],
             config.eval.samples,
@@ -144,9 +215,7 @@ def _sample_variant(
 
 
 @contextmanager
-def _variant_runtime(
-    config: Config, runtime: AnyRuntime, variant: EvalVariant
-) -> Iterator[AnyRuntime]:
+def _variant_runtime(config: Config, runtime: _Runtime, variant: EvalVariant) -> Iterator[_Runtime]:
     changed = config.in_variant(variant)
     if changed is config:
         yield runtime
@@ -164,12 +233,12 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
     """Measure how often a checkpoint, the base model or an endpoint solves each training prompt,
     and keep the prompts worth training on."""
     config = load_config(recipe, overrides)
-    policy = choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
+    policy = _choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
     with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:
         if prompts := out.waiting:
             print(f"{policy.text}\n{len(prompts):,} prompts to sample, with {policy.label}")
             with policy.running(out.path) as (runtime, stop):
-                sample_prompts(
+                _sample_prompts(
                     runtime,
                     prompts,
                     config.filter.samples,
@@ -213,3 +282,220 @@ def _as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
     if variant.line and last is not None:
         last["content"] = f"{last['content']}\n{variant.line}"
     return replace(prompt, thinking=thinking, messages=tuple(messages))
+
+
+def _choose_policy(
+    recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
+) -> _SampledPolicy:
+    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`. Error
+    messages about the checkpoint mention the setting `knob`. Raises ConfigError if the policy
+    cannot be used."""
+    config = load_config(recipe, overrides)
+    if config.endpoint.base_url:
+        return _endpoint_policy(config)
+    # Sampling needs no teacher, which may be gone.
+    taught = [source.name for source in config.data.sources if source.teacher]
+    task = prepare(recipe, [*overrides, *(f"data.sources[{n}].teacher=''" for n in taught)])
+    folder = RunFolder(task.config, task.tokenizer_digest)
+    folder.check(_POLICY_KNOBS)
+    for line in folder.warnings():
+        print(f"warning: {line}")
+    path = folder.select_checkpoint(knob, checkpoint)
+    if path is None and checkpoint == "last":
+        problem = "has no checkpoint" if folder.path.exists() else "does not exist"
+        print(f"warning: run.dir = {folder.path} {problem}: sampling from model.path ({knob}=base)")
+    weights = fingerprint(path or Path(task.config.model.path).expanduser())
+    suffix = f" (weights {weights})" * bool(weights)
+    source = f"{folder.path.resolve()}, {path.name}" if path else ""
+
+    @contextmanager
+    def sampling(out: Path) -> Iterator[Runtime]:
+        # Ranks load a checkpoint; engines load a model folder themselves.
+        say = partial(print, flush=True)
+        with launch(task, say, out / _REWARDS_FOLDER, learner=path is not None) as runtime:
+            if path:
+                runtime.learner.load(path)
+                runtime.wake()
+            yield runtime
+
+    def thinking_length(trajectory: Trajectory) -> int:
+        # A policy can sample unpaired surrogates, which the tokenizer refuses.
+        text = _all_thinking(trajectory).encode(errors="replace").decode()
+        return len(task.tokenizer.encode(text, add_special_tokens=False))
+
+    return _SampledPolicy(
+        config=task.config,
+        dataset=task.dataset,
+        identity=(source or "the base model") + suffix,
+        label=(source or f"model.path = {task.config.model.path}") + suffix,
+        name=path.name if path else "base",
+        text=task.text(trains=False),
+        sampling=sampling,
+        tokenizer_digest=task.tokenizer_digest,
+        count_tokens=lambda prompt: prompt_tokens(prompt, task.tokenizer, task.facts),
+        thinking_length=thinking_length,
+    )
+
+
+def _endpoint_policy(config: Config) -> _SampledPolicy:
+    endpoint = config.endpoint
+    require_prompts(config)
+    for source in config.data.sources:
+        if source.environment.program or source.raw:
+            raise ConfigError(
+                f"endpoint.base_url = {endpoint.base_url}: takes chats and returns text, which "
+                f"data.sources[{source.name}] (program or raw) cannot use. Leave it out "
+                "(data.only), or serve the model by model.path"
+            )
+    dataset = load_dataset(
+        config.data,
+        seed=config.run.seed,
+        count_tokens=lambda _: 0,
+        check_reward=check_spec,
+        hub_answers=hub_answers,
+    )
+    notes = check_rewards(config, dataset)
+    judged = needs_judge(config, dataset)
+    if judged and not config.rewards.judge.base_url:
+        raise ConfigError(
+            "rewards.judge.base_url: nothing is served here with endpoint.base_url; give the "
+            "judge of these rubrics an endpoint, too"
+        )
+    try:
+        completions = EndpointCompletions(endpoint)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+    @contextmanager
+    def sampling(out: Path) -> Iterator[RemoteRuntime]:
+        with ExitStack() as stack:
+            judge = None
+            if judged:
+                judge = stack.enter_context(JudgeService(config.rewards.judge))
+                judge.check_reachable()
+            scorer = stack.enter_context(build_scorer(config, judge, print, out / _REWARDS_FOLDER))
+            stack.enter_context(completions)
+            remote = RemoteRuntime(config=config, completions=completions, scorer=scorer)
+            if config.with_agents:
+                remote = stack.enter_context(run_remote_episodes(remote))
+            yield remote
+
+    lines = [*source_lines(config, dataset), *(f"{name}: {note}" for name, note in notes.items())]
+    identity = f"{endpoint.model} at {endpoint.base_url}"
+    return _SampledPolicy(
+        config=config,
+        dataset=dataset,
+        identity=identity,
+        label=identity,
+        name=re.sub(r"[^\w+-]+", "-", endpoint.model).strip("-") or "endpoint",
+        text="\n".join(lines),
+        sampling=sampling,
+    )
+
+
+def _max_prompts_in_flight(config: Config, samples: int) -> int:
+    """Return the number of prompts to sample concurrently: twice the capacity of all engines or of
+    the endpoint, and at least 2."""
+    capacity = config.rollout.engines * config.rollout.max_num_seqs
+    if config.endpoint.base_url:
+        capacity = config.endpoint.max_concurrent
+    if config.with_agents:
+        capacity = max(capacity, config.agents.max_concurrent_episodes)
+    return max(2, -(-2 * capacity // samples))
+
+
+def _group_timeout(config: Config) -> float:
+    endpoint = config.endpoint
+    if not endpoint.base_url:
+        return config.group_timeout_s + GRACE_S
+    waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
+    sampling = waves * endpoint.timeout_s * (1 + endpoint.retries)
+    if config.with_agents:  # an episode's turns share rollout.timeout_s
+        sampling += config.group_timeout_s
+    return sampling + config.scoring_timeout_s + GRACE_S
+
+
+def _sample_prompts(
+    runtime: _Runtime,
+    prompts: Sequence[Prompt],
+    samples: int,
+    config: Config,
+    *,
+    record: Callable[[Prompt, Sequence[ScoredGroup]], None],
+    note: Callable[[], str],
+    stop: Callable[[], bool],
+) -> None:
+    """Sample and score `samples` completions per prompt, until all are done or `stop` returns true.
+
+    `record` is called on this thread for each finished prompt. Prompts that lost completions to an
+    overloaded endpoint are not recorded, so they are sampled again when the command is repeated.
+    `note` returns text for the progress line. Raises TimeoutError if no group finishes within the
+    sum of all timeouts.
+    """
+    should_stop = runtime.with_watchdog(stop)
+    count_steps = None if isinstance(runtime, RemoteRuntime) else lambda: runtime.pool.steps
+    size = config.algorithm.group_size
+    sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
+    queue, in_flight = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
+    open_groups = set[Future[ScoredGroup]]()
+    timeout_s = _group_timeout(config)
+    arrived_at, finished = time.monotonic(), 0
+    reached = SamplingProgress(config, len(prompts), samples, count_steps)
+    score = partial(runtime.scorer.submit, purpose="eval")
+    try:
+        with waiting("sampling", total=len(prompts), unit="prompts") as progress:
+            while (queue or in_flight) and not should_stop():
+                while queue and len(in_flight) < _max_prompts_in_flight(config, samples):
+                    prompt = queue.popleft()
+                    groups = [then(runtime.submit(prompt, "eval", n), score) for n in sizes]
+                    open_groups |= set(groups)
+                    in_flight[when_all(groups, partial(_results, groups))] = prompt
+                arrived, _ = wait(open_groups, _POLL_S, FIRST_COMPLETED)
+                open_groups -= arrived
+                for group in arrived:
+                    group.result()  # raise now, not when the prompt's last group is done
+                now = time.monotonic()
+                if arrived:
+                    arrived_at = now
+                elif now - arrived_at > timeout_s:
+                    raise TimeoutError(
+                        f"waited {timeout_s:.0f} s for a group of completions, with "
+                        f"{len(in_flight)} prompts in flight: the timeouts of rollout or endpoint "
+                        "and rewards together"
+                    )
+                for done in [future for future in in_flight if future.done()]:
+                    prompt, groups = in_flight.pop(done), done.result()
+                    if not _to_be_retried(groups):
+                        record(prompt, groups)
+                    finished, progress.note = finished + 1, note()
+                progress.done, progress.total, progress.unit = reached.estimate(finished)
+        if finished:
+            print(
+                f"sampled {format_amount(finished, len(prompts), 'prompts')}; {note()}", flush=True
+            )
+    finally:
+        for group in open_groups:
+            group.cancel()
+
+
+def _results(groups: Sequence[Future[ScoredGroup]]) -> list[ScoredGroup]:
+    return [group.result() for group in groups]
+
+
+def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
+    dropped = [reason for group in groups for reason in group.group.dropped]
+    return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
+
+
+def extract_answer(trajectory: Trajectory) -> str:
+    """Extract the marked answer from a completion. If there is none, return the final text if it is
+    short, and otherwise ""."""
+    text = final_text(trajectory.messages).strip()
+    answer = marked_answer(text)
+    if answer is None:
+        answer = text if len(text) <= _MAX_ANSWER else ""
+    return " ".join(answer.split())
+
+
+def _all_thinking(trajectory: Trajectory) -> str:
+    return every_turn(thinking_text, trajectory.messages)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from keel.commands.sampling import extract_answer
+from keel.commands.evaluate import extract_answer
 from keel.configs.load import load_config
 from keel.configs.paths import unwritable
 from keel.configs.schema import ConfigError

@@ -15,7 +15,7 @@ import pytest
 
 from keel.commands import replay as module
 from keel.commands.cli import main
-from keel.commands.sampling import _max_prompts_in_flight, sample_prompts
+from keel.commands.evaluate import _max_prompts_in_flight, _sample_prompts
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, FilterConfig, SourceConfig
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, StepResult, Trajectory
@@ -97,7 +97,7 @@ def fake(monkeypatch: Patch) -> Fake:
         # A checkpoint's weights are the ranks' to read; a model folder's the engines'.
         assert learner == (len(system.loaded) > before)
 
-    monkeypatch.setattr("keel.commands.sampling.launch", running)
+    monkeypatch.setattr("keel.commands.evaluate.launch", running)
     return system
 
 
@@ -231,7 +231,7 @@ class Engines:
 
     def run(self, prompts: int) -> None:
         runtime: Any = self
-        sample_prompts(
+        _sample_prompts(
             runtime,
             [prompt(f"p{i}") for i in range(prompts)],
             CONFIG.filter.samples,

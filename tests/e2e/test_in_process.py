@@ -198,7 +198,7 @@ def in_this_process() -> Iterator[None]:
         patch("keel.trainer.prepare.check_environments", check_environments),
         patch("keel.commands.train.launch", running),
         patch("keel.commands.train.launch_sft", teaching),
-        patch("keel.commands.sampling.launch", running),
+        patch("keel.commands.evaluate.launch", running),
     ):
         try:
             yield
