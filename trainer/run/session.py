@@ -14,7 +14,6 @@ from ray.exceptions import RayError
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_timeouts import RayLost, is_loss, lost_reason
 from keel.rl.metrics import MEASURES
-from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates, Journal, note
@@ -174,7 +173,7 @@ def open_journal(
         save_all=config.run.save_all_trajectories,
         tokenizer=tokenizer,
         tokens=tokens,
-        alarms=Alarms(config.alarms),
+        alarms=config.alarms,
         resumed_at=start,
         costs=costs,
     )

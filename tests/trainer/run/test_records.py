@@ -17,8 +17,15 @@ from keel.configs.load import load_config
 from keel.configs.schema import AlarmsConfig, RunConfig
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import ScoredGroup, TokenNumbers, Usage, Verdict
-from keel.trainer.run.alarms import _ALARMS, Alarms
-from keel.trainer.run.journal import EVENTS, CostRates, Journal, cost_rows, costs_of
+from keel.trainer.run.journal import (
+    _ALARMS,
+    EVENTS,
+    CostRates,
+    Journal,
+    _Alarms,
+    cost_rows,
+    costs_of,
+)
 from keel.trainer.run.trajectory_files import (
     TokenFile,
     TokenTexts,
@@ -104,15 +111,15 @@ def test_alarm_is_active_beyond_its_threshold_only(alarm: Any) -> None:
     config = AlarmsConfig(uniform=0.95, entropy=0.005, kept_mass=0.45)
     limit = getattr(config, alarm.knob)
     beyond, within = (0.5 * limit, 2 * limit) if alarm.below else (limit + 1, 0.5 * limit)
-    assert Alarms(config).check(1, FINE | {alarm.metric: within}, []) == (0, [])
-    number, (line,) = Alarms(config).check(1, FINE | {alarm.metric: beyond}, [])
+    assert _Alarms(config).check(1, FINE | {alarm.metric: within}, []) == (0, [])
+    number, (line,) = _Alarms(config).check(1, FINE | {alarm.metric: beyond}, [])
     assert number == 1 and f"alarms.{alarm.knob} = {limit:g}" in line and alarm.metric in line
     off = replace(config, **{alarm.knob: 0})
-    assert Alarms(off).check(1, FINE | {alarm.metric: beyond}, []) == (0, [])
+    assert _Alarms(off).check(1, FINE | {alarm.metric: beyond}, []) == (0, [])
 
 
 def test_low_held_out_score_ends_the_run() -> None:
-    alarms = Alarms(AlarmsConfig(stop_below={"harmful": 0.9}))
+    alarms = _Alarms(AlarmsConfig(stop_below={"harmful": 0.9}))
     assert alarms.check(1, {"eval/harmful/pass@1": 0.9, "eval/other/pass@1": 0.1}, []) == (0, [])
     assert alarms.check(2, {}, []) == (0, []) and not alarms.ends  # not evaluated
     low = {"eval/harmful/pass@1": 0.85, "eval/harmful/unscored": 160.0}
@@ -125,8 +132,7 @@ def test_low_held_out_score_ends_the_run() -> None:
 def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
     lines: list[str] = []
     view = SimpleNamespace(say=lines.append, record=lambda step, numbers: None)
-    alarms = Alarms(AlarmsConfig(missing=0.2))
-    journal = Journal(tmp_path, view, trajectories=0, alarms=alarms)
+    journal = Journal(tmp_path, view, trajectories=0, alarms=AlarmsConfig(missing=0.2))
     metrics = {"kl/ref": Mean(5.0, 1), "rollout/dropped_completions": Sum(1.0)}
     whole, short = finished("p", (1.0,) * 4), scored([], [], dropped=("late",))
     journal.record(0, metrics, [])
