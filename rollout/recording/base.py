@@ -143,6 +143,12 @@ class Recorder(ABC):
         return rows
 
 
+def core_of(engine: LLMEngine) -> Any:
+    """Return vLLM's engine core, which runs in this process."""
+    client: Any = engine.engine_core
+    return client.engine_core
+
+
 def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> str:
     """Return the name of the recorder for the setting `rollout.recorder`. `full_attention` is the
     result of `keel.model.load.full_attention`."""

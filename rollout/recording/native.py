@@ -18,9 +18,9 @@ from keel.rollout.recording.base import (
     check_count,
     check_routed,
     check_selected,
+    core_of,
 )
 from keel.rollout.spec import RecordingError
-from keel.rollout.vllm_internals import scheduler_of
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -58,7 +58,7 @@ class NativeRecorder(Recorder):
         """Cache blocks of requests that finished in the last step and have a selection."""
         if self._selection:
             self._top_k = engine.vllm_config.model_config.hf_text_config.index_topk
-            scheduler = scheduler_of(engine)
+            scheduler = core_of(engine).scheduler
             self._save_before_preemption(scheduler, self._selected)
             free = scheduler._free_request
 

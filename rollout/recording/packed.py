@@ -21,11 +21,11 @@ from keel.rollout.recording.base import (
     RecordingOptions,
     check_count,
     check_routed,
+    core_of,
 )
 from keel.rollout.recording.native import default_top_k, sort_masks
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler
 from keel.rollout.vllm_fast.step_arrays import UNMASKED, PackedRecording
-from keel.rollout.vllm_internals import scheduler_of
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -51,7 +51,7 @@ class PackedRecorder(Recorder):
         }
 
     def attach(self, engine: LLMEngine) -> None:
-        self._engine, self._scheduler = engine, scheduler_of(engine)
+        self._engine, self._scheduler = engine, core_of(engine).scheduler
         self._ahead: dict[str, NDArray[np.int16]] = {}
         """Routes that were read together with those of another request, but have not been requested
         yet."""

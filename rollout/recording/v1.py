@@ -25,9 +25,9 @@ from keel.rollout.recording.base import (
     RecordingOptions,
     check_count,
     check_routed,
+    core_of,
 )
 from keel.rollout.spec import RecordingError
-from keel.rollout.vllm_internals import scheduler_of
 from keel.weights.loader import moe_runners
 
 
@@ -120,7 +120,7 @@ class V1Recorder(Recorder):
         if self._routes:
             self._table = _RouteTable(runner)
             table = self._table
-            self._save_before_preemption(scheduler_of(engine), table.rows, group=table.group)
+            self._save_before_preemption(core_of(engine).scheduler, table.rows, group=table.group)
 
     def expect(self, request_id: str, options: RecordingOptions) -> None:
         super().expect(request_id, options)

@@ -16,8 +16,8 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.thread import EngineThread
+from keel.rollout.recording.base import core_of
 from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
-from keel.rollout.vllm_internals import scheduler_of
 from keel.weights.buckets import Bucket, Checksum, pack_flat
 from keel.weights.channel import SharedMemory
 from tests.buckets import pack_buckets
@@ -102,7 +102,7 @@ def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -
     class Watched(vllm_engine.VllmEngine):
         def __init__(self, spec: EngineSpec) -> None:
             super().__init__(spec)
-            scheduler = scheduler_of(self._llm)
+            scheduler = core_of(self._llm).scheduler
             preempt, step = scheduler._preempt_request, self._llm.step
             worker = getattr(self._llm.model_executor, "driver_worker", None)  # if in this process
 
@@ -223,7 +223,7 @@ class _Host:
 
     @staticmethod
     def blocks() -> int:
-        pool = _on_engine(lambda e: scheduler_of(e._llm).kv_cache_manager.block_pool)
+        pool = _on_engine(lambda e: core_of(e._llm).scheduler.kv_cache_manager.block_pool)
         return pool.num_gpu_blocks
 
     @staticmethod

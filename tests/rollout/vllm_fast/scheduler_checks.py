@@ -23,11 +23,11 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from keel.rollout.engine.vllm_engine import _end_at_next_token
 from keel.rollout.recording.base import Recorder, RecordingOptions
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, _FastScheduler
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
-from keel.rollout.vllm_internals import end_at_next_token
 from tests.rollout.tiny_model import make_model
 
 BLOCK = 16
@@ -226,7 +226,7 @@ class Play:
     def cut(self, name: str) -> None:
         """End a request with its next token or the tokens in flight, as `VllmEngine.cut` does."""
         if name in self.answers and name not in self.ended:
-            begun = end_at_next_token(self.scheduler, name)
+            begun = _end_at_next_token(self.scheduler, name)
             request = self.scheduler.requests[name]
             in_flight = request.num_output_placeholders
             assert begun == bool(request.num_output_tokens + in_flight)
