@@ -26,14 +26,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from keel.trainer.engine.deepspeed_internals import (
-    DeepSpeedEngine,
-    Master,
-    edit_master_weights,
-    loss_scale,
-    master_weights,
-    set_loss_scale,
-)
+from keel.trainer.engine import deepspeed_internals as internals
+from keel.trainer.engine.deepspeed_internals import DeepSpeedEngine, Master
 from keel.trainer.run.checkpoint import PROGRESS, SaveError
 from keel.trainer.run.manifest import Entry, seal
 
@@ -177,7 +171,7 @@ class Checkpoints:
             _check_complete((piece for rank in ranks for piece in rank["pieces"]), _sizes(shares))
             files.append(folder / INDEX)
             files[1].write_text(
-                json.dumps({"ranks": ranks, "loss_scale": loss_scale(self._engine)})
+                json.dumps({"ranks": ranks, "loss_scale": internals.loss_scale(self._engine)})
             )
         return files
 
@@ -201,7 +195,10 @@ class Checkpoints:
         steps = [{int(n): step for n, step in rank["steps"].items()} for rank in index["ranks"]]
         files: dict[int, Any] = {}
         masters = self._masters()
-        with torch.no_grad(), edit_master_weights(self._engine, masters, stage=self._stage):
+        with (
+            torch.no_grad(),
+            internals.edit_master_weights(self._engine, masters, stage=self._stage),
+        ):
             for master, pieces in zip(masters, self._pieces(masters), strict=True):
                 sources = [
                     source
@@ -224,10 +221,10 @@ class Checkpoints:
                         if kind == _MASTER or tensor in steps[rank]:
                             values = files[rank].get_slice(f"{kind}.{tensor}")
                             whole[into:][:count].copy_(values[offset : offset + count])
-        set_loss_scale(self._engine, index["loss_scale"])
+        internals.set_loss_scale(self._engine, index["loss_scale"])
 
     def _masters(self) -> list[Master]:
-        return master_weights(self._model, self._engine, stage=self._stage)
+        return internals.master_weights(self._model, self._engine, stage=self._stage)
 
 
 def _choose_writers(shares: Sequence[_Share]) -> list[set[int]]:

@@ -38,6 +38,7 @@ from keel.rl.offpolicy import GapTotals, kept_mass_shortfall
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
 from keel.rl.types import TokenNumbers
+from keel.trainer.engine import zero
 from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import (
     check_libraries,
@@ -65,18 +66,6 @@ from keel.trainer.engine.weights import (
     copy_weights,
     export_model,
     read_once,
-)
-from keel.trainer.engine.zero import (
-    SCALE_POWER,
-    apply_gradients,
-    compute_dtype,
-    create_adam,
-    deepspeed_config,
-    frozen_config,
-    initialize,
-    join_ranks,
-    learning_rate,
-    zero_stage,
 )
 from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter
 from keel.trainer.placement.memory import reading_ranks, sums_in_float32
@@ -230,14 +219,14 @@ class TrainerEngine:
         check_libraries()
         # While a rank sends weights and waits for an engine, the others wait for it.
         timeout_s = trainer.timeout_s + config.sending_timeout_s
-        self.device = join_ranks(rank, world_size, store, timeout_s=timeout_s)
-        dtype = compute_dtype(config, self.device)
+        self.device = zero.join_ranks(rank, world_size, store, timeout_s=timeout_s)
+        dtype = zero.compute_dtype(config, self.device)
         torch.manual_seed(config.run.seed)
-        self._stage = zero_stage(trainer, dtype)
+        self._stage = zero.zero_stage(trainer, dtype)
         self._scaled = dtype == torch.float16
         most = config.run.max_skipped_steps
         # In float16 the first steps may be skipped until the loss scale fits.
-        self._skips = SkipCounter(max(most, SCALE_POWER) if self._scaled else most)
+        self._skips = SkipCounter(max(most, zero.SCALE_POWER) if self._scaled else most)
         self.findings: list[Finding] = []
         """The tokens on this rank that made the gradient of the last `step` non-finite."""
         self._part = Slice.join(trainer.sequence_parallel)
@@ -251,14 +240,14 @@ class TrainerEngine:
         self._replays = bool(routers) and config.algorithm.keep_routing
         if trainer.activation_checkpointing:
             self.recompute(keep_attention=trainer.keeps_attention)
-        options = deepspeed_config(trainer, dtype, self.device, network.model)
+        options = zero.deepspeed_config(trainer, dtype, self.device, network.model)
         self._adam: torch.optim.AdamW
 
         def make_adam(_: object) -> torch.optim.AdamW:
-            self._adam = create_adam(network, trainer, self.device)
+            self._adam = zero.create_adam(network, trainer, self.device)
             return self._adam
 
-        self._engine = initialize(network.train(), options, self.device, make_adam)
+        self._engine = zero.initialize(network.train(), options, self.device, make_adam)
         if trainer.compile:
             compile_layers(network.model)
         # Hooks would break compiled layers.
@@ -266,7 +255,7 @@ class TrainerEngine:
         expected = len(routers) if trainer.expert_parallel > 1 else 0
         experts = ExpertLayers(network.model, expected=expected)
         self._weights = Weights(network.model, experts, stage=self._stage)
-        sharded = frozen_config(options) if self._weights.gathered else None
+        sharded = zero.frozen_config(options) if self._weights.gathered else None
         frozen: list[PolicyNetwork] = []
 
         def freeze(model: PreTrainedModel, *, replays: bool) -> ReferencePolicy:
@@ -319,7 +308,7 @@ class TrainerEngine:
         becomes true."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
-        lr = learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
+        lr = zero.learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
         for group in self._adam.param_groups:
             group["lr"] = lr
         updates = [self._update(batch) for batch in batches if not self.gave_up]
@@ -488,7 +477,7 @@ class TrainerEngine:
         clip = self._config.trainer.grad_clip
         try:
             self._offload.before_update()
-            return apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
+            return zero.apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
         except torch.OutOfMemoryError as error:
             raise UpdateOutOfMemory(
                 f"the GPU has no room to update the weights ({error}). Smaller micro-batches do "

@@ -16,16 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedConfig
 
+from keel.trainer.engine import deepspeed_internals as internals
 from keel.trainer.engine.checkpoint import ElementRun
-from keel.trainer.engine.deepspeed_internals import (
-    WEIGHTS,
-    expert_group,
-    expert_group_name,
-    expert_layers,
-    layer_group,
-    original_names,
-    split_experts,
-)
 
 _LAYERS = r"model\.model\.layers\.\d+\.mlp"
 """Pattern that matches the MoE blocks inside a `PolicyNetwork`."""
@@ -60,7 +52,7 @@ class ExpertLayers:
     def __init__(self, model: nn.Module, *, expected: int) -> None:
         """`expected` is the number of MoE layers in the model, or 0 without expert parallelism.
         Raises RuntimeError if AutoEP has replaced a different number of layers."""
-        self._layers = expert_layers(model) if expected else {}
+        self._layers = internals.expert_layers(model) if expected else {}
         if len(self._layers) != expected:
             raise RuntimeError(
                 f"DeepSpeed AutoEP replaced {len(self._layers)} of {expected} MoE layers of "
@@ -79,14 +71,15 @@ class ExpertLayers:
         prefix, layer = self._find(next(iter(part)))
         if layer is None:
             return dict(part)
-        names = original_names(layer)
+        names = internals.original_names(layer)
         if next(iter(part)).startswith(f"{prefix}.experts."):
             # w1, w3 [E/P, F, H] and w2 [E/P, H, F] of this rank → fused tensors of all E.
-            group = layer_group(layer)
-            gate, down, up = (_gather(part[f"{prefix}.experts.{w}"], group) for w in WEIGHTS)
+            group = internals.layer_group(layer)
+            w1, w2, w3 = internals.WEIGHTS
+            gate, down, up = (_gather(part[f"{prefix}.experts.{w}"], group) for w in (w1, w2, w3))
             return {
-                f"{prefix}.{names[f'experts.{WEIGHTS[0]}']}": torch.cat([gate, up], dim=1),
-                f"{prefix}.{names[f'experts.{WEIGHTS[1]}']}": down,
+                f"{prefix}.{names[f'experts.{w1}']}": torch.cat([gate, up], dim=1),
+                f"{prefix}.{names[f'experts.{w2}']}": down,
             }
         return {_renamed(name, prefix, names): tensor for name, tensor in part.items()}
 
@@ -97,11 +90,11 @@ class ExpertLayers:
         prefix, layer = self._find(name)
         if layer is None:
             return [ElementRun(0, count, name, 0)]
-        names, local = original_names(layer), name.removeprefix(f"{prefix}.")
+        names, local = internals.original_names(layer), name.removeprefix(f"{prefix}.")
         if not local.startswith("experts."):
             return [ElementRun(0, count, _renamed(name, prefix, names), 0)]
-        first = dist.get_rank(layer_group(layer)) * shape[0]  # this rank's first expert
-        gate, down, _ = (f"experts.{w}" for w in WEIGHTS)
+        first = dist.get_rank(internals.layer_group(layer)) * shape[0]  # this rank's first expert
+        gate, down, _ = (f"experts.{w}" for w in internals.WEIGHTS)
         whole, each = f"{prefix}.{names[local]}", count // shape[0]
         if local == down:
             return [ElementRun(0, count, whole, first * each)]
@@ -121,11 +114,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     The ranks of an expert group hold different experts, so their squared norms are summed over the
     group. Used only without ZeRO, because otherwise DeepSpeed clips the gradients."""
     parameters = [p for p in parameters if p.grad is not None]
-    shared, experts = split_experts(parameters)
+    shared, experts = internals.split_experts(parameters)
     norm = get_total_norm([p.grad for p in shared if p.grad is not None])
     if experts:
         square = get_total_norm([p.grad for p in experts if p.grad is not None]) ** 2
-        dist.all_reduce(square, group=expert_group(experts[0]))
+        dist.all_reduce(square, group=internals.expert_group(experts[0]))
         norm = (norm**2 + square).sqrt()
     clip_grads_with_norm_(parameters, limit, norm)
     return float(norm)
@@ -134,10 +127,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     """Return parameter groups for AdamW, with experts in a separate group that ZeRO reduces on its
     own."""
-    shared, experts = split_experts(parameters)
+    shared, experts = internals.split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
     if experts:
-        groups.append({"params": experts, "moe": True, "name": expert_group_name(experts[0])})
+        groups.append(
+            {"params": experts, "moe": True, "name": internals.expert_group_name(experts[0])}
+        )
     return groups
 
 

@@ -15,16 +15,8 @@ from torch import Tensor, UntypedStorage, nn
 from keel.configs.schema import Config
 from keel.model.load import facts_of
 from keel.model.torch_internals import storage_id
-from keel.trainer.engine.deepspeed_internals import (
-    DeepSpeedEngine,
-    buckets,
-    drop_gathered,
-    gradient_sums,
-    missing_moment_bytes,
-    optimizer_state,
-    other_state,
-    weights_of,
-)
+from keel.trainer.engine import deepspeed_internals as internals
+from keel.trainer.engine.deepspeed_internals import DeepSpeedEngine
 from keel.trainer.placement.memory import STEP_PARTS, trainer_memory, update_copy_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -149,14 +141,14 @@ class Offload:
     def offload(self, *, weights: bool) -> None:
         """Free memory until this rank uses at most `_max_resident_bytes`. Weights are offloaded
         last, and only if `weights` is set."""
-        self._gradients.offload(gradient_sums(self._optimizer))
-        self._buckets.offload(buckets(self._optimizer))
-        drop_gathered(self._optimizer)
+        self._gradients.offload(internals.gradient_sums(self._optimizer))
+        self._buckets.offload(internals.buckets(self._optimizer))
+        internals.drop_gathered(self._optimizer)
         parts = [
-            (self._frozen, [*weights_of(self._reference)]),
-            (self._rest, other_state(self._module, self._optimizer)),
+            (self._frozen, [*internals.weights_of(self._reference)]),
+            (self._rest, internals.other_state(self._module, self._optimizer)),
             (self._state, self._optimizer_state()),
-            (self._weights, [*weights_of(self._module)]),
+            (self._weights, [*internals.weights_of(self._module)]),
         ]
         held = [tensor for _, tensors in parts for tensor in tensors]
         for _ in range(_TRIES):
@@ -194,12 +186,12 @@ class Offload:
             self._activations = max(self._activations, float(peak))
         if self._room == math.inf:
             return
-        moments = missing_moment_bytes(self._optimizer, self._device)
+        moments = internals.missing_moment_bytes(self._optimizer, self._device)
         need = self._state.offloaded_bytes + moments + self._update_bytes
         if need + SPARE > self._free():
-            drop_gathered(self._optimizer)
-            self._buckets.offload(buckets(self._optimizer))
-            self._frozen.offload(weights_of(self._reference))
+            internals.drop_gathered(self._optimizer)
+            self._buckets.offload(internals.buckets(self._optimizer))
+            self._frozen.offload(internals.weights_of(self._reference))
         self._empty_cache()  # avoids fragments left by activations
         self._state.load()
 
@@ -208,7 +200,7 @@ class Offload:
         self._activations = math.inf
 
     def _optimizer_state(self) -> list[Tensor]:
-        return optimizer_state(self._module, self._optimizer)
+        return internals.optimizer_state(self._module, self._optimizer)
 
     def _reserved(self, tensors: Iterable[Tensor]) -> float:
         if self._device.type != "cuda":

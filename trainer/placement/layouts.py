@@ -19,25 +19,10 @@ from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfi
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.rl.packing.prefix_sharing import prefix_group_size
+from keel.trainer.placement import memory
 from keel.trainer.placement.families import no_sharing_reason
 from keel.trainer.placement.hardware import Hardware, Placement, place
-from keel.trainer.placement.memory import (
-    ENGINE_BEYOND_GIB,
-    ENGINE_SPARE,
-    ENGINE_SPARE_GIB,
-    GIB,
-    RANK_SPARE,
-    Memory,
-    count_micro_batches,
-    engine_memory,
-    engine_sequences,
-    kv_token_bytes,
-    least_bytes,
-    needed_bytes,
-    offloads,
-    staying_gib,
-    trainer_memory,
-)
+from keel.trainer.placement.memory import GIB, Memory, engine_sequences
 from keel.trainer.placement.plan import Plan, plan_on, plan_placed
 from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
 
@@ -109,7 +94,7 @@ class Layout:
             if not self.shared:
                 needs = max(engine, needs)
             elif self.config.rollout.time_share:
-                stays = staying_gib(self.config, self.plan.trainer, self.plan.offload)
+                stays = memory.staying_gib(self.config, self.plan.trainer, self.plan.offload)
                 needs = max(engine + stays, needs)
             else:
                 needs += engine
@@ -125,7 +110,7 @@ class _Strictness(NamedTuple):
 
 
 _STRICTNESSES = (
-    _Strictness(spare=RANK_SPARE, max_share=_SHARE, fewer=False),
+    _Strictness(spare=memory.RANK_SPARE, max_share=_SHARE, fewer=False),
     _Strictness(),
     _Strictness(offload=True),
 )
@@ -205,7 +190,7 @@ class LayoutSearch:
             at_once = max(at_once, config.agents.max_concurrent_episodes)
         waves = [min(_MAX_SEQUENCES, 8 * math.ceil(at_once / engines / n / 8)) for n in _WAVES]
         most = waves[0]
-        one = kv_token_bytes(config, self._facts) * config.max_context
+        one = memory.kv_token_bytes(config, self._facts) * config.max_context
         if _EVAL_SEQUENCES * one <= _SMALL_CACHE * self.hardware.gpu_gib * GIB:
             most = max(most, _EVAL_SEQUENCES)
         less = (64, 32, 16, 8, 4, 2, 1) if fewer else ()
@@ -315,7 +300,7 @@ class LayoutSearch:
         worth, fewest, least_tokens = list[int](), math.inf, math.inf
         for size in sorted(sizes):
             count, tokens = (
-                count_micro_batches(sharing, groups, size) if self._samples else (-size, 0)
+                memory.count_micro_batches(sharing, groups, size) if self._samples else (-size, 0)
             )
             if count < fewest or tokens < _SAVES * least_tokens:
                 worth.append(size)
@@ -380,14 +365,14 @@ class LayoutSearch:
             config = with_values(self.config, {**seats, **learning})
         except ConfigError:
             return False
-        rank = trainer_memory(config, self._facts, gpu=True)
-        needs = least_bytes(config, rank) if self._may_offload else rank.total
+        rank = memory.trainer_memory(config, self._facts, gpu=True)
+        needs = memory.least_bytes(config, rank) if self._may_offload else rank.total
         return needs * self.strictness.spare <= self._free_gib * GIB
 
     @cached_property
     def _may_offload(self) -> bool:
         ways = [with_values(self.config, turns) for turns in self.sharing_modes]
-        return self._samples and any(offloads(way, shared=True) for way in ways)
+        return self._samples and any(memory.offloads(way, shared=True) for way in ways)
 
     def _try_placement(self, values: Values) -> Placement | None:
         seats = tuple(values.get(knob) for knob in _SEATS)
@@ -410,8 +395,8 @@ class LayoutSearch:
         shared = placement.shared
         try:
             config = with_values(self.config, values)
-            rank = trainer_memory(config, self._facts, gpu=True)
-            needed = needed_bytes(config, rank, shared=shared)
+            rank = memory.trainer_memory(config, self._facts, gpu=True)
+            needed = memory.needed_bytes(config, rank, shared=shared)
             if self.strictness.spare * needed > self._free_gib * GIB:
                 return None
             if self._samples:
@@ -447,15 +432,17 @@ class LayoutSearch:
         if shared:
             needs = self.strictness.spare * rank.total / GIB
             time_shares = config.rollout.time_share
-            rest = staying_gib(config, rank) * self.strictness.spare if time_shares else needs
-            most = min(most, self._free_gib - rest - ENGINE_BEYOND_GIB)
+            rest = (
+                memory.staying_gib(config, rank) * self.strictness.spare if time_shares else needs
+            )
+            most = min(most, self._free_gib - rest - memory.ENGINE_BEYOND_GIB)
         if knob not in self.open_knobs:
             fits = not shared or config.rollout.time_share
             return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None
-        engine = engine_memory(config, self._facts, gpu=True)
+        engine = memory.engine_memory(config, self._facts, gpu=True)
         cache = engine.parts["KV cache"]
-        required = ENGINE_SPARE * (engine.total - cache) + _KV_SPARE * cache
-        required = math.ceil(100 * (required / GIB + ENGINE_SPARE_GIB) / size)
+        required = memory.ENGINE_SPARE * (engine.total - cache) + _KV_SPARE * cache
+        required = math.ceil(100 * (required / GIB + memory.ENGINE_SPARE_GIB) / size)
         hundredths = min(required, math.floor(100 * most / size + 1e-9))
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
@@ -472,12 +459,12 @@ class LayoutSearch:
         ]
         knob, config = "rollout.gpu_memory_utilization", self.config
         if placed:
-            memory = [trainer_memory(each, self._facts, gpu=True) for each in placed]
+            ranks = [memory.trainer_memory(each, self._facts, gpu=True) for each in placed]
             rank, config = min(
-                zip(reversed(memory), reversed(placed), strict=True), key=lambda way: way[0].total
+                zip(reversed(ranks), reversed(placed), strict=True), key=lambda way: way[0].total
             )
             if knob in self.open_knobs:
-                stays = staying_gib(config, rank) + self.hardware.taken_gib
+                stays = memory.staying_gib(config, rank) + self.hardware.taken_gib
                 most = math.floor(100 * (1 - stays / self.hardware.gpu_gib)) / 100
                 shared = place(config, self.hardware.idle).shared
                 beside = shared and not config.rollout.time_share

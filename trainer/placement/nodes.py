@@ -44,6 +44,7 @@ from keel.model.ray_timeouts import (
     new_session,
     shut_down,
 )
+from keel.trainer.placement import ray_internals
 from keel.trainer.placement.hardware import (
     SHARED_GPU,
     GpuSpec,
@@ -57,14 +58,6 @@ from keel.trainer.placement.hardware import (
 )
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.processes import RAY_PROCESSES, available_cores, has_exited, kill
-from keel.trainer.placement.ray_internals import (
-    free_by_node,
-    kill_own_processes_on_shutdown,
-    listen_on_loopback,
-    own_processes,
-    silence_ray,
-    skip_unused_processes,
-)
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import signals_blocked, signals_deferred
 
@@ -101,7 +94,7 @@ def start_ray() -> None:
             "ray.shutdown() first, or run Keel in a separate process"
         )
     new_session()
-    silence_ray()
+    ray_internals.silence_ray()
     if address := os.environ.get("RAY_ADDRESS"):
         _join(address)
         return
@@ -115,7 +108,11 @@ def start_ray() -> None:
         try:
             # Ray's processes survive a signal to the whole job, and exit with the thread that
             # started them.
-            with signals_blocked(), listen_on_loopback(), skip_unused_processes():
+            with (
+                signals_blocked(),
+                ray_internals.listen_on_loopback(),
+                ray_internals.skip_unused_processes(),
+            ):
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -162,10 +159,10 @@ def stop_ray() -> None:
     """Leave the cluster, and stop it if Keel started it. Does not contact a lost cluster, because
     Ray would wait forever or exit this process."""
     with signals_deferred():
-        for kind, pids in own_processes().items():
+        for kind, pids in ray_internals.own_processes().items():
             if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
                 mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
-        with kill_own_processes_on_shutdown():
+        with ray_internals.kill_own_processes_on_shutdown():
             shut_down(ray.shutdown, _STOP_S, "end")
         if lost_reason():
             atexit.unregister(ray.shutdown)
@@ -173,7 +170,7 @@ def stop_ray() -> None:
 
 def cluster_nodes(*, gpus: bool = True) -> list[Node]:
     """Return the living nodes with their free resources, most GPUs first."""
-    free_resources = bounded(free_by_node, CALL_S, "report free resources")
+    free_resources = bounded(ray_internals.free_by_node, CALL_S, "report free resources")
     nodes: list[Node] = []
     for node in bounded(ray.nodes, CALL_S, "list its nodes"):
         total, free = node["Resources"], free_resources.get(node["NodeID"], {})

@@ -6,27 +6,16 @@ from dataclasses import dataclass, replace
 
 from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
+from keel.trainer.placement import memory
 from keel.trainer.placement.families import check_trainer
 from keel.trainer.placement.hardware import Hardware, Placement, place
 from keel.trainer.placement.memory import (
-    BYTES,
     GIB,
     DoesNotFit,
     Memory,
     MemoryLimit,
-    OffloadPlan,
-    cached_sequences,
-    check_trainer_fits,
     count_micro_batches,
-    engine_memory,
-    engine_sequences,
     gib,
-    host_bytes,
-    offload_plan,
-    peak_bytes,
-    reading_ranks,
-    stage_in_use,
-    trainer_memory,
 )
 from keel.trainer.placement.step_time import StepTime, step_time
 
@@ -41,7 +30,7 @@ class Plan:
     peak: float  # maximum number of bytes that a rank holds on its GPU at any time
     cached: int | None
     """Number of full-length trajectories that fit in an engine's KV cache, or None if unknown."""
-    offload: OffloadPlan
+    offload: memory.OffloadPlan
     time: StepTime | None  # estimated time per step, or None if it is unknown
 
 
@@ -82,7 +71,7 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, limit: MemoryLi
             sft=replace(config.sft, max_context_tokens=context),
             trainer=replace(trainer, micro_batch_tokens=context),
         )
-        return trainer_memory(shorter, facts, gpu=True).total <= hardware.gpu_gib * GIB
+        return memory.trainer_memory(shorter, facts, gpu=True).total <= hardware.gpu_gib * GIB
 
     lengths = range(_CONTEXT_STEP, config.max_context if text else 0, _CONTEXT_STEP)
     count = bisect_left(lengths, True, key=lambda context: not fits(context))
@@ -107,8 +96,11 @@ def plan_placed(
 ) -> Plan:
     """Plan a run whose actors have already been assigned to GPUs."""
     plan = make_plan(config, facts, hardware, shared=placement.shared)
-    each, reading = host_bytes(config, facts, plan.offload), reading_ranks(config.trainer)
-    whole = facts.parameters * BYTES[config.model.dtype]
+    each, reading = (
+        memory.host_bytes(config, facts, plan.offload),
+        memory.reading_ranks(config.trainer),
+    )
+    whole = facts.parameters * memory.BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, reading)
         reading -= here
@@ -131,18 +123,18 @@ def make_plan(
     small."""
     gpu, gpu_gib, taken_gib = hardware.gpu, hardware.gpu_gib, hardware.taken_gib
     check_trainer(config, facts, hardware.spec, gpu=gpu)
-    engine = engine_memory(config, facts, gpu=gpu)
-    rank = trainer_memory(config, facts, gpu=gpu)
+    engine = memory.engine_memory(config, facts, gpu=gpu)
+    rank = memory.trainer_memory(config, facts, gpu=gpu)
     samples, cached, time = bool(config.data.sources), None, None
     if gpu and gpu_gib:
         if samples:
-            cached = cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
+            cached = memory.cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
             budget = config.rollout.gpu_memory_utilization * gpu_gib * GIB
             rest = engine.total - engine.parts["KV cache"]
             cache = min(budget - rest, engine.parts["KV cache"])
             engine = Memory(parts={**engine.parts, "KV cache": cache})
-        check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
-    offload = offload_plan(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
+        memory.check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
+    offload = memory.offload_plan(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
     if gpu and samples:
         time = step_time(
             config,
@@ -154,7 +146,7 @@ def make_plan(
             moved=offload.moved,
             spec=hardware.spec,
         )
-    peak = peak_bytes(config, rank, offload) if gpu else rank.total
+    peak = memory.peak_bytes(config, rank, offload) if gpu else rank.total
     return Plan(engine=engine, trainer=rank, peak=peak, cached=cached, offload=offload, time=time)
 
 
@@ -212,23 +204,23 @@ def describe(
     sections["actors"] = [f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}{served}"]
     sections["hardware"] = [str(hardware) if gpu else "on CPU"]
     sections["placement"] = seats
-    sections["memory"] = memory = [f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"]
+    sections["memory"] = lines = [f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"]
     if plan.cached is not None:
-        sequences, share = engine_sequences(config), r.gpu_memory_utilization
+        sequences, share = memory.engine_sequences(config), r.gpu_memory_utilization
         held = f"all {sequences} sequences at full length"
         if plan.cached < sequences:
             held = (
                 f"{plan.cached} of {sequences} sequences at full length; others will be preempted "
                 "and recomputed (rollout.max_num_seqs)"
             )
-        memory.append(
+        lines.append(
             f"  it takes {gib(share * hardware.gpu_gib * GIB)} (rollout.gpu_memory_utilization = "
             f"{share:g}): its KV cache holds {held}"
         )
     peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
-    memory.append(f"trainer rank: {plan.trainer}{peak}")
+    lines.append(f"trainer rank: {plan.trainer}{peak}")
     if gpu and r.time_share:
-        memory.append(
+        lines.append(
             "  time-shared with the engine (rollout.time_share): "
             f"{gib(plan.offload.sampling)} of it then wait in host memory"
         )
@@ -258,7 +250,7 @@ def model_line(config: Config, facts: ModelFacts) -> str:
 def ranks_line(config: Config, *, gpu: bool) -> str:
     t = config.trainer
     return (
-        f"{t.ranks} trainer rank(s) with ZeRO {stage_in_use(config, gpu=gpu)}"
+        f"{t.ranks} trainer rank(s) with ZeRO {memory.stage_in_use(config, gpu=gpu)}"
         + f", expert parallelism {t.expert_parallel}" * (t.expert_parallel > 1)
         + f", sequence parallelism {t.sequence_parallel}" * (t.sequence_parallel > 1)
         + ", optimizer in host memory" * t.offload_optimizer

@@ -14,19 +14,13 @@ import torch
 
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
+from keel.trainer.placement import memory
 from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import (
     BYTES,
     count_micro_batches,
-    elementwise_elements,
     engine_sequences,
-    expert_elements,
-    gathered_elements,
-    key_width,
     kv_token_bytes,
-    layer_elements,
-    normed_elements,
-    sums_in_float32,
 )
 
 _MIB = 2**20
@@ -280,13 +274,13 @@ def compute_seconds(
     if trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":
         facts = replace(facts, fused_experts=False)
     if trainer.compile or config.model.batch_invariant:
-        moved = rates.compiled_moves * layer_elements(facts, config, compiled=True)
+        moved = rates.compiled_moves * memory.layer_elements(facts, config, compiled=True)
     else:
-        moved = rates.layer_moves * elementwise_elements(facts)
-        moved += 0.0 if facts.fused_norms else rates.norm_moves * normed_elements(facts)
+        moved = rates.layer_moves * memory.elementwise_elements(facts)
+        moved += 0.0 if facts.fused_norms else rates.norm_moves * memory.normed_elements(facts)
     moved *= facts.layers
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
-    moved += expert_moves * facts.moe_layers * expert_elements(facts)
+    moved += expert_moves * facts.moe_layers * memory.expert_elements(facts)
     moved *= _count_forward_passes(config)
     body = share * (gemms / spec.flops + moved * width / spec.memory_bytes)
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
@@ -296,7 +290,7 @@ def compute_seconds(
         probed = a.probes * a.prompts_per_step * a.group_size * bool(a.kept_mass_coef)
         head *= min(1.0, probed / tokens)
     held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
-    one_pass = sums_in_float32(config.model.dtype, trainer)
+    one_pass = memory.sums_in_float32(config.model.dtype, trainer)
     weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
     owned = facts.parameters / trainer.ranks
     updates = config.algorithm.updates_per_batch if config.data.sources else 1
@@ -357,9 +351,9 @@ def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec:
     seconds += facts.moe_layers * 2 * trips * sent / spec.between(spread)
     slices = trainer.sequence_parallel
     # Queries, keys and values to the ranks of their heads, outputs back.
-    exchanged = 2 * (facts.attention_width + key_width(facts)) * width * (1 - 1 / slices)
+    exchanged = 2 * (facts.attention_width + memory.key_width(facts)) * width * (1 - 1 / slices)
     if facts.index_top_k:  # sparse attention gathers keys instead
-        exchanged = gathered_elements(facts, config) * width
+        exchanged = memory.gathered_elements(facts, config) * width
     return seconds + facts.layers * trips * per_rank * exchanged / spec.between(slices)
 
 
