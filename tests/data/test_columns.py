@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.commands.new import _Source, _suggest_source
+from keel.commands.new import _data_source
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.sections.evaluation import BOXED
 from keel.data.items import Loaded
@@ -97,12 +97,12 @@ def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jso
     return str(path)
 
 
-def of(folder: Path, *rows: Mapping[str, Any]) -> _Source:
+def of(folder: Path, *rows: Mapping[str, Any]) -> dict[str, Any]:
     flags = Namespace(subset="", prompt="", answer="", reward="mine.brief", environment="")
-    return _suggest_source(lines(folder, rows), flags, None, 10)
+    return _data_source(lines(folder, rows), flags, None, 10)
 
 
-MATHS = "answers are compared as mathematics"
+MATHS = "compared as mathematics"
 WORKED = "Half of 48 is 24, and 48 + 24 = 72.\n#### "
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
     "Keel's own": ({"prompt": "2+2?", "answer": "4"}, MATHS, {}, ""),
@@ -129,6 +129,6 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
 def test_columns_and_reward(case: str, tmp_path: Path) -> None:
     row, judged, columns, after = CASES[case]
     found = of(tmp_path, row, row, row)
-    assert found.comments["rewards"].startswith(judged)
-    assert (found.knobs["columns"], found.knobs["answer_after"]) == (columns, after)
-    assert found.knobs["source"] == "jsonl" and "of 3 rows" in found.comments["holdout"]
+    assert found["about_rewards"].startswith(judged)
+    assert (found["columns"], found["mark"]) == (columns, after)
+    assert found["source"] == "jsonl" and "of 3 rows" in found["about_holdout"]
