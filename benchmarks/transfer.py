@@ -123,7 +123,7 @@ def ways_of_workers(worker: Any) -> list[str]:
     """Return the update method of each worker; runs in the engine's actor."""
 
     def way(worker: Any) -> str:
-        return "copies" if worker.keel_plan is not None else worker.keel_recorder.refusal
+        return "copies" if worker.keel_plan is not None else worker.keel_tracer.refusal
 
     future = worker._engine._enqueue(lambda engine: engine._llm.collective_rpc(way))
     return future.result(timeout=TIMEOUT_S)

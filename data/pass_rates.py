@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
-from keel.configs.schema import Config, SourceConfig
+from keel.configs.schema import Config
 from keel.configs.work_folder import WorkFolder
 from keel.data.items import prompt_digest, read_records, remove_source_system
 from keel.data.results import align_columns, domains_to_show
@@ -184,9 +184,18 @@ class FilterFolder:
         folder.mkdir(exist_ok=True)
         for name, source in self._sources.items():
             rates = [rate for rate in kept if rate.source == name]
-            lines = [_line(self._prompts[rate.id][0], source, rate) for rate in rates]
             fresh = folder / f".{name}.tmp"
-            fresh.write_text("".join(lines), encoding="utf-8")
+            with fresh.open("w", encoding="utf-8") as file:
+                for rate in rates:
+                    prompt = self._prompts[rate.id][0]
+                    messages = remove_source_system(source, prompt.messages)
+                    record = {
+                        "id": prompt.prompt_id.removeprefix(f"{name}/"),
+                        "messages": [dict(message) for message in messages],
+                        "reward": dict(prompt.reward),
+                        "pass_rate": rate.rate,
+                    }
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
             fresh.replace(folder / f"{name}.jsonl")
         waiting = len(self.waiting)
         pending = f"{waiting:,} prompts are still to be sampled; the same command resumes"
@@ -250,13 +259,3 @@ class FilterFolder:
             f"{count:,} completions missing, counted as wrong: {reason}"
             for reason, count in reasons.most_common(_MAX_REASONS)
         ]
-
-
-def _line(prompt: Prompt, source: SourceConfig, rate: _PassRate) -> str:
-    record = {
-        "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
-        "messages": [dict(message) for message in remove_source_system(source, prompt.messages)],
-        "reward": dict(prompt.reward),
-        "pass_rate": rate.rate,
-    }
-    return json.dumps(record, ensure_ascii=False) + "\n"

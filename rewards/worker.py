@@ -106,14 +106,10 @@ def _serve(connection: socket.socket) -> None:
                 send(reply)
 
 
-def _ignore(number: int, frame: object) -> None:
-    pass
-
-
 def main() -> None:
     # A handler rather than SIG_IGN, which programs under test would inherit.
     for number in (signal.SIGINT, *PREEMPTION):
-        signal.signal(number, _ignore)
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     dump = int(sys.argv[2])

@@ -100,7 +100,7 @@ class GroupBuffer:
         self._numbers = 0
         self._queue: dict[int, _Slot] = {}
         """Groups that have been neither kept nor discarded yet, keyed by number in submission
-        order. The first one is still being sampled."""
+        order. The first one is still being sampled or scored."""
         self._members: list[ScoredGroup] = []
         self._discarded: list[ScoredGroup] = []
         self._counts: Counter[str] = Counter()
@@ -122,19 +122,19 @@ class GroupBuffer:
 
     def arrived(self, number: int, group: ScoredGroup) -> None:
         """Add a group that has been sampled and scored."""
-        place = self._queue[number]
-        place.group, place.reason = group, _filter_reason(group, self._filter)
-        for first, place in list(self._queue.items()):
-            if place.group is None:
+        slot = self._queue[number]
+        slot.group, slot.reason = group, _filter_reason(group, self._filter)
+        for first, slot in list(self._queue.items()):
+            if slot.group is None:
                 break
             del self._queue[first]
-            self._decide(place, place.group)
+            self._decide(slot, slot.group)
         self._free_early()
 
     def awaited(self) -> list[int]:
         """Return the numbers of the unfinished groups that the next batch needs."""
         missing = 0 if self._batches else self._batch - len(self._members)
-        return [n for n, place in islice(self._queue.items(), missing) if place.group is None]
+        return [n for n, slot in islice(self._queue.items(), missing) if slot.group is None]
 
     def ready(self) -> bool:
         return bool(self._batches)
@@ -152,14 +152,14 @@ class GroupBuffer:
         """Return the prompts that have not been trained on, in submission order. A resumed run
         submits them again."""
         groups = [*(group for batch in self._batches for group in batch.groups), *self._members]
-        queue = (place.prompt for place in self._queue.values() if not place.freed)
+        queue = (slot.prompt for slot in self._queue.values() if not slot.freed)
         return (*(group.group.prompt for group in groups), *queue)
 
-    def _decide(self, place: _Slot, group: ScoredGroup) -> None:
-        if place.reason is not None and len(self._discarded) < self._budget:
-            self._free(place)
+    def _decide(self, slot: _Slot, group: ScoredGroup) -> None:
+        if slot.reason is not None and len(self._discarded) < self._budget:
+            self._free(slot)
             self._discarded.append(group)
-            self._counts[f"rollout/filtered_{place.reason}"] += 1
+            self._counts[f"rollout/filtered_{slot.reason}"] += 1
             return
         self._members.append(group)
         if len(self._members) == self._batch:
@@ -175,16 +175,16 @@ class GroupBuffer:
         """Free the slots of groups that will be discarded even if all undecided groups before them
         are discarded too."""
         discarded = len(self._discarded)
-        for place in self._queue.values():
-            discarded += place.group is None or place.reason is not None
+        for slot in self._queue.values():
+            discarded += slot.group is None or slot.reason is not None
             if discarded > self._budget:
                 return
-            if place.reason is not None:
-                self._free(place)
+            if slot.reason is not None:
+                self._free(slot)
 
-    def _free(self, place: _Slot) -> None:
-        self._submitted -= not place.freed
-        place.freed = True
+    def _free(self, slot: _Slot) -> None:
+        self._submitted -= not slot.freed
+        slot.freed = True
 
 
 def _filter_reason(

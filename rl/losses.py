@@ -168,11 +168,11 @@ def grpo_loss(
         gap = (logp_old - logp).double()
         zeros_S = gap.new_zeros(len(sequence_tokens))
         count_S = zeros_S.index_add(0, sequence, torch.ones_like(gap))
-        share_S = count_S / sequence_tokens
+        fraction_S = count_S / sequence_tokens
         gap_S = zeros_S.index_add(0, sequence, gap) / count_S.clamp(min=1)
-        gap_S = torch.where(share_S < 1, 0.0, gap_S)
+        gap_S = torch.where(fraction_S < 1, 0.0, gap_S)
         far = (ratio < 1 - _FAR) | (ratio > 1 + _FAR)
-        share_weight_S = (share_S * weight_S).double()
+        fraction_weight_S = (fraction_S * weight_S).double()
         ratio_max = torch.cat([ratio, ratio.new_zeros(1)]).amax().double()
         gap_max = torch.cat([gap_S, zeros_S.new_zeros(1)]).amax()
         means = {
@@ -182,8 +182,8 @@ def grpo_loss(
             "mismatch/ratio_mean": _total(ratio, everywhere),
             "mismatch/ratio_outside_fraction": _total(far, everywhere),
             "mask/sequence_fraction": (
-                (share_weight_S * (dropped_S > 0)).sum(),
-                share_weight_S.sum(),
+                (fraction_weight_S * (dropped_S > 0)).sum(),
+                fraction_weight_S.sum(),
             ),
             "clip/fraction": _total(clipped, everywhere),
         }

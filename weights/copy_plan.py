@@ -2,10 +2,10 @@
 
 vLLM's loader spends a fraction of a millisecond of Python time on each tensor, and a
 mixture-of-experts model has tens of thousands. It puts every tensor in the same place in each
-update. A `LoadRecorder` therefore records the destinations during one update, and a `CopyPlan` then
+update. A `LoadTracer` therefore records the destinations during one update, and a `CopyPlan` then
 repeats the copies with a few calls per layer.
 
-The recorder follows each checkpoint tensor from its bucket into the tensor that vLLM builds for a
+The tracer follows each checkpoint tensor from its bucket into the tensor that vLLM builds for a
 complete layer, and from there into the tensor that kernels and CUDA graphs use. It refuses to make
 a plan if anything else happens to the weights: an operation that reads them and is not a view may
 compute something that the copies would not update. At the end, the records are verified: every
@@ -227,11 +227,11 @@ class _Bucket:
     start: int
 
 
-class LoadRecorder(TorchDispatchMode):
+class LoadTracer(TorchDispatchMode):
     """Records what vLLM's loader does during an update, to build a `CopyPlan`."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
-        """Create a recorder. `deferred` lists the layers that process their weights again in every
+        """Create a tracer. `deferred` lists the layers that process their weights again in every
         update. This processing is not recorded."""
         super().__init__()
         self.refusal = ""  # the reason why no plan can be made, or "" as long as a plan is possible

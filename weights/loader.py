@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import (
 from keel.model.load import LOAD_FORMAT, readable_tensors
 from keel.weights.buckets import Bucket, ChannelData, Checksum, SharedData, host_bytes, unpack_flat
 from keel.weights.channel import Channel, Rendezvous, SharedView, call_worker, gpu_id
-from keel.weights.copy_plan import CopyPlan, LoadRecorder
+from keel.weights.copy_plan import CopyPlan, LoadTracer
 
 _LOG = logging.getLogger(__name__)
 # Drop warnings about layers that only hold tables; `TensorChecklist` checks for missing tensors. A
@@ -79,7 +79,7 @@ class WeightsExtension:
     keel_channel: Channel | None = None
     keel_view: SharedView
     keel_checksum: Checksum
-    keel_recorder: LoadRecorder | None = None
+    keel_tracer: LoadTracer | None = None
     keel_plan: CopyPlan | None = None
     """Copy plan for later updates, or None if the first update could not be recorded."""
     keel_decided = False
@@ -125,24 +125,22 @@ class WeightsExtension:
                 self.keel_plan.begin()
             return
         model = self.model_runner.get_model()
-        if self.keel_recorder is None:
-            self.keel_recorder = LoadRecorder(
-                model, [] if no_copies else self._keel_deferred_layers()
-            )
+        if self.keel_tracer is None:
+            self.keel_tracer = LoadTracer(model, [] if no_copies else self._keel_deferred_layers())
             if no_copies:
-                self.keel_recorder.refuse(no_copies)
+                self.keel_tracer.refuse(no_copies)
             elif self.vllm_config.quant_config is not None:
-                self.keel_recorder.refuse("weights are quantized")
+                self.keel_tracer.refuse("weights are quantized")
         elif not self.keel_decided:
-            self.keel_recorder.refuse("an earlier update did not finish")
+            self.keel_tracer.refuse("an earlier update did not finish")
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
     @torch.inference_mode()
     def keel_load_bucket(self, bucket: Bucket) -> None:
-        recorder = self.keel_recorder
-        assert recorder is not None
-        loader_alone = self.keel_plan is None and recorder.refusal != ""
+        tracer = self.keel_tracer
+        assert tracer is not None
+        loader_alone = self.keel_plan is None and tracer.refusal != ""
         flat = self._keel_bytes(bucket, on_device=not loader_alone)
         if not isinstance(bucket.data, np.ndarray):
             self.keel_checksum.add(flat)
@@ -151,7 +149,7 @@ class WeightsExtension:
             if isinstance(bucket.data, SharedData):
                 torch.cuda.current_stream().synchronize()  # before the next one overwrites it
             return
-        watched = nullcontext() if loader_alone else recorder.bucket(bucket.entries, flat)
+        watched = nullcontext() if loader_alone else tracer.bucket(bucket.entries, flat)
         with set_current_vllm_config(self.vllm_config), watched:
             self.model_runner.get_model().load_weights(unpack_flat(bucket.entries, flat))
 
@@ -178,23 +176,23 @@ class WeightsExtension:
                 "sent (checksum mismatch)"
             )
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
-        recorder = self.keel_recorder
-        assert recorder is not None
+        tracer = self.keel_tracer
+        assert tracer is not None
         with set_current_vllm_config(self.vllm_config):
             if self.keel_plan is not None:
                 for layer in self._keel_deferred_layers():
                     layer.process_weights_after_loading(config.dtype)
                 return
-            with recorder.record_operations():
+            with tracer.record_operations():
                 finalize_layerwise_reload(model, config)
             if self.device.type == "cpu":
                 _repack_tied_heads(model)
         if self.keel_decided:
             return
         self.keel_decided = True
-        self.keel_plan = recorder.plan()
+        self.keel_plan = tracer.plan()
         if self.keel_plan is None:
-            _LOG.info("weight updates go through vLLM's loader: %s", recorder.refusal)
+            _LOG.info("weight updates go through vLLM's loader: %s", tracer.refusal)
         else:
             _LOG.info("weight updates copy %d tensors directly", len(self.keel_plan.placed))
 

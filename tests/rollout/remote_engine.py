@@ -142,7 +142,7 @@ def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -
 def update_kind(worker: Any) -> str:
     if worker.keel_plan is not None:
         return "copies"
-    return worker.keel_recorder.refusal if worker.keel_recorder is not None else ""
+    return worker.keel_tracer.refusal if worker.keel_tracer is not None else ""
 
 
 def _on_engine(function: Callable[[Any], Any]) -> Any:
