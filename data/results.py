@@ -252,13 +252,10 @@ def _pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[f
 
     Completions of the same prompt are correlated, so this is Wilson's interval with an effective
     sample size of p(1−p)/v, where v is the variance of p between prompts (Dean and Pagano, 2015).
-    If all or no completions pass, the sample size is the number of prompts. Raises ValueError if
-    there are no completions.
+    If all or no completions pass, the sample size is the number of prompts.
     """
     passes, samples = np.asarray(passes_P, float), np.asarray(samples_P, float)
     total, prompts = samples.sum(), len(samples)
-    if not total:
-        raise ValueError("pass@1 interval without a completion")
     share = passes.sum() / total
     number = float(prompts)
     if 0 < share < 1 and prompts > 1:
@@ -282,10 +279,7 @@ class _Difference:
 
 
 def _paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> _Difference:
-    """Compare two measurements on the same prompts. The result is deterministic. Raises ValueError
-    if they are empty or differ in length."""
-    if len(first_P) != len(second_P) or not len(first_P):
-        raise ValueError(f"{len(first_P)} and {len(second_P)} measurements are no pairs")
+    """Compare two measurements on the same prompts. The result is deterministic."""
     d_P = np.asarray(second_P, float) - np.asarray(first_P, float)
     rng, prompts, mean = np.random.default_rng(0), len(d_P), float(d_P.mean())
     means, flipped = list[float](), list[float]()
@@ -306,11 +300,8 @@ def _majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
     al., 2023).
 
     Tied answers share the probability, and empty answers do not count. The result is exact if k is
-    the number of answers. Otherwise, it is the mean over `_VOTES` seeded draws. Raises ValueError
-    unless 1 ≤ k ≤ the number of answers.
+    the number of answers. Otherwise, it is the mean over `_VOTES` seeded draws.
     """
-    if not 1 <= k <= len(answers):
-        raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to their number")
     if k == len(answers):
         return _vote(answers, right)
     rng = np.random.default_rng(0)
@@ -323,15 +314,9 @@ def _fewest_steps_at_k(steps: Sequence[int | None], right: Sequence[bool], k: in
     correct (Parallel-fewest-step; DeepSeek-V3.2 (2025), section 4.4).
 
     The result is exact. Ties are broken uniformly, and k unfinished trajectories (None in `steps`)
-    count as wrong. Raises ValueError unless 1 ≤ k ≤ the number of trajectories.
+    count as wrong.
     """
-    total = len(steps)
-    if len(right) != total or not 1 <= k <= total:
-        raise ValueError(
-            f"fewest@{k} of {total} trajectories ({len(right)} graded): k must be from 1 to their "
-            "number"
-        )
-    chance = 0.0
+    total, chance = len(steps), 0.0
     for least in sorted({number for number in steps if number is not None}):
         of_least = [ok for number, ok in zip(steps, right, strict=True) if number == least]
         fewer = sum(number is not None and number < least for number in steps)

@@ -211,9 +211,7 @@ def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[Scor
     """Split groups evenly between `updates` optimizer steps. Groups with a gradient (not
     `ScoredGroup.idle`) are also split evenly. If there are fewer of these than steps, fewer steps
     are returned, because momentum would move the weights even without a gradient. Groups without
-    completions are omitted. Raises `ValueError` if `updates` is below 1."""
-    if updates < 1:
-        raise ValueError(f"updates = {updates}: must be at least 1")
+    completions are omitted."""
     sampled = [group for group in groups if group.group.trajectories]
     teaching = [group for group in sampled if not group.idle]
     updates = min(updates, max(len(teaching), bool(sampled)))
