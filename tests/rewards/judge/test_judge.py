@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,21 +316,22 @@ def test_a_wait_for_a_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             lost.ready.set()
 
 
-def test_each_server_has_its_own_limit() -> None:
-    barrier = threading.Barrier(6)
+@pytest.mark.parametrize("count", [1, 2])
+def test_each_server_has_its_own_limit(count: int) -> None:
+    barrier = threading.Barrier(3 * count)
 
     def slow(request: dict[str, Any]) -> Reply:
         barrier.wait(PATIENCE_S)
         return good(request)
 
     config = settings("http://unused", base_url="", serve=True, max_concurrent=3)
-    with running(slow) as first, running(slow) as second:
-        servers = [Moving(first.url), Moving(second.url)]
-        with JudgeService(config, servers=servers, backoff_s=0.001) as service:
-            futures = [service.submit_text(PROMPT, f"blue {n}") for n in range(24)]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(running(slow)) for _ in range(count)]
+        moving = [Moving(server.url) for server in servers]
+        with JudgeService(config, servers=moving, backoff_s=0.001) as service:
+            futures = [service.submit_text(PROMPT, f"blue {n}") for n in range(12 * count)]
             assert all(isinstance(future.result(PATIENCE_S), Judged) for future in futures)
-        assert (first.most_busy, second.most_busy) == (3, 3)
-        assert (len(first.requests), len(second.requests)) == (12, 12)
+        assert {(server.most_busy, len(server.requests)) for server in servers} == {(3, 12)}
 
 
 ANSWERS = (f"blue {number}" for number in itertools.count())
@@ -454,19 +456,6 @@ def test_check_reachable_needs_a_fresh_valid_reply(server: Server, tmp_path: Pat
         server.behave = lambda request: says("Sure! Blue is a colour.")
         with pytest.raises(ValueError, match="JSON"):
             service.check_reachable()  # despite the cached reply
-
-
-def test_calls_are_concurrent_up_to_a_limit() -> None:
-    barrier = threading.Barrier(6)
-
-    def slow(request: dict[str, Any]) -> Reply:
-        barrier.wait(PATIENCE_S)
-        return good(request)
-
-    with running(slow) as server:  # other tests may have left slow replies on the shared one
-        results = judge(settings(server.url, max_concurrent=6), [f"blue {i}" for i in range(24)])
-    assert all(isinstance(result, Judged) for result in results)
-    assert server.most_busy == 6
 
 
 def test_spent_calls_stop_the_run(server: Server) -> None:
