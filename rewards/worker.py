@@ -106,10 +106,14 @@ def _serve(connection: socket.socket) -> None:
                 send(reply)
 
 
+def _ignore(number: int, frame: object) -> None:
+    pass
+
+
 def main() -> None:
     # A handler rather than SIG_IGN, which programs under test would inherit.
     for number in (signal.SIGINT, *PREEMPTION):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     dump = int(sys.argv[2])

@@ -385,11 +385,15 @@ _BOUNDED = "exp sin cos tan sec csc cot sinh cosh tanh coth"
 _INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
 
 
+def _logarithm(value: Value, base: Value) -> Value:
+    return _context.log(value) / _context.log(base)
+
+
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     **{name: _within_bounds(name) for name in _BOUNDED.split()},
     **{f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()},
     "ln": _context.log,
-    "log": lambda value, base: _context.log(value) / _context.log(base),
+    "log": _logarithm,
 }
 
 INFINITE = Formula(lambda _: _context.inf, "∞")
