@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateError
+
+from keel.model.hub import written_by_code
 from keel.rl.turns import THINK, USER_ROLES, Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.parsing import ParsedTurn, Written, detect_format, find_thinking_marks
 from keel.rollout.chat.render import (
     Encoder,
-    Renderer,
     call_message,
     check_shown,
     drop_old_thinking,
     map_strings,
+    name_of,
+    render,
     unmark,
 )
 
@@ -33,7 +38,8 @@ class TemplateChat:
     """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer.
 
     To find the text between two turns, it renders a short conversation and takes everything after
-    the assistant message.
+    the assistant message. When it is created, it finds out how the template expects tools and call
+    arguments.
     """
 
     def __init__(
@@ -53,7 +59,12 @@ class TemplateChat:
         (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`.
         """
         self.encoder = Encoder(tokenizer)
-        self.renderer = Renderer(tokenizer, self.encoder)
+        self.name = name_of(tokenizer)
+        self._tokenizer, self._coded = tokenizer, written_by_code(tokenizer)
+        if not self._coded and not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template. Set model.tokenizer to one that has one"
+            )
         self.format = detect_format(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
         self.marks = find_thinking_marks(tokenizer, marks) or THINK
@@ -65,6 +76,18 @@ class TemplateChat:
         self._end_ids = frozenset(self.ends.values())
         self.tool_modes: set[bool] = set()  # thinking modes of conversations with tools
         self._prefixes: dict[bool, str] = {}
+        template = str(tokenizer.chat_template or "")
+        self._omits_tools = "<｜tool▁calls▁begin｜>" in template and "tools" not in template
+        self._arguments_as_text = False
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
+            {"role": "tool", "content": "e", "tool_call_id": "call_0", "name": "b"},
+        ]
+        try:
+            self.text(messages, (), thinking=False)
+        except ValueError:
+            self._arguments_as_text = True
 
     def inside_thinking(self) -> TemplateChat:
         result = copy.copy(self)
@@ -73,7 +96,7 @@ class TemplateChat:
 
     @property
     def label(self) -> str:
-        return f"{self.renderer.name} (format {self.format.name})"
+        return f"{self.name} (format {self.format.name})"
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -90,7 +113,7 @@ class TemplateChat:
         check_shown(messages, unmark(text))
         ids = self.encoder.encode(text)
         if not ids:
-            raise ValueError(f"{self.renderer.name} renders the opening to nothing")
+            raise ValueError(f"{self.name} renders the opening to nothing")
         return ids
 
     def extend(
@@ -170,16 +193,49 @@ class TemplateChat:
         speak: bool = True,
     ) -> str:
         """Render a conversation as text. Everything that does not come from the template is marked
-        (see `render`)."""
+        (see `keel.rollout.chat.render`). If `speak` is set, the text ends with the start of the
+        policy's turn. Raises ValueError if the template rejects the messages."""
         if tools and self.format.name == "plain":
             raise ValueError(
-                f"{self.renderer.name} writes calls in an unknown format. Use a model with the "
+                f"{self.name} writes calls in an unknown format. Use a model with the "
                 f"format of {_KNOWN}, or set model.chat_template to such a template"
             )
-        specs = [tool.as_json() for tool in tools]
-        return self.renderer.render(
-            drop_old_thinking(messages), specs, thinking=thinking, speak=speak
-        )
+        shielded = [self._shield_message(message) for message in drop_old_thinking(messages)]
+        offered: Any = map_strings([tool.as_json() for tool in tools], self.encoder.shield)
+        if offered and self._omits_tools:
+            shielded, offered = _add_tools(shielded, offered), ()
+        try:
+            return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
+        except (TemplateError, TypeError, ValueError) as error:
+            if self._coded:
+                raise
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"{self.name} refuses messages of the roles {roles}: {error}. Set "
+                "model.chat_template to one that takes them"
+            ) from error
+
+    def _shield_message(self, message: Message) -> dict[str, Any]:
+        shielded: dict[str, Any] = {"role": message["role"], "content": ""}
+        for key, value in message.items():
+            if key in ("content", "reasoning_content") and isinstance(value, str):
+                shielded[key] = self.encoder.shield_whole(value)
+            elif key == "tool_calls":
+                if value:
+                    shielded[key] = [self._shield_call(call) for call in value]
+            elif key != "role" and value is not None:
+                shielded[key] = map_strings(value, self.encoder.shield)
+        return shielded
+
+    def _shield_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        call = map_strings(call, self.encoder.shield)
+        function = dict(call.get("function") or call)
+        arguments = function.get("arguments") or {}
+        if self._arguments_as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not self._arguments_as_text and isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
 
     def turn_ids(
         self,
@@ -268,24 +324,24 @@ class TemplateChat:
             for i, message in enumerate(answers)
         ]
 
-        def render(calls: list[dict[str, Any]]) -> str:
+        def render_with(calls: list[dict[str, Any]]) -> str:
             turn = {"role": "assistant", "content": "" if calls else word, "tool_calls": calls}
             tools = (_PROBE,) if calls and self.format.name != "plain" else ()
             question = {"role": "user", "content": "?"}
             return self.text([question, turn, *messages], tools, thinking=thinking)
 
         try:
-            text = render(calls)
+            text = render_with(calls)
         except ValueError:
             if len(calls) < 2:
                 raise
-            text = render(calls[:1])  # Llama 3's template allows one call per turn
+            text = render_with(calls[:1])  # Llama 3's template allows one call per turn
         _, match, rest = text.rpartition(word)
         known = {*self.ends, *filter(None, [self.format.message_end])}
         ends = [(at, end) for end in known if (at := rest.find(end)) >= 0]
         if not match or not ends:
             raise ValueError(
-                f"{self.renderer.name} cannot be extended: it ends an assistant message with none "
+                f"{self.name} cannot be extended: it ends an assistant message with none "
                 f"of {', '.join(self.ends)}. Set model.chat_template or model.tokenizer to one in "
                 "which the eos_token ends a turn"
             )
@@ -312,6 +368,25 @@ class TemplateChat:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, and insert a mark into text that only looks like a control token."""
         return self.encoder.decode(ids)
+
+
+def _add_tools(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Add the tool descriptions and the call format to the system message, for DeepSeek-V3.1."""
+    listed = [
+        f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
+        f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
+        for function in (tool["function"] for tool in tools)
+    ]
+    form = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{arguments as JSON}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    section = "\n".join(["## Tools", *listed, f"Call a tool in exactly this form:\n{form}"])
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": section}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}, *messages[1:]]
 
 
 def _unused_word(messages: Sequence[Message]) -> str:

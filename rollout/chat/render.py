@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from keel.model.hub import written_by_code
@@ -204,79 +203,6 @@ def name_of(tokenizer: Any) -> str:
     return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
 
 
-class Renderer:
-    """A model's chat template, and the form in which it expects tools and call arguments."""
-
-    def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = encoder
-        self._code = written_by_code(tokenizer)
-        self.name = name_of(tokenizer)
-        if not self._code and not tokenizer.chat_template:
-            raise ValueError(
-                "the tokenizer has no chat template. Set model.tokenizer to one that has one"
-            )
-        template = str(tokenizer.chat_template or "")
-        self._omits_tools = "<｜tool▁calls▁begin｜>" in template and "tools" not in template
-        self._arguments_as_text = False
-        messages = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
-            {"role": "tool", "content": "e", "tool_call_id": "call_0", "name": "b"},
-        ]
-        try:
-            self.render(messages, (), thinking=False)
-        except ValueError:
-            self._arguments_as_text = True
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        thinking: bool,
-        speak: bool = True,
-    ) -> str:
-        """Render a conversation as marked text (see `render`). Raises ValueError if the template
-        rejects the messages."""
-        shielded = [self._shield_message(message) for message in messages]
-        offered: Any = map_strings(tools, self._encoder.shield)
-        if offered and self._omits_tools:
-            shielded, offered = _add_tools(shielded, offered), ()
-        try:
-            return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
-        except (TemplateError, TypeError, ValueError) as error:
-            if self._code:
-                raise
-            roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(
-                f"{self.name} refuses messages of the roles {roles}: {error}. Set "
-                "model.chat_template to one that takes them"
-            ) from error
-
-    def _shield_message(self, message: Message) -> dict[str, Any]:
-        shielded: dict[str, Any] = {"role": message["role"], "content": ""}
-        for key, value in message.items():
-            if key in ("content", "reasoning_content") and isinstance(value, str):
-                shielded[key] = self._encoder.shield_whole(value)
-            elif key == "tool_calls":
-                if value:
-                    shielded[key] = [self._shield_call(call) for call in value]
-            elif key != "role" and value is not None:
-                shielded[key] = map_strings(value, self._encoder.shield)
-        return shielded
-
-    def _shield_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        call = map_strings(call, self._encoder.shield)
-        function = dict(call.get("function") or call)
-        arguments = function.get("arguments") or {}
-        if self._arguments_as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not self._arguments_as_text and isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        return {**call, "function": {**function, "arguments": arguments}}
-
-
 def render(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -317,25 +243,6 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
                 f"the chat template does not show message {number}, of the role "
                 f"{message['role']}, at this place; put it first"
             )
-
-
-def _add_tools(
-    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Add the tool descriptions and the call format to the system message, for DeepSeek-V3.1."""
-    listed = [
-        f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
-        f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
-        for function in (tool["function"] for tool in tools)
-    ]
-    form = (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{arguments as JSON}"
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    )
-    section = "\n".join(["## Tools", *listed, f"Call a tool in exactly this form:\n{form}"])
-    if messages[0]["role"] != "system":
-        return [{"role": "system", "content": section}, *messages]
-    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}, *messages[1:]]
 
 
 def _deepseek_v32(

@@ -240,7 +240,7 @@ class _StepReuse:
             runner.aux_output_connector.begin_step(output.aux_output_connector_metadata)
         if runner.sampler is not None:
             runner.sampler.apply_staged_writes()  # of processors that have some in every step
-        advance_inputs(
+        _advance_inputs(
             batch.idx_mapping,
             computed=states.num_computed_tokens.gpu,
             sampled=states.last_sampled_tokens,
@@ -279,7 +279,7 @@ class _StepReuse:
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 
-def advance_inputs(
+def _advance_inputs(
     requests: Tensor,
     *,
     computed: Tensor,

@@ -42,9 +42,9 @@ class Fields:
         return [it.tolist() for it in (self.positions, self.lengths, self.ids, self.slots)]
 
     def advance_inputs(self, requests: torch.Tensor) -> None:
-        from keel.rollout.vllm_fast.install import advance_inputs
+        from keel.rollout.vllm_fast.install import _advance_inputs
 
-        advance_inputs(requests, page=PAGE, **vars(self))
+        _advance_inputs(requests, page=PAGE, **vars(self))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 255, 257])
