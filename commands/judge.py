@@ -1,22 +1,40 @@
-"""`keel judge`: try out a rubric before a run."""
+"""`keel judge`: judge the answers in a file, to try out a rubric before a run.
+
+    {"prompt": "…", "answer": "…", "criteria": [{"name": "…", "text": "…", "weight": 1}]}
+
+A line can have `messages` instead of `prompt`, and a complete spec as `reward` instead of
+`criteria`. Both can be left out if there is a common rubric for all lines. `reference`, `thinking`
+and `id` are optional.
+"""
 
 import argparse
+import difflib
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+import yaml
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
 from keel.model.hub import download
-from keel.rewards.judge.file import judge_answers, read_answers
+from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import Failed, FailureKind, Judged, ServedJudge, judged_spec
+from keel.rl.types import Prompt
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.placement.watchdog import start_watchdog
 from keel.trainer.run.progress import waiting
+
+_KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")
+_MAX_ROWS = 50
 
 
 def judge(options: argparse.Namespace) -> None:
@@ -35,7 +53,7 @@ def judge(options: argparse.Namespace) -> None:
     path = Path(options.file)
     out = Path(options.out) if options.out else path.with_name(f"{path.name}.judged.jsonl")
     try:
-        items = read_answers(path, Path(options.rubric) if options.rubric else None)
+        items = _read_answers(path, Path(options.rubric) if options.rubric else None)
         if out.resolve() == path.resolve():
             raise ValueError(f"--out {out}: would overwrite the answers")
     except ValueError as error:
@@ -52,7 +70,170 @@ def judge(options: argparse.Namespace) -> None:
             for _ in range(settings.server.replicas):
                 servers.append(JudgeServer(settings, gpu=gpu))
                 stack.callback(servers[-1].stop)
-        show = partial(waiting, unit="answers")
-        failed = judge_answers(items, settings, out, Console(), servers=servers, show=show)
+        failed = _judge_answers(items, settings, out, Console(), servers=servers)
     if failed:
         raise RuntimeError(f"{failed} of {len(items)} answers could not be judged")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    prompt: Prompt
+    answer: str
+    thinking: str
+
+
+def _read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
+    """Read answers from a JSONL file. `rubric` is a file with criteria for the lines that have
+    none. Raises ValueError naming the file and the line."""
+    common: Mapping[str, Any] | None = None
+    if rubric is not None:
+        try:
+            content: Any = yaml.safe_load(_read_text(rubric))
+            if isinstance(content, list):
+                content = {"criteria": cast(list[Any], content)}
+            if not isinstance(content, dict):
+                raise ValueError("must hold `criteria: …`")
+            common = {"kind": "rubric", **cast(dict[str, Any], content)}
+            judged_spec(common)
+        except (yaml.YAMLError, ValueError) as error:
+            raise ValueError(f"{rubric}: {error}") from error
+    answers: list[_Answer] = []
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                answers.append(_parse_answer(line, str(number), common))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+    if not answers:
+        raise ValueError(f"{path}: the file has no answers")
+    return answers
+
+
+def _parse_answer(line: str, number: str, common: Mapping[str, Any] | None) -> _Answer:
+    record: Any = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("must be an object")
+    fields = cast(dict[str, Any], record)
+    for key in fields:  # other columns are ignored, but not a misspelt name
+        if key not in _KEYS and (near := difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)):
+            raise ValueError(f"unknown key {key!r}; did you mean {near[0]}?")
+    spec: Any = fields.get("reward")
+    if spec is None:
+        spec = common
+        if "criteria" in fields:
+            spec = {"kind": "rubric", "criteria": fields["criteria"]}
+        if not spec:
+            raise ValueError("no `criteria`; add them to the line, or use --rubric")
+        if "reference" in fields:
+            spec = {**spec, "reference": fields["reference"]}
+    if not isinstance(spec, Mapping):
+        raise ValueError("`reward` must be a reward spec")
+    reward = cast(Mapping[str, Any], spec)
+    judged_spec(reward)
+    answer, thinking = fields.get("answer"), fields.get("thinking", "")
+    if not isinstance(answer, str) or not isinstance(thinking, str):
+        raise ValueError("`answer` must be text, and so must `thinking`, if there is any")
+    messages: Any = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
+    turns = cast(list[dict[str, Any]], messages)
+    if not isinstance(messages, list) or not all(
+        isinstance(cast(Any, turn), dict) and isinstance(turn.get("content"), str) for turn in turns
+    ):
+        raise ValueError("needs `prompt`, a text, or `messages` with `role` and `content`")
+    label = str(fields.get("id", number))
+    prompt = Prompt(prompt_id=label, domain="judge", messages=tuple(turns), reward=reward)
+    return _Answer(prompt, answer, thinking)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _judge_answers(
+    answers: Sequence[_Answer],
+    settings: JudgeConfig,
+    out: Path,
+    console: Console,
+    *,
+    servers: Sequence[ServedJudge] = (),
+) -> int:
+    """Judge all answers, write the results to `out` as JSON lines, and print a summary table.
+    Returns the number of answers that could not be judged.
+
+    Raises ValueError if the judge cannot be used. Raises JudgeStopped if it stops early; `out` then
+    contains the results so far.
+    """
+    with JudgeService(settings, servers=servers) as judge:
+        with waiting("starting the judge" if servers else "connecting to the judge"):
+            judge.check_reachable()
+        try:
+            file = out.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{out} cannot be written: {error}") from error
+        console.print(f"{len(answers)} answers, judged by", Text(settings.model), highlight=False)
+        futures = [judge.submit_text(a.prompt, a.answer, thinking=a.thinking) for a in answers]
+        results: list[Judged | Failed] = []
+        with waiting("judging", total=len(answers), unit="answers") as progress, file:
+            for answer, future in zip(answers, futures, strict=True):
+                result = future.result()
+                line: dict[str, Any] = {"id": answer.prompt.prompt_id}
+                if isinstance(result, Judged):
+                    line |= {"score": result.value, "parts": dict(result.parts)}
+                    line["verdicts"] = [asdict(verdict) for verdict in result.verdicts]
+                else:
+                    line |= {"score": None, "failed": asdict(result)}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                results.append(result)
+                progress.done = len(results)
+        counts = judge.counts()
+    console.print(_results_table(answers, results))
+    judged = [result for result in results if isinstance(result, Judged)]
+    scores: dict[str, list[float]] = {}
+    for result in judged:
+        scores.setdefault("mean score", []).append(result.value)
+        for verdict in result.verdicts:
+            scores.setdefault(verdict.name, []).append(verdict.score)
+    failures = len(results) - len(judged)
+    summary = (
+        f"{' · '.join(f'{name} {sum(v) / len(v):.3f}' for name, v in scores.items())}\n"
+        f"judged {len(judged)}, failed {failures}{_by_kind(counts.failed)}; {counts.calls} calls, "
+        f"{counts.retried.total()} of them retries{_by_kind(counts.retried)}, "
+        f"{counts.cache_hits} cached; {counts.prompt_tokens:,} tokens in, "
+        f"{counts.reply_tokens:,} out\nreasons: {out}"
+    )
+    console.print(summary, markup=False, highlight=False)
+    return failures
+
+
+def _by_kind(counts: Mapping[FailureKind, int]) -> str:
+    text = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+    return f" ({text})" if text else ""
+
+
+def _results_table(answers: Sequence[_Answer], results: Sequence[Judged | Failed]) -> Table:
+
+    def printable(text: str) -> Text:
+        # A judge may quote an answer with escape sequences.
+        return Text("".join(c if c.isprintable() else " " for c in text)[:300])
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("id", no_wrap=True)
+    table.add_column("score", justify="right")
+    table.add_column("spread", justify="right")
+    table.add_column("verdicts")
+    for answer, result in list(zip(answers, results, strict=True))[:_MAX_ROWS]:
+        label = printable(answer.prompt.prompt_id)
+        if isinstance(result, Failed):
+            table.add_row(label, "failed", "", printable(result.reason))
+            continue
+        verdicts = ", ".join(f"{verdict.name} {verdict.score:g}" for verdict in result.verdicts)
+        if not any(result.parts.values()) and result.verdicts:
+            verdicts += f" ({result.verdicts[0].reason})"
+        spread = f"{result.parts['disagreement']:.2f}"
+        table.add_row(label, f"{result.value:.3f}", spread, printable(verdicts))
+    if len(results) > _MAX_ROWS:
+        table.add_row("…", "", "", f"{len(results) - _MAX_ROWS} more in the file")
+    return table

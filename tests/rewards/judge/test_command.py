@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from keel.commands.judge import _judge_answers, _read_answers
 from keel.configs.schema import JudgeConfig
-from keel.rewards.judge.file import judge_answers, read_answers
 from tests.rewards.judge.judge_server import Reply, Server, good, material_of
 
 BLUE = {"name": "blue", "text": "says blue", "weight": 1}
@@ -33,7 +33,7 @@ def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
     answers = write(tmp_path / "a.jsonl", LINE, *({**LINE, **one} for one in more))
     out, shown = tmp_path / "out.jsonl", io.StringIO()
     config = JudgeConfig(base_url=server.url, model="m")
-    assert judge_answers(read_answers(answers), config, out, Console(file=shown, width=100)) == 1
+    assert _judge_answers(_read_answers(answers), config, out, Console(file=shown, width=100)) == 1
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["id"], r["score"]) for r in results] == [("1", 1), ("h", 1), ("3", 0), ("4", None)]
     assert results[0]["verdicts"] == [{"name": "blue", "score": 1.0, "reason": "looked for blue"}]
@@ -47,13 +47,13 @@ def test_a_rubric_for_all_lines(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(
         "criteria:\n- {name: sky, text: is nice, weight: 1.0}\nreference: it is blue\n"
     )
-    first, second, third = read_answers(answers, tmp_path / "r.yaml")
+    first, second, third = _read_answers(answers, tmp_path / "r.yaml")
     assert first.prompt.reward["criteria"][0]["name"] == "sky"
     assert first.prompt.reward["reference"] == "it is blue"
     assert second.prompt.reward["criteria"][0]["name"] == "blue"
     assert second.prompt.reward["reference"] == "r"
     assert third.prompt.reward == {"kind": "rubric", "criteria": [BLUE]}
-    bare_list = read_answers(answers, write(tmp_path / "r.json", [BLUE]))
+    bare_list = _read_answers(answers, write(tmp_path / "r.json", [BLUE]))
     assert bare_list[0].prompt.reward["criteria"] == [BLUE]
 
 
@@ -69,4 +69,4 @@ def test_bad_lines_are_named_before_any_call(tmp_path: Path, line: Any, match: s
     path = write(tmp_path / "a.jsonl", LINE)
     path.write_text(path.read_text() + (line if isinstance(line, str) else json.dumps(line)))
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{match}"):
-        read_answers(path)
+        _read_answers(path)
