@@ -16,14 +16,17 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from keel.agents.endpoint import anthropic
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import (
     MODEL,
     ApiError,
     ChatRequest,
     Reply,
+    anthropic_answer,
+    anthropic_error,
+    anthropic_events,
     completion,
+    from_anthropic,
     load_json,
     load_object,
     model_entry,
@@ -203,7 +206,7 @@ class Endpoint:
                 place.recorder.record_error(failure)
         finally:
             self._busy.pop(request.protocol, None)
-        body = anthropic.error(failure) if _is_anthropic(request) else failure.body()
+        body = anthropic_error(failure) if _is_anthropic(request) else failure.body()
         return web.json_response(body, status=failure.status)
 
     async def _body_of(self, request: web.Request, place: _Place) -> bytes:
@@ -276,7 +279,7 @@ class Endpoint:
         recorder.over = tools is not None and tools.over
         try:
             fields = load_object(await self._body_of(request, place))
-            chat = anthropic.as_chat_request(fields) if _is_anthropic(request) else fields
+            chat = from_anthropic(fields) if _is_anthropic(request) else fields
             chat_request = read_request(chat)
         except ApiError as error:
             recorder.record_error(error)
@@ -308,10 +311,10 @@ async def _send(
         await response.prepare(request)
         usage = chat_request.stream_options.include_usage
         events = stream_events(reply, model, include_usage=usage)
-        for event in anthropic.events(reply, model) if is_anthropic else events:
+        for event in anthropic_events(reply, model) if is_anthropic else events:
             await response.write(event)
     else:
-        answer = anthropic.answer if is_anthropic else completion
+        answer = anthropic_answer if is_anthropic else completion
         response = web.json_response(answer(reply, model))
         await response.prepare(request)
     await response.write_eof()

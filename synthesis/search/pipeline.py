@@ -32,13 +32,16 @@ from keel.rewards.judge.specs import Rubric
 from keel.rl.turns import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.search.answers import Answerer, collect_answers, measure_gain, verify_answers
 from keel.synthesis.search.question import (
     AcceptedQuestions,
+    Answerer,
     DraftStart,
     Workspace,
     accepts,
     answer_rule,
+    collect_answers,
+    measure_gain,
+    verify_answers,
     write_draft,
 )
 

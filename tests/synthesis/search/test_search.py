@@ -21,9 +21,16 @@ from keel.rewards.rules.verifiers import verifier_for
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply
 from keel.synthesis.ledger import Rejected
-from keel.synthesis.search.answers import Answerer, _ask_agent, verify_answers
 from keel.synthesis.search.pipeline import SearchPipeline, _rare_entities
-from keel.synthesis.search.question import Workspace, accepts, answer_rule, normalize_answer
+from keel.synthesis.search.question import (
+    Answerer,
+    Workspace,
+    _ask_agent,
+    _normalize_answer,
+    accepts,
+    answer_rule,
+    verify_answers,
+)
 from tests.agents.environments.search.corpus import write_corpus
 from tests.rewards.judge.judge_server import Reply, running
 from tests.synthesis.authors import ScriptedAuthor, completion
@@ -291,7 +298,7 @@ def test_rule_accepts_verified_answers_only(
     takes = accepts(answer_rule(right))
     assert [one for one in (*right, *taken) if not takes(one)] == []
     assert [one for one in refused if takes(one)] == []
-    assert [one for one in refused if normalize_answer(one) == normalize_answer(right[0])] == []
+    assert [one for one in refused if _normalize_answer(one) == _normalize_answer(right[0])] == []
 
 
 @pytest.fixture
