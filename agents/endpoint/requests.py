@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
-from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget
+from keel.agents.episode import Budget
 from keel.agents.schemas import argument_validator
 from keel.rl import strict_json
 from keel.rl.turns import USER_ROLES, Message, ToolSpec
@@ -196,18 +196,14 @@ class ChatRequest(_Model):
 
     @property
     def characters(self) -> int:
-        """Estimated length of the rendered request in characters, counting one token of markup per
-        message."""
+        """Estimated length of the rendered request in characters."""
         users = [i for i, message in enumerate(self.messages) if message["role"] in USER_ROLES]
         since = users[-1] if users else 0
-        thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
-        calls = [message["tool_calls"] for message in self.messages if "tool_calls" in message]
+        # Chat templates drop earlier thinking.
+        earlier = [{**message, "reasoning_content": ""} for message in self.messages[:since]]
         tools = [tool.as_json() for tool in self.tools]
-        return (
-            sum(len(message["content"]) + CHARACTERS_PER_TOKEN for message in self.messages)
-            + sum(map(len, thoughts))
-            + sum(len(json.dumps(one, ensure_ascii=False)) for one in (*calls, *tools))
-        )
+        parts = (*earlier, *self.messages[since:], *tools)
+        return sum(len(json.dumps(part, ensure_ascii=False)) for part in parts)
 
     async def check_tools(self) -> None:
         """Validate the tool schemas in a thread, because large schemas take seconds. Raises

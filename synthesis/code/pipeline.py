@@ -81,8 +81,7 @@ class CodePipeline:
         self._prefixes = PrefixBuilder(self._config, self._author, self._folder, self._rooms)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self._write_lines()
+    async def __aexit__(self, *_: object) -> None: ...
 
     async def make(self, key: str) -> None:
         config = self._config
@@ -128,8 +127,7 @@ class CodePipeline:
         text = json.dumps(kept, indent=1, ensure_ascii=False)
         write_atomically(self._instances / f"{key}.json", text.encode())
         self._lines[key] = _line_of(kept)
-        with (self._folder / _TASKS).open("a", encoding="utf-8") as file:
-            file.write(f"{self._lines[key]}\n")
+        self._write_lines()
 
     async def _measured(self, hosted: Hosted) -> _Outcomes:
         within_s = self._config.tests_s + AROUND_S
@@ -165,7 +163,6 @@ class CodePipeline:
             raise Rejected("verdict", f"the gold patch scores 0: {dict(judged.facts)}")
 
     def _write_lines(self) -> None:
-        """Write the lines in order. While tasks are still being created, only append new lines."""
         lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
         if lines:
             write_atomically(self._folder / _TASKS, lines.encode())

@@ -2,7 +2,6 @@
 gate raises `Rejected` with its own name."""
 
 import asyncio
-import copy
 import json
 import random
 from collections.abc import (
@@ -507,34 +506,38 @@ _HOLLOW: Sequence[_Leaf] = (
 def _mutate_answer(answer: Any) -> list[tuple[str, Any]]:
     """Return up to `_MAX_MUTATIONS` wrong answers that differ from the true one in one value, key
     or entry, each with a description."""
-    every = list(_changed(answer))
+    every = [
+        (place if place.startswith("[") else f"the answer{place}", other)
+        for place, other in _changed(answer)
+    ]
     step = max(1.0, len(every) / _MAX_MUTATIONS)
     return [every[int(n * step)] for n in range(min(len(every), _MAX_MUTATIONS))]
 
 
-def _changed(answer: Any) -> Iterator[tuple[str, Any]]:
-    for path, value in _values(answer):
-        where = "".join(f"[{key!r}]" for key in path) or "the answer"
-        others: list[tuple[str, Any]] = []
-        match value:
-            case dict():
-                fields = cast(dict[str, Any], value)
-                others.append((" with a further key", {**fields, "further": 1}))
-                for key in fields:
-                    rest = {k: v for k, v in fields.items() if k != key}
-                    others.append((f" without {key!r}", rest))
-            case list():
-                items = cast(list[Any], value)
-                for n in range(len(items)):
-                    others.append((f" without entry {n}", items[:n] + items[n + 1 :]))
-                if items:
-                    _, other = next(_changed(items[-1]), ("", None))
-                    others.append((" with an entry twice", [*items, items[-1]]))
-                    others.append((" with a further entry", [*items, other]))
-            case _:
-                others += [(f" = {other!r}", other) for other in _other_leaves(value)]
-        for name, other in others:
-            yield where + name, _with(answer, path, other)
+def _changed(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all changes of one value, key or entry, each with its place."""
+    match value:
+        case dict():
+            fields = cast(dict[str, Any], value)
+            yield " with a further key", {**fields, "further": 1}
+            for key in fields:
+                yield f" without {key!r}", {k: v for k, v in fields.items() if k != key}
+            for key, inner in fields.items():
+                for place, other in _changed(inner):
+                    yield f"[{key!r}]{place}", {**fields, key: other}
+        case list():
+            items = cast(list[Any], value)
+            for n in range(len(items)):
+                yield f" without entry {n}", items[:n] + items[n + 1 :]
+            if items:
+                _, other = next(_changed(items[-1]), ("", None))
+                yield " with an entry twice", [*items, items[-1]]
+                yield " with a further entry", [*items, other]
+            for n, inner in enumerate(items):
+                for place, other in _changed(inner):
+                    yield f"[{n}]{place}", [*items[:n], other, *items[n + 1 :]]
+        case _:
+            yield from ((f" = {other!r}", other) for other in _other_leaves(value))
 
 
 def _other_leaves(value: Any) -> list[Any]:
@@ -567,25 +570,3 @@ def _draw_wrong_answers(answer: Any, texts: Sequence[str], seed: int) -> list[An
 
     others = [_map_leaves(other_leaf, answer) for _ in range(_PLAUSIBLE)]
     return [other for other in others if other != answer]
-
-
-def _values(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    yield path, value
-    inner: Any = ()
-    if isinstance(value, dict):
-        inner = cast(dict[str, Any], value).items()
-    elif isinstance(value, list):
-        inner = enumerate(cast(list[Any], value))
-    for key, one in inner:
-        yield from _values(one, (*path, key))
-
-
-def _with(answer: Any, path: Sequence[str | int], value: Any) -> Any:
-    if not path:
-        return value
-    whole = copy.deepcopy(answer)
-    inner = whole
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return whole

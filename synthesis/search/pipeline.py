@@ -11,12 +11,13 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
+import regex
 import yaml
 
 from keel.agents.environments.search.documents import (
@@ -278,9 +279,11 @@ _MIN_LETTERS, _MIN_SIGNS = 4, 2
 _QUOTED = re.compile(r"[《「『“]([^《》「」『』“”\n]{2,40})[》」』”]")
 _KATAKANA = re.compile(r"[ァ-ヺー][ァ-ヺー・]{2,30}[ァ-ヺー]")
 _WORD = re.compile(r"[^\W\d_][\w'’-]*")
-_BETWEEN = frozenset(
-    {"of", "the", "de", "la", "le", "du", "von", "van", "der", "den", "del", "di", "da", "do", "y"}
+_BETWEEN = "of|the|de|la|le|du|von|van|der|den|del|di|da|do|y"
+_RUN = regex.compile(
+    rf"(?<![^\W\d_][\w'’-]*)\p{{Lu}}[\w'’-]*(?: (?:(?:{_BETWEEN}) )*\p{{Lu}}[\w'’-]*)*"
 )
+"""Matches runs of capitalized words, which may be names."""
 _OPENERS = frozenset(
     {"the", "a", "an", "in", "on", "at", "its", "his", "her", "when", "after", "from", "for"}
 )
@@ -297,44 +300,24 @@ def _rare_entities(index: SearchIndex, *, count: int, most_documents: int, seed:
 def _candidates(index: SearchIndex) -> set[str]:
     result, plain, alone = set[str](), set[str](), set[str]()
     for document in islice(index.documents(), _MAX_DOCUMENTS):
-        names = [match[1] for match in _QUOTED.finditer(document.text)]
-        names += [match[0] for match in _KATAKANA.finditer(document.text)]
+        text = document.text
+        plain |= {word for word in _WORD.findall(text) if not word[0].isupper()}
+        names = [match[1] for match in _QUOTED.finditer(text)]
+        names += [match[0] for match in _KATAKANA.finditer(text)]
         if document.title != document.name:
             names.append(document.title)
-        for name in (*names, *_capitalized_runs(document.text, plain, alone)):
+        for run in _RUN.finditer(text):
+            words = run[0].split(" ")
+            if _ENDS.search(text[max(0, run.start() - 4) : run.start()]):
+                # Start of a sentence: drop a leading article, or a single word.
+                words = words[len(words) == 1 or words[0].lower() in _OPENERS :]
+            if words:
+                names.append(re.sub(r"['’]s?$", "", " ".join(words)))
+            if len(words) == 1:
+                alone.add(names[-1])
+        for name in names:
             least = _MIN_SIGNS if ord(name[0]) > 0x2FFF else _MIN_LETTERS
             if len(name) <= _MAX_NAME and len(letters_and_digits(name)) >= least:
                 result.add(name)
     # A word that is capitalized only at the start of sentences is not a name.
     return {name for name in result if name not in alone or name.lower() not in plain}
-
-
-def _capitalized_runs(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
-    """Yield runs of capitalized words, which may be names. Lower-case words are added to `plain`,
-    and names of one word to `alone`."""
-    run: list[re.Match[str]] = []
-    for word in [*_WORD.finditer(text), None]:
-        if word is not None and (capital := word[0][0].isupper()) is False:
-            plain.add(word[0])
-        else:
-            capital = word is not None
-        beside = bool(run) and word is not None and text[run[-1].end() : word.start()] == " "
-        if beside and word is not None and (capital or word[0] in _BETWEEN):
-            run.append(word)
-            continue
-        yield from _name(text, run, alone)
-        run = [word] if word is not None and capital else []
-
-
-def _name(text: str, run: list[re.Match[str]], alone: set[str]) -> Iterator[str]:
-    while run and not run[-1][0][0].isupper():
-        run.pop()
-    if run and _ENDS.search(text[max(0, run[0].start() - 4) : run[0].start()]):
-        # Start of a sentence: drop a leading article, or a single word.
-        run = run[len(run) == 1 or run[0][0].lower() in _OPENERS :]
-    if not run:
-        return
-    name = re.sub(r"['’]s?$", "", text[run[0].start() : run[-1].end()])
-    if len(run) == 1:
-        alone.add(name)
-    yield name

@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -175,20 +175,12 @@ class AuthorWorkshop:
     def strings(self, most: int) -> list[str]:
         """Return up to `most` distinct strings from the database, in order."""
         database: Any = self._folder.database()
+        if type(database) in (dict, list):
+            return list(dict.fromkeys(_strings_in(database)))[:most]
         texts = dict[str, None]()
-        pending: list[Any] = [database] if type(database) in (dict, list) else []
-        for _, quoted in [] if pending else _tables(database):
+        for _, quoted in _tables(database):
             for row in database.execute(f"SELECT * FROM {quoted} LIMIT 1000"):
-                texts.update(dict.fromkeys(one for one in row if isinstance(one, str)))
-        while pending:
-            one = pending.pop()
-            if isinstance(one, str):
-                texts[one] = None
-            elif isinstance(one, dict):
-                entries = cast(dict[str, Any], one)
-                pending += [*reversed(entries.values()), *reversed(entries)]
-            elif isinstance(one, list):
-                pending += reversed(cast(list[Any], one))
+                texts |= dict.fromkeys(_strings_in(list(row)))
         return list(texts)[:most]
 
     def shown(self, most: int) -> list[str]:
@@ -213,6 +205,16 @@ class AuthorWorkshop:
             more = f" … {count} in all" if count > _SHOWN else ""
             parts.append(f"{name}: {json.dumps(first, ensure_ascii=False)}{more}")
         return ["\n".join(parts)[:most]]
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from cast(dict[str, Any], value)
+        value = list(cast(dict[str, Any], value).values())
+    for item in cast(list[Any], value) if isinstance(value, list) else ():
+        yield from _strings_in(item)
 
 
 def _tables(database: Any) -> list[tuple[str, str]]:
