@@ -77,10 +77,31 @@ class Hosted:
         self._turn = asyncio.Lock()
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
+        program = self._program
+        request = {
+            "do": "open",
+            "target": program.target,
+            "kind": program.kind,
+            "arguments": dict(program.arguments),
+            "paths": [str(program.where.absolute())],
+            "seed": seed,
+            "memory_mib": program.memory_mib,
+            "task": {**task_fields(task), "thinking": task.thinking, "reward": dict(task.reward)},
+        }
         async with self._starting or nullcontext():
-            return await self._open(task, seed)
+            await self._start()
+            reply = await self._ask("open", request, program.deadlines.open_s)
+        try:
+            opening = _parsed(_OpeningReply, reply)
+            specs = tuple(ToolSpec(**dict(tool)) for tool in opening.tools)
+            self._arguments = argument_validator(specs)
+        except ValueError as error:
+            raise await self._fail("start", "open", f"{program.target}: {error}") from error
+        self.grades = opening.grades
+        messages = task.messages if opening.messages is None else reply["messages"]
+        return Opening(messages=tuple(messages), tools=specs)
 
-    async def _open(self, task: Prompt, seed: int) -> Opening:
+    async def _start(self) -> None:
         if self._process is not None or self._closed:
             raise EnvironmentLost("closed", "open", "an environment serves one episode")
         program = self._program
@@ -98,26 +119,6 @@ class Hosted:
                 wrap=program.wrap,
                 readable=program.needed,
             ).connect()
-        request = {
-            "do": "open",
-            "target": program.target,
-            "kind": program.kind,
-            "arguments": dict(program.arguments),
-            "paths": [str(program.where.absolute())],
-            "seed": seed,
-            "memory_mib": program.memory_mib,
-            "task": {**task_fields(task), "thinking": task.thinking, "reward": dict(task.reward)},
-        }
-        reply = await self._ask("open", request, program.deadlines.open_s)
-        try:
-            opening = _parsed(_OpeningReply, reply)
-            specs = tuple(ToolSpec(**dict(tool)) for tool in opening.tools)
-            self._arguments = argument_validator(specs)
-        except ValueError as error:
-            raise await self._fail("start", "open", f"{program.target}: {error}") from error
-        self.grades = opening.grades
-        messages = task.messages if opening.messages is None else reply["messages"]
-        return Opening(messages=tuple(messages), tools=specs)
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         if self._arguments is None:

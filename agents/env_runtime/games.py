@@ -71,8 +71,6 @@ class TextGame:
         pair = list(cast("tuple[Any, ...]", first)) if isinstance(first, tuple) else []
         has_info = len(pair) == 2 and isinstance(pair[1], dict)  # old gym returns none
         observation = self._render(pair[0] if has_info else first)
-        text = "\n\n".join(filter(None, (self._rules, observation)))
-        system = [message for message in task.get("messages", ()) if message["role"] == "system"]
         action: dict[str, Any] = {"type": "string"}
         if self._last is not None:
             action = {"type": "integer", "minimum": self._first, "maximum": self._last}
@@ -81,7 +79,7 @@ class TextGame:
             "description": "Make a move. The result is what can be seen after it.",
             "parameters": object_schema({"action": action}, ["action"]),
         }
-        messages = [*system, {"role": "user", "content": text}]
+        messages = _opening_messages(task, self._rules, observation)
         return {"messages": messages, "tools": [] if self._by_text else [tool]}
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +127,13 @@ class TextGame:
     def close(self) -> None:
         if hasattr(self._game, "close"):
             self._game.close()
+
+
+def _opening_messages(task: dict[str, Any], *texts: str) -> list[dict[str, Any]] | None:
+    """Return the task's system message and the texts, or None for the task's own messages."""
+    system = [message for message in task.get("messages", ()) if message["role"] == "system"]
+    text = "\n\n".join(filter(None, texts))
+    return [*system, {"role": "user", "content": text}] if text else None
 
 
 def _scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
@@ -199,9 +204,7 @@ class OpenEnv:
             ]
             if not self._tools:
                 raise InvalidEnvironment(f"the environment lists no tools: {listing}")
-        text = "\n\n".join(filter(None, (self._rules, _observation_text(first))))
-        system = [one for one in task.get("messages", ()) if one["role"] == "system"]
-        messages = [*system, {"role": "user", "content": text}] if text else None
+        messages = _opening_messages(task, self._rules, _observation_text(first))
         return {"messages": messages, "tools": self._tools}
 
     def call(self, name: str, arguments: _Data) -> _Data:

@@ -458,17 +458,13 @@ def _compile_function(source: str, part: Part, name: str, parameters: int) -> Ca
                 "decorators that contains all it needs; only imports may precede it"
             )
     if name not in pieces:
-        raise InvalidEnvironment(
-            f"{part}.py has no function {name!r}; it has {', '.join(pieces) or 'none'}"
-        )
-    arguments = cast(ast.FunctionDef, pieces[name][-1]).args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    if len(positional) != parameters or arguments.vararg or arguments.kwonlyargs:
-        raise InvalidEnvironment(
-            f"{part}.py: {name} must have exactly {parameters} parameter{'s' * (parameters > 1)}"
-        )
+        known = ", ".join(pieces) or "none"
+        raise InvalidEnvironment(f"{part}.py has no function {name!r}; it has {known}")
     tree, names = ast.Module(body=pieces[name], type_ignores=[]), _namespace(part)
     _run(lambda: exec(compile(tree, f"{part}.py", "exec"), names), f"{part}.py")
+    if len(inspect.signature(names[name]).parameters) != parameters:
+        count = f"{parameters} parameter{'s' * (parameters > 1)}"
+        raise InvalidEnvironment(f"{part}.py: {name} must have exactly {count}")
     return names[name]
 
 
