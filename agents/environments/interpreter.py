@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from keel.agents.env_runtime.processes import make_socket_folder
 from keel.agents.environments import add_instructions
@@ -164,21 +164,17 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
     return min(cell_s, remaining_s), ending_s, start_s
 
 
-def _put_files(given: Any, folder: str, where: str) -> list[str]:
-    if not isinstance(given, (list, tuple, dict)):
-        raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
+def _put_files(files: Mapping[str, str] | Sequence[str], folder: str, where: str) -> list[str]:
+    """Write texts given by name to the folder `where`, or copy named files from `folder`. Returns
+    a description of each."""
     descriptions: list[str] = []
-    files = cast("Mapping[Any, Any] | Sequence[Any]", given)
     for name in files:
-        parts = str(name).split("/")
-        if not isinstance(name, str) or not all(parts) or {".", ".."} & set(parts):
+        parts = name.split("/")
+        if not all(parts) or {".", ".."} & set(parts):
             raise ValueError(f"`files` has {name!r}; name a file in the folder, as in a/b.csv")
         to = os.path.join(where, *parts)
         os.makedirs(os.path.dirname(to), exist_ok=True)
         if isinstance(files, Mapping):
-            if not isinstance(files[name], str):
-                kind = type(files[name]).__name__
-                raise ValueError(f"`files` has a {kind} for {name!r}, must give its text")
             with open(to, "w", encoding="utf-8", newline="") as file:
                 file.write(files[name])
         else:

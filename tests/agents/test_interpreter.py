@@ -104,7 +104,7 @@ def test_files_come_from_the_folder_or_task(tmp_path: Path) -> None:
     assert _put_files({"c.csv": "ü\r\n"}, "", str(where)) == ["c.csv (4 bytes)"]
     assert (where / "c.csv").read_bytes() == "ü\r\n".encode()
     refused: list[Any] = [["../secret"], [str(tmp_path / "secret")], ["a//b.csv"], ["link"], ["a"]]
-    for files in [*refused, "a/b.csv", {"../x": "y"}, {"a.json": {"x": 1}}]:
+    for files in [*refused, "a/b.csv", {"../x": "y"}]:
         with pytest.raises(ValueError, match="files"):
             _put_files(files, str(folder), str(where))
 
