@@ -239,9 +239,9 @@ class Conversation:
         if last["role"] != "tool":
             self.append_messages([{"role": "user", "content": question}])
             return
-        asked = {**last, "content": f"{last['content']}\n\n{question}"}
-        self.view[-1] = asked
-        self.transcript = [asked if message is last else message for message in self.transcript]
+        result = {**last, "content": f"{last['content']}\n\n{question}"}
+        self.view[-1] = result
+        self.transcript = [result if message is last else message for message in self.transcript]
         self.append_messages(())
 
     def add_messages(self, messages: Sequence[Message]) -> None:

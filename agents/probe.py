@@ -220,8 +220,8 @@ async def try_program(
             f"WARNING: it {failed} after the model had answered {_SCRIPTED_TEXT!r}. In training, a "
             f"failure {effect} (on_failure). Its last words: {ended.output[-_MAX_OUTPUT:]}"
         )
-        if recorder is not None and recorder.refusal:
-            summary += f". The endpoint refused a request: {recorder.refusal}"
+        if recorder is not None and recorder.last_refusal:
+            summary += f". The endpoint refused a request: {recorder.last_refusal}"
     return (
         f"asked a model by script for {len(contexts)} turns, the first after {contexts[0]} tokens, "
         f"and {summary} ({time.monotonic() - began:.1f} s)"

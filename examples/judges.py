@@ -95,15 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("labelled", type=Path, help="JSONL file of labelled answers")
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
     parser.add_argument("--sft", action="store_true", help="write conversations for keel sft")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        lines = list(_lines(given.labelled, sft=given.sft))
-        with given.out.open("x", encoding="utf-8") as file:
+        lines = list(_lines(options.labelled, sft=options.sft))
+        with options.out.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{len(lines):,} answers to judge in {given.out}")
+    print(f"{len(lines):,} answers to judge in {options.out}")
     return 0
 
 

@@ -262,16 +262,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="the JSONL file to write")
     parser.add_argument("--count", type=int, default=1000, help="tasks (1000)")
     parser.add_argument("--seed", type=int, help="drawn by chance unless given, and then no secret")
-    value = parser.parse_args(arguments)
-    seed = secrets.randbits(64) if value.seed is None else value.seed
+    options = parser.parse_args(arguments)
+    seed = secrets.randbits(64) if options.seed is None else options.seed
     try:
-        with value.file.open("x", encoding="utf-8") as file:
-            for task in _task_lines(value.count, seed):
+        with options.file.open("x", encoding="utf-8") as file:
+            for task in _task_lines(options.count, seed):
                 file.write(json.dumps(task, ensure_ascii=False) + "\n")
     except OSError as error:
-        print(f"{value.file}: {error.strerror}; name a new file", file=sys.stderr)
+        print(f"{options.file}: {error.strerror}; name a new file", file=sys.stderr)
         return 2
-    print(f"{value.count:,} tasks in {value.file}")
+    print(f"{options.count:,} tasks in {options.file}")
     return 0
 
 

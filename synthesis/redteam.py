@@ -199,26 +199,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="kind of request (half refuse, half help)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the selection and order (0)")
-    value = parser.parse_args(arguments)
-    count: int = len(_TOPICS) * len(_FRAMINGS) if value.only in _KINDS else 200
-    if value.only == _INJECT:
+    options = parser.parse_args(arguments)
+    count: int = len(_TOPICS) * len(_FRAMINGS) if options.only in _KINDS else 200
+    if options.only == _INJECT:
         count = len(_DOCUMENTS) * len(_INJECTIONS) * len(_WORDS) * len(_TASKS)
-    if value.count is not None:
-        count = value.count
+    if options.count is not None:
+        count = options.count
     try:
-        if value.only == _INJECT:
-            lines = list(_injections(count, value.seed))
+        if options.only == _INJECT:
+            lines = list(_injections(count, options.seed))
         else:
-            lines = list(_requests(count, value.seed, value.only))
+            lines = list(_requests(count, options.seed, options.only))
     except ValueError as error:
         parser.error(str(error))
     try:
-        with value.file.open("x", encoding="utf-8") as file:
+        with options.file.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     except OSError as error:
-        print(f"{value.file}: {error.strerror}; name a new file", file=sys.stderr)
+        print(f"{options.file}: {error.strerror}; name a new file", file=sys.stderr)
         return 2
-    print(f"{count:,} requests in {value.file}")
+    print(f"{count:,} requests in {options.file}")
     return 0
 
 

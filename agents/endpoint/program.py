@@ -228,6 +228,7 @@ class DrivenEpisode(Episode):
         opening = await self.environment.open(self.task, seed=self.environment_seed)
         specs = tuple(tool.as_json() for tool in opening.tools)
         task = replace(self.task, messages=opening.messages, tools=specs or self.task.tools)
+        tools = McpTools(self.environment, opening.tools, budget=self.budget)
         self.recorder = recorder = TrajectoryRecorder(
             name=self.name,
             prompt_id=self.task.prompt_id,
@@ -236,8 +237,8 @@ class DrivenEpisode(Episode):
             thinking=self.task.thinking,
             seed=self.seed,
             budget=self.budget,
+            is_over=lambda: tools.over,
         )
-        tools = McpTools(self.environment, opening.tools, budget=self.budget)
         await self.starting.acquire()
         begun = asyncio.create_task(recorder.begun.wait())
         begun.add_done_callback(lambda _: self.starting.release())
@@ -247,16 +248,16 @@ class DrivenEpisode(Episode):
         try:
             ended = await run_program(self.program, task, address, seed=seed, until=late)
             self.ended = ended
-            grace_s = 0.0 if recorder.error is not None else self.budget.call_s
+            grace_s = 0.0 if recorder.engine_error is not None else self.budget.call_s
         finally:
             begun.cancel()
             await self.endpoint.finish(self.name)
             await tools.finish(grace_s)
-        if recorder.error is not None:
-            raise recorder.error
+        if recorder.engine_error is not None:
+            raise recorder.engine_error
         self.usage = recorder.usage
         was_cut = recorder.finish_reason != "stop" or tools.done
-        refusal = recorder.failure or recorder.refusal
+        refusal = recorder.last_failure or recorder.last_refusal
         refusal = f"; the endpoint had refused: {refusal}" if refusal else ""
         if tools.lost is not None:
             raise tools.lost
@@ -264,7 +265,7 @@ class DrivenEpisode(Episode):
             return f"{ended.describe(self.program)}; without a turn of the policy{refusal}"
         if ended.failed and not was_cut:  # after a cut, its work counts however it took the error
             reason = f"{ended.describe(self.program)}{refusal}"
-            if recorder.failure or self.program.drop_failures:
+            if recorder.last_failure or self.program.drop_failures:
                 return reason
             verdict = Verdict(parts={"correct": 0.0}, facts={"crash": reason})
             return self._trajectory("crash", verdict)

@@ -61,12 +61,16 @@ class TrajectoryRecorder:
         thinking: bool,
         seed: int,
         budget: Budget,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Create a recorder. `is_over` returns True once the environment has ended the task. No
+        more turns are sampled after that."""
         self.name = name
         self.counts = Counter[str]()
         """Number of requests that were `extended`, `branched`, `rendered` or `refused`."""
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
         self._thinking, self._seed, self._budget = thinking, seed, budget
+        self._is_over = is_over
         self._records: list[SegmentRecord] = []
         self.index = _TurnIndex(chat, thinking=thinking)
         self._checked_tools = {_key_of_tools(())}
@@ -81,12 +85,11 @@ class TrajectoryRecorder:
         self._usage = Usage(turns=0)
         self._ended: FinishReason = "stop"
         self._timed_out = False
-        self.refusal = ""
-        self.over = False
-        """True once the environment has ended the task. No more turns are sampled after that."""
-        self.failure = ""
+        self.last_refusal = ""
+        """Why a request was last rejected, which is the program's fault."""
+        self.last_failure = ""
         """Why the endpoint or an engine last failed to serve a request."""
-        self.error: BaseException | None = None
+        self.engine_error: BaseException | None = None
         """The first engine error that persisted after the engine's own retries."""
         self._closed = False
         self._idle_since: float | None = None
@@ -106,9 +109,9 @@ class TrajectoryRecorder:
 
     def record_error(self, error: ApiError) -> None:
         if error.status >= 500:
-            self.failure = error.message
+            self.last_failure = error.message
         else:
-            self.refusal = error.message
+            self.last_refusal = error.message
             self.counts["refused"] += 1
 
     def keep_undelivered(self, reply: Reply) -> None:
@@ -128,7 +131,7 @@ class TrajectoryRecorder:
             if self._idle_since is not None:
                 limit_s, action = self._budget.timeout_s, "end"
                 remaining_s = self._budget.remaining_s(self.usage)
-            if self.error is not None:
+            if self.engine_error is not None:
                 return "was ended with the engines"
             if remaining_s <= 0 and not self._sampling:  # turns have their own deadline
                 self._timed_out = self._timed_out or self._idle_since is not None
@@ -292,7 +295,7 @@ class TrajectoryRecorder:
         finally:
             task.cancel()
             if task.done() and not task.cancelled():
-                self.error = self.error or task.exception()
+                self.engine_error = self.engine_error or task.exception()
             del self._sampling[task]
             self._changed.set()
             if not self._sampling:
@@ -320,7 +323,7 @@ class TrajectoryRecorder:
     def _check_open(self) -> None:
         if self._closed:
             raise _trajectory_over()
-        if self.over:
+        if self._is_over():
             raise ApiError(403, "the environment has ended the task", code="task_over")
 
 

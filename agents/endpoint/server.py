@@ -177,7 +177,7 @@ class Endpoint:
             idle = (one for one in connections if one not in self._busy)
             connections.remove(victim := next(idle, connections[-1]))
             if (recorder := self._busy.pop(victim, None)) is not None:
-                recorder.failure = f"the endpoint had more than {self._most} connections"
+                recorder.last_failure = f"the endpoint had more than {self._most} connections"
             assert victim.transport is not None
             victim.transport.abort()  # `close` would wait for the client to read
             victim.force_close()
@@ -275,8 +275,7 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         place = self._authenticate(request)
-        recorder, tools = place.recorder, place.tools
-        recorder.over = tools is not None and tools.over
+        recorder = place.recorder
         try:
             fields = load_object(await self._body_of(request, place))
             chat = from_anthropic(fields) if _is_anthropic(request) else fields

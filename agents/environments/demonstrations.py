@@ -88,7 +88,7 @@ def play(
     script returns a final answer. Returns the tools and the messages."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
-    said: list[Message] = list(opening["messages"])
+    messages: list[Message] = list(opening["messages"])
     turn, seen = 0, ""
     while True:
         try:
@@ -97,18 +97,18 @@ def play(
             if not isinstance(end.value, str):
                 reason = f"it must return the policy's last words, is {end.value!r:.50}"
                 raise ValueError(f"the script ends after {turn} calls; {reason}") from None
-            said.append({"role": "assistant", "content": end.value})
-            return tools, tuple(said)
+            messages.append({"role": "assistant", "content": end.value})
+            return tools, tuple(messages)
         if name not in (names := [tool.name for tool in tools]):
             raise ValueError(f"the script calls {name!r}, and the tools are {', '.join(names)}")
         call_id = f"call_{turn}_0"
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        said.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         result = environment.call(name, arguments)
         if result["done"]:
-            return tools, tuple(said)
-        said.append(
+            return tools, tuple(messages)
+        messages.append(
             {"role": "tool", "content": result["text"], "tool_call_id": call_id, "name": name}
         )
         turn, seen = turn + 1, result["text"]

@@ -38,8 +38,8 @@ def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
-            asked = (str(m["content"]) for m in request["prompt"] if m.get("role") == "user")
-            problem = "\n\n".join(asked)
+            questions = (str(m["content"]) for m in request["prompt"] if m.get("role") == "user")
+            problem = "\n\n".join(questions)
             samples: Sequence[Mapping[str, Any]] = request["samples"]
             for sample in samples:
                 proof = read_proof(final_text(sample["messages"]))
@@ -81,18 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("evaluations", type=Path, nargs="+", help="folders that keel eval wrote")
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
     parser.add_argument("--each", type=int, default=4, help="proofs of a problem and score (4)")
-    value = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        proofs = (one for folder in value.evaluations for one in _graded(folder / "samples.jsonl"))
-        lines = list(_task_lines(proofs, value.each))
+        proofs = (
+            one for folder in options.evaluations for one in _graded(folder / "samples.jsonl")
+        )
+        lines = list(_task_lines(proofs, options.each))
         if not lines:
             raise ValueError("no proof with a score; evaluate prompts of kind `proof`")
-        with value.out.open("x", encoding="utf-8") as file:
+        with options.out.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{len(lines):,} proofs to verify in {value.out}")
+    print(f"{len(lines):,} proofs to verify in {options.out}")
     return 0
 
 

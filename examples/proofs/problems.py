@@ -100,12 +100,12 @@ def _problems(draw: random.Random) -> Iterator[_Problem]:
 
 
 def _distinct(count: int, seed: int) -> list[_Problem]:
-    found: dict[str, _Problem] = {}
+    by_statement: dict[str, _Problem] = {}
     for problem in _problems(random.Random(seed)):
-        found.setdefault(problem.statement, problem)
-        if len(found) == count:
+        by_statement.setdefault(problem.statement, problem)
+        if len(by_statement) == count:
             break
-    return list(found.values())
+    return list(by_statement.values())
 
 
 def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
@@ -143,10 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m keel.examples.proofs.problems")
     parser.add_argument("file", type=Path, help="the JSONL file to write")
     parser.add_argument("--evaluations", action="store_true", help="write labelled evaluations")
-    given = parser.parse_args(arguments)
-    rows = _make_evaluations() if given.evaluations else lines()
+    options = parser.parse_args(arguments)
+    rows = _make_evaluations() if options.evaluations else lines()
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    given.file.write_text(text, encoding="utf-8")
+    options.file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -197,21 +197,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in helps.items():
         value: int = getattr(limits, name)
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} ({value})")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        limits = _SearchLimits(**{name: getattr(given, name) for name in helps})
-        problems = _read_problems(given.problems)
-        done = _finished(given.out) if (given.out.exists()) else set[str]()
+        limits = _SearchLimits(**{name: getattr(options, name) for name in helps})
+        problems = _read_problems(options.problems)
+        done = _finished(options.out) if (options.out.exists()) else set[str]()
         config = AuthorConfig(
-            base_url=given.base_url,
-            model=given.model,
-            max_tokens=given.max_tokens,
+            base_url=options.base_url,
+            model=options.model,
+            max_tokens=options.max_tokens,
             max_concurrent=64,
-            timeout_s=given.timeout,
+            timeout_s=options.timeout,
         )
         author = EndpointAuthor(config, SynthesisBudget(CostConfig(), [], lambda _: None))
         rest = {name: text for name, text in problems.items() if name not in done}
-        solved = asyncio.run(_search_all(author, rest, limits, given.out, given.at_once))
+        solved = asyncio.run(_search_all(author, rest, limits, options.out, options.at_once))
     except (OSError, ValueError, ConfigError, AuthorLost) as error:
         print(error, file=sys.stderr)
         return 2

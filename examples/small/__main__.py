@@ -77,15 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (default, _, text) in _MAX_TASKS.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=0)
-    value = parser.parse_args(arguments)
-    counts = {name: getattr(value, name) for name in _MAX_TASKS}
+    options = parser.parse_args(arguments)
+    counts = {name: getattr(options, name) for name in _MAX_TASKS}
     for name, (_, most, _) in _MAX_TASKS.items():
         if not 1 <= counts[name] <= most:
             parser.error(f"--{name} {counts[name]}: must be from 1 to {most}")
     if find_spec("pytest") is None:
         parser.error("the code tasks' tests run with pytest: pip install pytest")
     try:
-        return make(value.folder.expanduser().absolute(), **counts, seed=value.seed)
+        return make(options.folder.expanduser().absolute(), **counts, seed=options.seed)
     except subprocess.CalledProcessError as error:
         parser.error(f"git: {error.stderr.decode(errors='replace').strip()}")
     except (ConfigError, OSError) as error:

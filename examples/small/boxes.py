@@ -22,10 +22,10 @@ def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> li
         draw = random.Random(f"boxes shown {seed} {number}")
         boxes = Boxes(**arguments)
         environment = Object(boxes, methods_of(boxes))
-        place = int(arguments.get("boxes", 12))
-        order = draw.sample(range(1, place + 1), place)
+        last = int(arguments.get("boxes", 12))
+        order = draw.sample(range(1, last + 1), last)
         tools, worked = play(environment, {}, number, _look(order))
-        _, hasty = play(environment, {}, number, _guess(draw.randint(1, place)))
+        _, hasty = play(environment, {}, number, _guess(draw.randint(1, last)))
         made.append(Demonstration(tools=tools, worked=_shown(worked, draw), hasty=hasty))
     return made
 
@@ -39,12 +39,14 @@ def _look(order: Sequence[int]) -> Calls:
 
 def _guess(box: int) -> Calls:
     return str(box)
-    yield "look", {}
+    yield  # without a call
 
 
 def _shown(whole: Sequence[Message], draw: random.Random) -> tuple[Message, ...]:
-    opening, *said = whole
-    steps = [said[i : i + 2] for i in range(0, len(said) - 1, 2)]
+    """Cut a few steps out of a conversation. A summary may replace the steps before them. Unless
+    they are the last, they end with the request for a summary and its answer."""
+    opening, *turns = whole
+    steps = [turns[i : i + 2] for i in range(0, len(turns) - 1, 2)]
     start = draw.randrange(max(1, len(steps)))
     part = [message for step in steps[start : start + _SEEN] for message in step]
     empty = [str(step[0]["tool_calls"][0]["function"]["arguments"]["box"]) for step in steps]
@@ -52,7 +54,7 @@ def _shown(whole: Sequence[Message], draw: random.Random) -> tuple[Message, ...]
     if start and draw.random() < 0.7:
         before = [{"role": "user", "content": SUMMARY + _written(empty[:start])}]
     if start + _SEEN >= len(steps):
-        return (opening, *before, *part, said[-1])
+        return (opening, *before, *part, turns[-1])
     last = {**part[-1], "content": f"{part[-1]['content']}\n\n{ASK_FOR_SUMMARY}"}
     summary = _written(empty[: start + _SEEN] if before else empty[start : start + _SEEN])
     return (opening, *before, *part[:-1], last, {"role": "assistant", "content": summary})

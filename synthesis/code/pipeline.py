@@ -210,18 +210,18 @@ class _Outcomes:
 def _outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> _Outcomes:
     runs = (*before, *after)
     names = sorted({name for run in runs for name in run["tests"]})
-    found: dict[str, list[str]] = {"f2p": [], "p2p": [], "p2f": [], "flaky": []}
+    groups: dict[str, list[str]] = {"f2p": [], "p2p": [], "p2f": [], "flaky": []}
     for name in names:
         first = {run["tests"].get(name) == "passed" for run in before}
         then = {run["tests"].get(name) == "passed" for run in after}
         if len(first) > 1 or len(then) > 1:
-            found["flaky"].append(name)
+            groups["flaky"].append(name)
         elif first == {True}:
-            found["p2p" if then == {True} else "p2f"].append(name)
+            groups["p2p" if then == {True} else "p2f"].append(name)
         elif then == {True}:
-            found["f2p"].append(name)
+            groups["f2p"].append(name)
     return _Outcomes(
-        **found,
+        **groups,
         canary=all(run["canary"] == "as wanted" for run in runs),
         inside=all(run["inside"] for run in runs),
         seconds=max(run["seconds"] for run in runs),

@@ -255,9 +255,9 @@ class PrefixBuilder:
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"
             if record.is_file():
-                found: dict[str, Any] = json.loads(record.read_text("utf-8"))
-                found["generated"] = tree_from_json(found["generated"])
-                return Prefix(**found)
+                fields: dict[str, Any] = json.loads(record.read_text("utf-8"))
+                fields["generated"] = tree_from_json(fields["generated"])
+                return Prefix(**fields)
             if name in self._refused:
                 raise Rejected(*self._refused[name])
             try:
@@ -277,11 +277,11 @@ class PrefixBuilder:
 
     async def _list(self, name: str, candidate: Candidate) -> None:
         folder = self._rooms.folder
-        found = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
+        packages = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
         for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
-            if other in found:
+            if other in packages:
                 raise Rejected("future", f"a copy of the project {other} is installed")
-        write_atomically(folder / "packages" / f"{name}.json", json.dumps(found).encode())
+        write_atomically(folder / "packages" / f"{name}.json", json.dumps(packages).encode())
 
     def _name(self, candidate: Candidate) -> str:
         language, source = candidate.language, candidate.source
@@ -324,23 +324,23 @@ class PrefixBuilder:
         )
         if result["status"] != 0:
             how = "timed out" if result["status"] is None else "failed"
-            return None, f"the set-up {how}: {result['said'][-_MAX_OUTPUT:].strip()}"
+            return None, f"the set-up {how}: {result['output'][-_MAX_OUTPUT:].strip()}"
         built = replace(expected, generated=tree_from_json(result["generated"]))
         draft = instance_of(candidate, built, self._config.tests_s)
         async with self._rooms.workshop(draft, candidate) as room:
             ran = await call_workshop(room, "tests", self._config.tests_s + AROUND_S, gold=False)
         if "passed" in ran["tests"].values():
             return built, ""
-        reply = ran["said"][-_MAX_OUTPUT:].strip()
+        reply = ran["output"][-_MAX_OUTPUT:].strip()
         return None, f"none of {len(ran['tests'])} tests passes: {reply}"
 
     async def _agent(
         self, hosted: Hosted, candidate: Candidate, first: Prefix, why: str
     ) -> Prefix | None:
-        found: Prefix | None = None
+        prefix: Prefix | None = None
 
         async def call(one: ToolCall) -> ToolResult:
-            nonlocal found
+            nonlocal prefix
             value: Mapping[str, Any] = one.arguments
             if one.name == "bash":
                 bash = {"command": value["command"], "timeout_s": int(_BASH_S)}
@@ -349,8 +349,8 @@ class PrefixBuilder:
                     timeout_s=_BASH_S + AROUND_S,
                 )
             expected = Prefix(name=first.name, setup=value["setup"], test=value["test"])
-            found, complaint = await self._try_setup(hosted, candidate, expected)
-            return ToolResult(text=complaint or "It works.", done=found is not None)
+            prefix, complaint = await self._try_setup(hosted, candidate, expected)
+            return ToolResult(text=complaint or "It works.", done=prefix is not None)
 
         text = _TASK.format(
             repo="/tmp/repo",
@@ -367,4 +367,4 @@ class PrefixBuilder:
             most_turns=self._config.setup_turns,
             purpose="setup",
         )
-        return found
+        return prefix

@@ -270,21 +270,23 @@ class TaskDraft:
             "returns": {name: spec["returns"] for name, spec in self.specs.items()},
         }
         within_s = self.rooms.config.solve_s
-        said: Mapping[str, Any] = {}
+        tool_result: Mapping[str, Any] = {}
         reply: dict[str, Any] = {}
         with reject_crashes("solution"):
             async with self.rooms.open("environment:Solution", reward=reward) as (solver, _):
                 try:
                     async with asyncio.timeout(within_s):
                         for count in range(_MAX_CALLS + 1):
-                            go = ToolCall(call_id="s", name="go", arguments={"said": said})
+                            go = ToolCall(
+                                call_id="s", name="go", arguments={"tool_result": tool_result}
+                            )
                             result = await solver.call(go, timeout_s=within_s + SLACK_S)
                             if result.failed:
                                 raise Rejected("solution", result.text.removeprefix("Rejected: "))
                             reply = json.loads(result.text)
                             if "call" not in reply:
                                 break
-                            said = await request(self._call_of(reply, count))
+                            tool_result = await request(self._call_of(reply, count))
                         else:
                             raise Rejected("solution", f"solve makes more than {_MAX_CALLS} calls")
                 except TimeoutError as error:

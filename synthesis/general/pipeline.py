@@ -266,23 +266,23 @@ class _EnvironmentWriter:
 
     async def _step(self, reply: AuthorReply) -> None:
         number = len(self._tasks)
-        found = _split_sections(
+        sections = _split_sections(
             reply, ("question", "solve", "verify"), ("tools",) if number else ()
         )
         pieces = {
-            "tools.py": found.get("tools", ""),
-            "solve.py": _number_function(found["solve"], "solve", number),
-            "verify.py": _number_function(found["verify"], "verify", number),
+            "tools.py": sections.get("tools", ""),
+            "solve.py": _number_function(sections["solve"], "solve", number),
+            "verify.py": _number_function(sections["verify"], "verify", number),
         }
         files = {
             name: "\n\n\n".join(filter(None, (self._files[name].rstrip(), piece.rstrip()))) + "\n"
             for name, piece in pieces.items()
         }
         specs = self._specs
-        if "tools" in found:
+        if "tools" in sections:
             self._write(files, self._tasks)
             specs = await gates.check_types(self.rooms, self.path)
-        task = {"question": found["question"].strip(), "tools": list(specs)}
+        task = {"question": sections["question"].strip(), "tools": list(specs)}
         self._write(files, [*self._tasks, task])
         draft = gates.TaskDraft(
             rooms=self.rooms,
@@ -292,7 +292,7 @@ class _EnvironmentWriter:
             solution=pieces["solve.py"],
             seed=self.seed,
         )
-        for earlier, answer in enumerate(self._answers if "tools" in found else ()):
+        for earlier, answer in enumerate(self._answers if "tools" in sections else ()):
             again = replace(draft, number=earlier, solution=self._files["solve.py"])
             if (await again.solve())[0] != answer:
                 raise Rejected("earlier", f"the new tools change the solution of task {earlier}")
@@ -360,16 +360,16 @@ def _split_sections(
     # Blank out the code blocks, so that comments in code are not taken for headings.
     text = _BLOCK.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), reply.content)
     heads = [m for m in _HEADING.finditer(text) if m[1].lower() in {*required, *optional}]
-    found: dict[str, str] = {}
+    sections: dict[str, str] = {}
     ends = [*(m.start() for m in heads[1:]), len(text)]
     for head, end in zip(heads, ends, strict=False):
         body = reply.content[head.end() : end]
         block = _BLOCK.search(body)
-        found[head[1].lower()] = (block[2] if block else body).strip() + "\n"
+        sections[head[1].lower()] = (block[2] if block else body).strip() + "\n"
     for name in required:
-        if not found.get(name, "").strip():
+        if not sections.get(name, "").strip():
             raise Rejected("form", f"the reply has no section under a heading `## {name}`")
-    return {name: body for name, body in found.items() if body.strip()}
+    return {name: body for name, body in sections.items() if body.strip()}
 
 
 def _number_function(source: str, name: str, number: int) -> str:

@@ -98,8 +98,8 @@ class Workspace:
             if hand_in is None or one.name != hand_in[0].name:
                 try:
                     # A search API may take seconds.
-                    found = await asyncio.to_thread(at_hand[one.name], dict(one.arguments))
-                    return ToolResult(text=escape_text(found))
+                    text = await asyncio.to_thread(at_hand[one.name], dict(one.arguments))
+                    return ToolResult(text=escape_text(text))
                 except Exception as error:  # a search API raises anything
                     return ToolResult(text=escape_text(str(error)), failed=True)
             try:

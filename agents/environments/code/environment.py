@@ -301,7 +301,7 @@ class RepositoryWorkshop(Repository):
         if sum(len(entry[1]) for entry in new.values()) > _MAX_GENERATED_MIB << 20:
             status, new = 1, {}
             output = f"it leaves more than {_MAX_GENERATED_MIB} MiB in the repository"
-        outcome = {"status": status, "said": output[-2000:], "generated": tree_as_json(new)}
+        outcome = {"status": status, "output": output[-2000:], "generated": tree_as_json(new)}
         return json.dumps(outcome)
 
     def copies(self) -> str:
@@ -328,7 +328,7 @@ class _TestResults(NamedTuple):
     canary: str
     """`as wanted` if all canary tests have the expected result, `missing` if one has no result,
     otherwise `faked`."""
-    said: str
+    output: str
     inside: bool = True
     """False if a canary test at the end of a hidden test file has an unexpected result."""
     seconds: float = 0.0

@@ -351,12 +351,12 @@ def load_tools(source: str, database: Any) -> dict[str, Tool]:
     sys.modules["tools"] = module  # dataclasses look up their module there
     _run(lambda: exec(compile(tree, "tools.py", "exec"), vars(module)), "tools.py")
     tools: dict[str, Tool] = {}
-    for name, given in public_functions(module).items():
+    for name, function in public_functions(module).items():
         if name == SUBMIT["name"]:
             raise InvalidEnvironment(f"tool {name}: that name is taken: it submits the answer")
-        tools[name] = tool = Tool(name, given)
-        hints = get_type_hints(given)
-        for one in (*inspect.signature(given).parameters, "return"):
+        tools[name] = tool = Tool(name, function)
+        hints = get_type_hints(function)
+        for one in (*inspect.signature(function).parameters, "return"):
             if hints.get(one, Any) is Any:
                 raise InvalidEnvironment(f"tool {name}: {one} has no type hint, or the hint Any")
         if not tool.spec["description"]:

@@ -116,12 +116,12 @@ class Solution:
         spec = task["reward"]
         self._child = start_solution(spec["source"], spec["number"], spec["returns"])
 
-    def go(self, said: dict[str, Any]) -> Any:
+    def go(self, tool_result: dict[str, Any]) -> Any:
         """Send the result of the last tool call. Returns the next call, or {"is": the answer} at
         the end."""
         try:
-            if said:
-                self._child.send(said)
+            if tool_result:
+                self._child.send(tool_result)
             reply = self._child.receive()
         except ChildEnded as error:
             raise InvalidEnvironment(f"the solution: {error}") from error

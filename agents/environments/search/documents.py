@@ -277,13 +277,13 @@ def split_ranges(text: str, most: int) -> list[tuple[int, int]]:
     return [*boundaries, (start, len(text))]
 
 
-def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
+def excerpt(text: str, terms: Iterable[str], most: int) -> str:
     """Return the part of `text` with the most distinct terms in `wanted`, about `most` characters
     long."""
-    wanted = set(wanted)
+    terms = set(terms)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]
-    best = max(pieces, key=lambda piece: len(wanted & set(search_terms(text[slice(*piece)]))))
+    best = max(pieces, key=lambda piece: len(terms & set(search_terms(text[slice(*piece)]))))
     start, end = best
     before, after = "… " if start else "", " …" if end < len(text) else ""
     return before + " ".join(text[start:end].split()) + after
@@ -327,11 +327,11 @@ class SearchIndex:
         self._searching = threading.Lock()  # a connection has one progress handler
 
     def search(self, query: str, most: int) -> list[Hit]:
-        wanted, hits = search_terms(query), dict[int, Hit]()
+        terms, hits = search_terms(query), dict[int, Hit]()
         # Matches any term of the query. Terms contain no FTS5 syntax.
         expression = " OR ".join(
             f'{"signs" if _alone(one) else "{title terms}"}: "{one}"'
-            for one in list(dict.fromkeys(wanted))[:_MAX_TERMS]
+            for one in list(dict.fromkeys(terms))[:_MAX_TERMS]
         )
         if not expression:
             return []
@@ -350,7 +350,7 @@ class SearchIndex:
                 name, title, text = self._base.execute(
                     "select name, title, text from documents where id = ?", (number,)
                 ).fetchone()
-                snippet = excerpt(text[start:stop], wanted, _SNIPPET)
+                snippet = excerpt(text[start:stop], terms, _SNIPPET)
                 hits[number] = Hit(name=name, title=title, snippet=snippet)
         return list(hits.values())
 

@@ -209,8 +209,8 @@ def test_failed_and_cancelled_turns_are_resampled_alike() -> None:
     finished = record(policy, work)
     assert len(finished.segments) == 1
     assert len({request.seed for request in policy.requests[1:]}) == 1
-    assert finished.failure and finished.usage.turns == 2
-    assert "engine 3 died" in finished.failure
+    assert finished.last_failure and finished.usage.turns == 2
+    assert "engine 3 died" in finished.last_failure
 
 
 def test_keys_ignore_only_what_clients_change() -> None:

@@ -176,7 +176,7 @@ def test_flaky_test_is_excluded() -> None:
     def run(marks: str) -> dict[str, Any]:
         """Outcomes of tests a to e."""
         tests = {name: verdicts[m] for name, m in zip("abcde", marks, strict=True) if m != " "}
-        fixed = {"canary": "as wanted", "inside": True, "said": "", "seconds": len(tests)}
+        fixed = {"canary": "as wanted", "inside": True, "output": "", "seconds": len(tests)}
         return {"tests": tests, **fixed}
 
     split = _outcomes_of([run("-+++-"), run(" ++--")], [run("++s++"), run("++ +-")])
