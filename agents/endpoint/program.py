@@ -99,7 +99,7 @@ class _ProgramResult:
     failed: str = ""
     output: str = ""
     verdict: Verdict | Unscored | None = None
-    """The verdict written by the program. None if there is none or `judges` is off."""
+    """The verdict written by the program. None without one, or if `judges` is off."""
     answer: str | None = None
 
     def describe(self, program: AgentProgram) -> str:

@@ -52,9 +52,8 @@ _MAX_S = 1e9
 
 
 class Hosted:
-    """Runs one episode of a `Program` in its own process. The process is forked by `fork_server` if
-    one is given, and otherwise started anew. `starting` limits how many processes start at the same
-    time."""
+    """Runs one episode of a `Program` in its own process. `fork_server` forks the process; without
+    one, a new interpreter starts. `starting` limits how many processes start at the same time."""
 
     def __init__(
         self,

@@ -77,8 +77,8 @@ class CodePipeline:
             instance: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             self._lines[instance["key"]] = _line_of(instance)
         self._write_lines()
-        self._rooms = await asyncio.to_thread(CodeSandboxes, self._config, self._folder)
-        self._prefixes = PrefixBuilder(self._config, self._author, self._folder, self._rooms)
+        self._sandboxes = await asyncio.to_thread(CodeSandboxes, self._config, self._folder)
+        self._prefixes = PrefixBuilder(self._config, self._author, self._folder, self._sandboxes)
         return self
 
     async def __aexit__(self, *_: object) -> None: ...
@@ -88,10 +88,10 @@ class CodePipeline:
         candidate = await asyncio.to_thread(self._of[key].load, key)
         await asyncio.to_thread(_check_change, candidate, config)
         built = await self._prefixes.get_or_build(candidate)
-        prefix = self._rooms.folder / "prefixes" / built.name
+        prefix = self._sandboxes.folder / "prefixes" / built.name
         await asyncio.to_thread(_check_leaks, candidate, built, prefix, config.most_revealed)
         instance = instance_of(candidate, built, config.tests_s)
-        async with self._rooms.workshop(instance, candidate) as hosted:
+        async with self._sandboxes.workshop(instance, candidate) as hosted:
             outcomes = await self._measured(hosted)
         marks = await judge(candidate, self._author, config.least_judged) if config.judge else {}
         instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}
@@ -99,11 +99,11 @@ class CodePipeline:
             instance["canary_at"] = []
         # Code that never ends should score 0 soon.
         instance["tests_s"] = min(config.tests_s, _LEAST_S + _SLOWER * outcomes.seconds)
-        reward = self._rooms.sealed(key, instance)
+        reward = self._sandboxes.sealed(key, instance)
         try:
             await self._check_gold_patch(candidate, reward)
         except BaseException:
-            (self._rooms.folder / "sealed" / key).unlink(missing_ok=True)
+            (self._sandboxes.folder / "sealed" / key).unlink(missing_ok=True)
             raise
         source = candidate.source
         kept = {
@@ -149,7 +149,7 @@ class CodePipeline:
 
     async def _check_gold_patch(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
         """Check that the gold patch scores 1 when applied with the policy's own tools."""
-        async with self._rooms.episode(reward) as hosted:
+        async with self._sandboxes.episode(reward) as hosted:
             for call in _calls_of(candidate):
                 reply = await hosted.call(call, timeout_s=AROUND_S)
                 if reply.failed or "[exit status" in reply.text[-40:]:

@@ -239,9 +239,9 @@ The result: {why}
 
 class PrefixBuilder:
     def __init__(
-        self, config: CodeTasksConfig, author: Author, folder: Path, rooms: CodeSandboxes
+        self, config: CodeTasksConfig, author: Author, folder: Path, sandboxes: CodeSandboxes
     ) -> None:
-        self._config, self._author, self._rooms = config, author, rooms
+        self._config, self._author, self._sandboxes = config, author, sandboxes
         self._records = folder / "prefixes"
         self._records.mkdir(exist_ok=True)
         self._locks: dict[str, asyncio.Lock] = {}
@@ -267,8 +267,10 @@ class PrefixBuilder:
                 if isinstance(error, Rejected):
                     self._refused[name] = (error.gate, error.reason)
                 # Episodes could read it, and no list names its packages.
-                await asyncio.to_thread(erase_folder, str(self._rooms.folder / "prefixes" / name))
-                (self._rooms.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
+                await asyncio.to_thread(
+                    erase_folder, str(self._sandboxes.folder / "prefixes" / name)
+                )
+                (self._sandboxes.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
                 raise
             fields = {"name": name, "setup": built.setup, "test": built.test}
             text = json.dumps({**fields, "generated": tree_as_json(built.generated)})
@@ -276,7 +278,7 @@ class PrefixBuilder:
             return built
 
     async def _list(self, name: str, candidate: Candidate) -> None:
-        folder = self._rooms.folder
+        folder = self._sandboxes.folder
         packages = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
         for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
             if other in packages:
@@ -302,7 +304,7 @@ class PrefixBuilder:
         draft = instance_of(candidate, first, self._config.tests_s)
         env = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
         draft["env"] = {**env, "VERSION": candidate.version, **draft["env"]}
-        async with self._rooms.workshop(draft, candidate, sets_up=True) as hosted:
+        async with self._sandboxes.workshop(draft, candidate, sets_up=True) as hosted:
             built, why = await self._try_setup(hosted, candidate, first)
             if built is not None:
                 return built
@@ -327,8 +329,10 @@ class PrefixBuilder:
             return None, f"the set-up {how}: {result['output'][-_MAX_OUTPUT:].strip()}"
         built = replace(expected, generated=tree_from_json(result["generated"]))
         draft = instance_of(candidate, built, self._config.tests_s)
-        async with self._rooms.workshop(draft, candidate) as room:
-            ran = await call_workshop(room, "tests", self._config.tests_s + AROUND_S, gold=False)
+        async with self._sandboxes.workshop(draft, candidate) as workshop:
+            ran = await call_workshop(
+                workshop, "tests", self._config.tests_s + AROUND_S, gold=False
+            )
         if "passed" in ran["tests"].values():
             return built, ""
         reply = ran["output"][-_MAX_OUTPUT:].strip()

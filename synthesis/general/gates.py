@@ -173,11 +173,11 @@ _MAX_CALLS, _MAX_REPLAYED, _MAX_TEXTS, _MAX_MESSAGE = 1000, 200, 400, 300
 _HASH_SEEDS = (1, 2)
 
 
-async def check_types(rooms: GeneralSandboxes, environment: Path) -> Specs:
+async def check_types(sandboxes: GeneralSandboxes, environment: Path) -> Specs:
     """Check that all tools have type hints, docstrings and valid schemas, and return their
     specs."""
-    specs: dict[str, dict[str, Any]] = await rooms.workshop(
-        "typed", environment, "describe", each_s=rooms.config.call_s
+    specs: dict[str, dict[str, Any]] = await sandboxes.workshop(
+        "typed", environment, "describe", each_s=sandboxes.config.call_s
     )
     try:
         ArgumentValidator([tool_spec_of(spec) for spec in specs.values()])
@@ -187,18 +187,20 @@ async def check_types(rooms: GeneralSandboxes, environment: Path) -> Specs:
     return specs
 
 
-def open_episode(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
+def open_episode(
+    sandboxes: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0
+) -> Any:
     """Open the environment in the same way as for the policy."""
-    arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
+    arguments = {"folder": str(environment), "verify_s": sandboxes.config.verify_s}
     reward = {"general": {"task": number}}
-    return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
+    return sandboxes.open("environment:General", reward=reward, arguments=arguments, seed=seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDraft:
     """A new task in the folder of an environment. It has not passed the gates yet."""
 
-    rooms: GeneralSandboxes
+    sandboxes: GeneralSandboxes
     path: Path
     number: int
     specs: Specs
@@ -235,9 +237,9 @@ class TaskDraft:
             )
         await refuses("easier", [(f"the answer of task {n}", one) for n, one in enumerate(earlier)])
         await self._check_deterministic([call for call, _ in results])
-        passed, attempts = 0, self.rooms.config.attempts
+        passed, attempts = 0, self.sandboxes.config.attempts
         if attempts:
-            passed = await reference(self.rooms, self.path, self.number)
+            passed = await reference(self.sandboxes, self.path, self.number)
             if before is not None and passed >= before:
                 raise Rejected(
                     "harder",
@@ -251,10 +253,13 @@ class TaskDraft:
         calls with their results. The calls go through the environment, like a policy's."""
         results: list[tuple[ToolCall, Mapping[str, str]]] = []
         with reject_crashes("solution"):
-            async with open_episode(self.rooms, self.path, self.number, seed=seed) as (policy, _):
+            async with open_episode(self.sandboxes, self.path, self.number, seed=seed) as (
+                policy,
+                _,
+            ):
 
                 async def request(call: ToolCall) -> Mapping[str, str]:
-                    done = await policy.call(call, timeout_s=self.rooms.config.call_s)
+                    done = await policy.call(call, timeout_s=self.sandboxes.config.call_s)
                     results.append((call, {"failed" if done.failed else "text": done.text}))
                     return results[-1][1]
 
@@ -269,11 +274,11 @@ class TaskDraft:
             "number": self.number,
             "returns": {name: spec["returns"] for name, spec in self.specs.items()},
         }
-        within_s = self.rooms.config.solve_s
+        within_s = self.sandboxes.config.solve_s
         tool_result: Mapping[str, Any] = {}
         reply: dict[str, Any] = {}
         with reject_crashes("solution"):
-            async with self.rooms.open("environment:Solution", reward=reward) as (solver, _):
+            async with self.sandboxes.open("environment:Solution", reward=reward) as (solver, _):
                 try:
                     async with asyncio.timeout(within_s):
                         for count in range(_MAX_CALLS + 1):
@@ -350,11 +355,11 @@ class TaskDraft:
                 request.append({"name": name, "arguments": arguments})
         one, two = await asyncio.gather(
             *(
-                self.rooms.workshop(
+                self.sandboxes.workshop(
                     "deterministic",
                     self.path,
                     "results",
-                    each_s=self.rooms.config.call_s,
+                    each_s=self.sandboxes.config.call_s,
                     times=len(request),
                     arguments={"calls": request},
                     hash_seed=hash_seed,
@@ -372,11 +377,11 @@ class TaskDraft:
                 )
 
     async def _verdicts(self, gate: str, answers: Sequence[Any]) -> list[dict[str, bool] | str]:
-        return await self.rooms.workshop(
+        return await self.sandboxes.workshop(
             gate,
             self.path,
             "verdicts",
-            each_s=self.rooms.config.verify_s,
+            each_s=self.sandboxes.config.verify_s,
             times=len(answers),
             arguments={"number": self.number, "answers": list(answers)},
         )
@@ -392,8 +397,8 @@ class TaskDraft:
         ]
 
     async def _texts(self) -> list[str]:
-        call_s = self.rooms.config.call_s
-        return await self.rooms.workshop(
+        call_s = self.sandboxes.config.call_s
+        return await self.sandboxes.workshop(
             "database", self.path, "strings", each_s=call_s, arguments={"most": _MAX_TEXTS}
         )
 

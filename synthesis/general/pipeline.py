@@ -73,18 +73,18 @@ class GeneralPipeline:
         self._reference = reference
         self._search = _search_of(config)
         self._done = folder.absolute() / "tasks"
-        self._rooms = GeneralSandboxes(folder.absolute() / "making", config)
+        self._sandboxes = GeneralSandboxes(folder.absolute() / "making", config)
 
     async def __aenter__(self) -> Self:
         self._done.mkdir(parents=True, exist_ok=True)
-        await self._rooms.__aenter__()
+        await self._sandboxes.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._rooms.__aexit__(*error)
+        await self._sandboxes.__aexit__(*error)
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        done, path = self._done / key, self._rooms.making / key
+        done, path = self._done / key, self._sandboxes.making / key
         if done.exists():  # an earlier start ended before it wrote the ledger
             return None
         shutil.rmtree(path, ignore_errors=True)
@@ -92,7 +92,7 @@ class GeneralPipeline:
         path.chmod(0o755)
         name, _, number = key.rpartition("-")
         making = _EnvironmentWriter(
-            rooms=self._rooms,
+            sandboxes=self._sandboxes,
             path=path,
             category=self._category[name],
             number=int(number),
@@ -121,10 +121,10 @@ _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.
 
 @dataclass(kw_only=True)
 class _EnvironmentWriter:
-    """Lets the author model build one environment, in a folder below `rooms.making`. Its code never
-    runs in this process. `reference` attempts the tasks to measure their difficulty."""
+    """Lets the author model build one environment, in a folder below `sandboxes.making`. Its code
+    never runs in this process. `reference` attempts the tasks to measure their difficulty."""
 
-    rooms: GeneralSandboxes
+    sandboxes: GeneralSandboxes
     path: Path
     category: str
     number: int
@@ -144,9 +144,9 @@ class _EnvironmentWriter:
         self._messages: list[Message] = []
 
     async def run(self) -> None:
-        config = self.rooms.config
+        config = self.sandboxes.config
         kind = await self._database()
-        (shown,) = await self.rooms.workshop(
+        (shown,) = await self.sandboxes.workshop(
             "database", self.path, "shown", each_s=config.call_s, arguments={"most": _SHOWN}
         )
         self._messages = _tools_messages(self.category, shown, kind)
@@ -186,7 +186,7 @@ class _EnvironmentWriter:
         _put_json(self.path / "provenance.json", provenance)
 
     async def _database(self) -> str:
-        config, kind = self.rooms.config, ""
+        config, kind = self.sandboxes.config, ""
 
         async def call(call: ToolCall) -> ToolResult:
             nonlocal kind
@@ -197,7 +197,7 @@ class _EnvironmentWriter:
                     return ToolResult(text=await asyncio.to_thread(self.search, query))
                 except Exception as error:  # a search API raises anything
                     return ToolResult(text=str(error), failed=True)
-            result = await desk.call(call, timeout_s=config.bash_s + SLACK_S)
+            result = await hosted.call(call, timeout_s=config.bash_s + SLACK_S)
             if call.name != "submit_database" or result.failed:
                 return result
             kind = self._store_database(result.text)
@@ -213,10 +213,10 @@ class _EnvironmentWriter:
             network=config.network,
         )
         with reject_crashes("database"):
-            async with self.rooms.open(
+            async with self.sandboxes.open(
                 "environment:DatabaseDesk", arguments=arguments, network=config.network
             ) as opened:
-                desk, opening = opened
+                hosted, opening = opened
                 worked = await run_tool_loop(
                     self.author,
                     messages,
@@ -237,13 +237,13 @@ class _EnvironmentWriter:
             kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
         except (ValueError, TypeError, LookupError, binascii.Error) as error:
             raise Rejected("database", f"cannot be read: {error}") from error
-        if kind not in (".json", ".sqlite") or len(data) > self.rooms.config.database_kib << 10:
+        if kind not in (".json", ".sqlite") or len(data) > self.sandboxes.config.database_kib << 10:
             raise Rejected("database", "not a database, or too large")
         _put(self.path / f"database{kind}", data)
         return kind
 
     async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
-        for remaining in reversed(range(self.rooms.config.revisions + 1)):
+        for remaining in reversed(range(self.sandboxes.config.revisions + 1)):
             reply = await self.author.ask(self._messages, purpose=purpose)
             self._messages.append(reply.message())
             try:
@@ -261,7 +261,7 @@ class _EnvironmentWriter:
     async def _first_tools(self, reply: AuthorReply) -> None:
         files = {**self._files, "tools.py": _split_sections(reply, ("tools",))["tools"]}
         self._write(files, [])
-        self._specs = await gates.check_types(self.rooms, self.path)
+        self._specs = await gates.check_types(self.sandboxes, self.path)
         self._files = files
 
     async def _step(self, reply: AuthorReply) -> None:
@@ -281,11 +281,11 @@ class _EnvironmentWriter:
         specs = self._specs
         if "tools" in sections:
             self._write(files, self._tasks)
-            specs = await gates.check_types(self.rooms, self.path)
+            specs = await gates.check_types(self.sandboxes, self.path)
         task = {"question": sections["question"].strip(), "tools": list(specs)}
         self._write(files, [*self._tasks, task])
         draft = gates.TaskDraft(
-            rooms=self.rooms,
+            sandboxes=self.sandboxes,
             path=self.path,
             number=number,
             specs=specs,
@@ -315,18 +315,18 @@ class _EnvironmentWriter:
 
 
 async def _passed_attempts(
-    author: Author, rooms: GeneralSandboxes, environment: Path, number: int
+    author: Author, sandboxes: GeneralSandboxes, environment: Path, number: int
 ) -> int:
 
     async def passes() -> bool:
         try:
-            async with gates.open_episode(rooms, environment, number) as (hosted, opening):
+            async with gates.open_episode(sandboxes, environment, number) as (hosted, opening):
                 worked = await run_tool_loop(
                     author,
                     opening.messages,
                     tools=opening.tools,
-                    call=partial(hosted.call, timeout_s=rooms.config.call_s),
-                    most_turns=rooms.config.max_turns,
+                    call=partial(hosted.call, timeout_s=sandboxes.config.call_s),
+                    most_turns=sandboxes.config.max_turns,
                     purpose="attempt",
                 )
                 transcript = Transcript(messages=worked.messages, finish_reason="stop")
@@ -337,7 +337,7 @@ async def _passed_attempts(
             return False  # because of its calls
         return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
 
-    return sum(await gather_or_cancel(*(passes() for _ in range(rooms.config.attempts))))
+    return sum(await gather_or_cancel(*(passes() for _ in range(sandboxes.config.attempts))))
 
 
 def _put_json(path: Path, value: Any) -> None:

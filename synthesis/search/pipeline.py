@@ -104,7 +104,7 @@ class SearchPipeline:
             where = "library" if config.library else "corpus"
             value = getattr(config, where)
             raise ConfigError(f"search.{where} = {value}: {error}") from error
-        self._desk = Workspace(library=library, config=config)
+        self._workspace = Workspace(library=library, config=config)
         self._starts = self._drawn(library)
         self._prompts = self._given_prompts()
         self.keys = [*self._starts, *self._prompts]
@@ -114,8 +114,8 @@ class SearchPipeline:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if isinstance(self._desk.library, SearchIndex):
-            self._desk.library.close()
+        if isinstance(self._workspace.library, SearchIndex):
+            self._workspace.library.close()
 
     async def make(self, key: str) -> None:
         if key in self._written:  # written, but not in the ledger
@@ -140,14 +140,14 @@ class SearchPipeline:
         self._written.add(key)
 
     async def _question(self, start: DraftStart, key: str) -> dict[str, Any]:
-        draft = await write_draft(self._desk, self._author, start, self._kept)
+        draft = await write_draft(self._workspace, self._author, start, self._kept)
         rule = answer_rule(draft.spellings)
         taken = accepts(rule)
         if lost := [one for one in draft.spellings if not taken(one)]:
             raise Rejected("rule", f"the rule rejects the answer {lost[0]!r}")
-        wrong = await collect_answers(self._desk, self._answerers, draft.text, taken)
+        wrong = await collect_answers(self._workspace, self._answerers, draft.text, taken)
         await verify_answers(
-            self._desk,
+            self._workspace,
             self._verifier,
             draft.text,
             draft.spellings,
@@ -168,7 +168,7 @@ class SearchPipeline:
         }
 
     async def _helpful(self, start: DraftStart) -> dict[str, Any]:
-        draft = await write_draft(self._desk, self._author, start, self._kept)
+        draft = await write_draft(self._workspace, self._author, start, self._kept)
         scores = await self._gain(draft.text, draft.rubric)
         return {
             "prompt": draft.text,
@@ -187,7 +187,7 @@ class SearchPipeline:
         return {**task, "environment": {"evidence": []}, "provenance": {"scores": scores}}
 
     async def _gain(self, text: str, rubric: Mapping[str, Any]) -> dict[str, float]:
-        return await measure_gain(self._desk, self._author, self._verifier, text, rubric)
+        return await measure_gain(self._workspace, self._author, self._verifier, text, rubric)
 
     def _given_prompts(self) -> dict[str, dict[str, Any]]:
         prompts: dict[str, dict[str, Any]] = {}

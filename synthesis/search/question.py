@@ -243,7 +243,7 @@ _SUBMIT_REQUEST = ToolSpec(
 
 
 async def write_draft(
-    desk: Workspace, author: Author, start: DraftStart, accepted: AcceptedQuestions
+    workspace: Workspace, author: Author, start: DraftStart, accepted: AcceptedQuestions
 ) -> _Draft:
     """Ask the author model for a new question or open request that passes all gates. Raises
     Rejected if a gate rejects it, and AuthorLost or BudgetSpent if a call fails."""
@@ -251,11 +251,13 @@ async def write_draft(
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
         draft = _request_of(value) if start.open else _question_of(value)
-        _check_evidence(draft.evidence, search, desk.config)
+        _check_evidence(draft.evidence, search, workspace.config)
         if not start.open:
-            if isinstance(desk.library, SearchIndex):  # others do not know which terms are rare
-                _check_chain(draft.evidence, search, desk.library)
-            _check_answer(draft, desk.library, depth=desk.config.depth)
+            if isinstance(
+                workspace.library, SearchIndex
+            ):  # others do not know which terms are rare
+                _check_chain(draft.evidence, search, workspace.library)
+            _check_answer(draft, workspace.library, depth=workspace.config.depth)
         best, likely = detect_language(draft.text)
         if best != start.language and likely.get(start.language, 0.0) < _UNLIKELY:
             raise Rejected("language", f"the question is in {best!r} instead of {start.language!r}")
@@ -266,11 +268,11 @@ async def write_draft(
     ending = " Keep the spelling of the answer from the document."
     if start.open:
         kind, system, tool, ending = "request", _REQUEST_SYSTEM, _SUBMIT_REQUEST, ""
-    await desk.work(
+    await workspace.work(
         author,
         system.format(
-            depth=desk.config.depth,
-            breadth=desk.config.breadth,
+            depth=workspace.config.depth,
+            breadth=workspace.config.breadth,
             least=_MIN_CRITERIA,
             most=_MAX_CRITERIA,
         ),
@@ -500,12 +502,12 @@ class Answerer:
 
 
 async def _ask_agent(
-    desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
+    workspace: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
     """Ask an agent and return its answer, or "" if it has none. With `at_length`, the answer is a
     full text instead of a name."""
     expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=_UNKNOWN)
-    worked = await desk.work(
+    worked = await workspace.work(
         answerer.author,
         "\n\n".join(filter(None, (expected, answerer.system))),
         "Answer it.",
@@ -521,11 +523,11 @@ async def _ask_agent(
 
 
 async def collect_answers(
-    desk: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
+    workspace: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
     """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts one of
     them, or if no agent answers."""
-    reply = await gather_or_cancel(*(_ask_agent(desk, one, question) for one in answerers))
+    reply = await gather_or_cancel(*(_ask_agent(workspace, one, question) for one in answerers))
     if easy := [one for one in reply if one and right(one)]:
         raise Rejected(
             "too easy", f"{len(easy)} of {len(reply)} agents answer it correctly: {easy[0]!r}"
@@ -567,7 +569,7 @@ _DECIDE = ToolSpec(
 
 
 async def verify_answers(
-    desk: Workspace,
+    workspace: Workspace,
     verifier: Author,
     question: str,
     truths: Sequence[str],
@@ -583,7 +585,7 @@ async def verify_answers(
     draw, seen = random.Random(seed), list[dict[str, _Verdict]]()
     for number in range(passes):
         draw.shuffle(answers)
-        seen.append(await _pass(desk, verifier, question, answers))
+        seen.append(await _pass(workspace, verifier, question, answers))
         changed = [one for one in answers if seen[-1][one] != seen[0][one]]
         if changed:
             raise Rejected(
@@ -599,7 +601,7 @@ async def verify_answers(
 
 
 async def _pass(
-    desk: Workspace, verifier: Author, question: str, answers: Sequence[str]
+    workspace: Workspace, verifier: Author, question: str, answers: Sequence[str]
 ) -> dict[str, _Verdict]:
     labels = dict(zip(_LABELS, answers, strict=False))
     result: dict[str, _Verdict] = {}
@@ -613,7 +615,7 @@ async def _pass(
                 _check_quote("verifier", one["document"].strip(), one["quote"], search)
         result.update({labels[one["answer"]]: one["verdict"] for one in verdicts})
 
-    await desk.work(
+    await workspace.work(
         verifier,
         _VERIFIER_SYSTEM,
         "Check the answers to the question between the fences.",
@@ -625,21 +627,24 @@ async def _pass(
 
 
 async def measure_gain(
-    desk: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
+    workspace: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the mean scores of answers to the request `text`, with and without tools. Raises
     Rejected if the difference is below `search.least_gain`."""
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
-        *(_ask_agent(desk, one, text, at_length=True) for one in answerers)
+        *(_ask_agent(workspace, one, text, at_length=True) for one in answerers)
     )
     if not with_tools:
         raise Rejected("gain", "the agent with tools has no answer")
     rubric = Rubric.parse(spec)
     better, worse = await gather_or_cancel(
-        *(_score(judge, rubric, text, reply, desk.config.passes) for reply in (with_tools, without))
+        *(
+            _score(judge, rubric, text, reply, workspace.config.passes)
+            for reply in (with_tools, without)
+        )
     )
-    if better - worse < desk.config.least_gain:
+    if better - worse < workspace.config.least_gain:
         raise Rejected(
             "gain", f"search does not help: {better:.2f} with tools and {worse:.2f} without"
         )

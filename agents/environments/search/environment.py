@@ -81,8 +81,8 @@ def _squeezed(text: str) -> str:
 class Search:
     """A search environment for questions from JSONL. It searches the `index` of the folder
     `corpus`, or a `Library`. A library is passed as `ready`, or is created by calling the function
-    `library` (`module:name`) with `options`. With `cite`, the policy is asked to cite its sources.
-    """
+    `library` (`module:name`) with `options`. With `cite`, the opening asks the
+    policy to cite its sources."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ def config(**changes: Any) -> GeneralConfig:
 
 def counted(*passed: int) -> gates._Reference:
 
-    async def attempts(rooms: GeneralSandboxes, environment: Path, number: int) -> int:
+    async def attempts(sandboxes: GeneralSandboxes, environment: Path, number: int) -> int:
         return passed[number]
 
     return attempts
@@ -96,16 +96,16 @@ def environment(folder: Path, **parts: str) -> Path:
 
 
 async def held(
-    rooms: GeneralSandboxes, path: Path, reference: gates._Reference, seed: int = 3
+    sandboxes: GeneralSandboxes, path: Path, reference: gates._Reference, seed: int = 3
 ) -> list[int]:
     """Run all tasks of a folder through every gate, and return the calls of each solution."""
-    specs = await gates.check_types(rooms, path)
+    specs = await gates.check_types(sandboxes, path)
     tasks = json.loads((path / "task.json").read_text())["tasks"]
     solution = (path / "solve.py").read_text()
     answers, before, calls = list[Any](), None, list[int]()
     for number in range(len(tasks)):
         task = gates.TaskDraft(
-            rooms=rooms, path=path, number=number, specs=specs, solution=solution, seed=seed
+            sandboxes=sandboxes, path=path, number=number, specs=specs, solution=solution, seed=seed
         )
         answer, count, before = await task.check(answers, before, reference)
         answers.append(answer)
@@ -211,14 +211,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> TestOutcomes:
         results: TestOutcomes = {}
         slots = asyncio.Semaphore(AT_ONCE)
         folder = tmp_path_factory.mktemp("general") / "making"
-        async with GeneralSandboxes(folder, settings) as rooms:
+        async with GeneralSandboxes(folder, settings) as sandboxes:
 
             async def one(number: int, name: str) -> None:
-                path = environment(rooms.making / str(number), **CHEATS[name][1])
+                path = environment(sandboxes.making / str(number), **CHEATS[name][1])
                 reference = counted(3, 3 if "that is not" in name else 1)
                 async with slots:
                     try:
-                        await held(rooms, path, reference)
+                        await held(sandboxes, path, reference)
                         results[name] = ("passes", "")
                     except Rejected as refused:
                         results[name] = (refused.gate, refused.reason)
@@ -290,12 +290,12 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
 
     async def episode() -> tuple[dict[str, str], Any, Any]:
         outputs: dict[str, str] = {}
-        async with GeneralSandboxes(tmp_path / "making", config()) as rooms:
-            path = environment(rooms.making / "x", tools=LEAKS, verify=secret)
+        async with GeneralSandboxes(tmp_path / "making", config()) as sandboxes:
+            path = environment(sandboxes.making / "x", tools=LEAKS, verify=secret)
             about = json.loads((path / "task.json").read_text())
             about["tasks"][0]["tools"] = ["price", "spoil", "stop", *FAILS]
             (path / "task.json").write_text(json.dumps(about))
-            async with open_episode(rooms, path, 0) as (hosted, opening):
+            async with open_episode(sandboxes, path, 0) as (hosted, opening):
 
                 async def call(name: str, value: str) -> str:
                     (tool,) = (tool for tool in opening.tools if tool.name == name)
@@ -310,7 +310,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
                 outputs["spoiled"] = await call("price", "apple")
                 await call("submit_result", '{"name": "apple", "price": 4}')
                 verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
-            async with open_episode(rooms, path, 0) as (hosted, opening):
+            async with open_episode(sandboxes, path, 0) as (hosted, opening):
                 with pytest.raises(EnvironmentLost) as lost:
                     await call("stop", "9")
             return outputs, verdict, lost.value
@@ -334,14 +334,17 @@ def test_author_workspace_is_confined(tmp_path: Path) -> None:
     async def at_work(bash_s: float) -> list[str]:
         arguments = {"most_kib": 1, "bash_s": bash_s}
         async with (
-            GeneralSandboxes(tmp_path / f"making_{bash_s}", config()) as rooms,
-            rooms.open(DESK, arguments=arguments) as (desk, _),
+            GeneralSandboxes(tmp_path / f"making_{bash_s}", config()) as sandboxes,
+            sandboxes.open(DESK, arguments=arguments) as (hosted, _),
         ):
             outputs: list[str] = []
             for name, value in (
                 ("bash", "echo '[1]' > a.json; seq 100000; exit 3"),
                 ("bash", f"for i in $(seq 300); do sleep {marker} & done"),
-                ("bash", f"touch {rooms.making}/x; cat /etc/shadow; echo > /dev/tcp/1.1.1.1/80"),
+                (
+                    "bash",
+                    f"touch {sandboxes.making}/x; cat /etc/shadow; echo > /dev/tcp/1.1.1.1/80",
+                ),
                 ("bash", "head -c 3000 /dev/zero > big.json; echo hm > b.json; echo > c.txt"),
                 ("submit_database", "c.txt"),
                 ("submit_database", "big.json"),
@@ -350,7 +353,7 @@ def test_author_workspace_is_confined(tmp_path: Path) -> None:
             ):
                 key = "command" if name == "bash" else "path"
                 call = ToolCall(call_id="c", name=name, arguments={key: value})
-                outputs.append((await desk.call(call, timeout_s=PATIENCE_S)).text)
+                outputs.append((await hosted.call(call, timeout_s=PATIENCE_S)).text)
             return outputs
 
     def on_it(bash_s: float) -> list[str]:
@@ -385,10 +388,10 @@ def test_author_reaches_the_network_only_if_allowed(network: bool, tmp_path: Pat
         call = ToolCall(call_id="c", name="bash", arguments={"command": command})
         async with (
             server,
-            GeneralSandboxes(tmp_path / "making", config(network=network)) as rooms,
-            rooms.open(DESK, arguments=arguments, network=network) as (desk, _),
+            GeneralSandboxes(tmp_path / "making", config(network=network)) as sandboxes,
+            sandboxes.open(DESK, arguments=arguments, network=network) as (hosted, _),
         ):
-            return (await desk.call(call, timeout_s=PATIENCE_S)).text
+            return (await hosted.call(call, timeout_s=PATIENCE_S)).text
 
     assert ("served" in asyncio.run(asyncio.wait_for(fetch(), PATIENCE_S))) is network
 
@@ -539,11 +542,11 @@ def test_shipped_environments_pass_every_gate(tmp_path: Path) -> None:
     wrap_of()
 
     async def all_of_them() -> list[tuple[list[int], list[int]]]:
-        async with GeneralSandboxes(tmp_path / "making", config()) as rooms:
+        async with GeneralSandboxes(tmp_path / "making", config()) as sandboxes:
 
             async def one(folder: Folder) -> tuple[list[int], list[int]]:
                 history = json.loads(folder.text("provenance.json"))
-                calls = await held(rooms, folder.path, counted(*history["passed"]))
+                calls = await held(sandboxes, folder.path, counted(*history["passed"]))
                 within = [sum(count <= most for most in history["most_calls"]) for count in calls]
                 assert calls == history["calls_of_the_solution"]
                 return within, history["passed"]
