@@ -18,11 +18,7 @@ from keel.rl import strict_json
 from keel.rl.turns import USER_ROLES, Message, ToolSpec
 from keel.rl.types import FinishReason
 
-_MAX_TOOL_CHARACTERS = 256 << 10
 _MAX_DEPTH = 120
-_MAX_VALUES = 1 << 20
-"""Maximum number of commas and opening brackets in a request. Parsing more of them would block the
-event loop for too long."""
 _FIXED = "The policy samples one text per request, and its distribution cannot be changed"
 _STRUCTURED = (
     "structured output is not supported, since a grammar's masks are not recorded. Ask for the "
@@ -208,9 +204,6 @@ class ChatRequest(_Model):
     async def check_tools(self) -> None:
         """Validate the tool schemas in a thread, because large schemas take seconds. Raises
         ApiError if one is invalid."""
-        if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > _MAX_TOOL_CHARACTERS:
-            limit = f"must have at most {_MAX_TOOL_CHARACTERS:,} characters as JSON"
-            raise invalid_field("tools", limit)
         try:
             await asyncio.to_thread(argument_validator, self.tools)
         except ValueError as error:
@@ -289,14 +282,8 @@ def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
     return converted
 
 
-class _TooManyValues(ValueError): ...
-
-
 def load_json(text: bytes | str) -> Any:
-    """Parse untrusted JSON. Raises ValueError if it is invalid, too deeply nested or too large."""
-    raw = text.encode(errors="replace") if isinstance(text, str) else text
-    if sum(map(raw.count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        raise _TooManyValues(f"more than {_MAX_VALUES:,} values do not fit the model's context")
+    """Parse untrusted JSON. Raises ValueError if it is invalid or too deeply nested."""
     return replace_surrogates(strict_json.load(text, max_depth=_MAX_DEPTH))
 
 
@@ -305,9 +292,6 @@ def load_object(body: bytes) -> dict[str, Any]:
         value = load_json(body)
         if not isinstance(value, dict):
             raise ValueError("it must be an object")
-    except _TooManyValues as error:
-        code = "context_length_exceeded"  # which programs recognize and then shorten the context
-        raise ApiError(400, str(error), param="messages", code=code, limit="window") from error
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     return cast(dict[str, Any], value)

@@ -19,12 +19,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from urllib.parse import quote
 
 _TEXT, _HTML, _LINES = (".txt", ".md", ".rst"), (".html", ".htm", ".xhtml"), (".jsonl",)
-_MAX_BYTES = 32 << 20
-"""Maximum size of a file with a single document, and of a line of JSONL."""
 _MAX_CHARACTERS = 4_000_000
 _UNNAMED = str.maketrans({"[": "(", "]": ")", '"': "'", "\n": " "})
 """Replacements for characters that would end a citation if they occurred in a name."""
@@ -96,7 +94,7 @@ def _read_documents(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
     seen: set[str] = set()
     for path in files:
         name = os.fsencode(path.relative_to(folder)).decode(errors="replace")
-        for where, document in _of_file(path, name):
+        for where, document in _documents_in(path, name):
             if not document.text:
                 continue
             if len(document.text) > _MAX_CHARACTERS:
@@ -107,46 +105,32 @@ def _read_documents(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
             yield document
 
 
-def _of_file(path: Path, name: str) -> Iterator[tuple[str, Document]]:
+def _documents_in(path: Path, name: str) -> Iterator[tuple[str, Document]]:
+    """Yield the documents of a file, each with its place for error messages."""
     kind = path.suffix.lower()
-    if kind in _LINES:
-        yield from _of_lines(path, name)
+    if kind not in _LINES:
+        text = path.read_bytes().decode(errors="replace")
+        title = _heading(text)
+        if kind in _HTML:
+            parser = _VisibleText()
+            parser.feed(text)
+            parser.close()
+            title, text = " ".join("".join(parser.title).split()), "".join(parser.text)
+        yield str(path), make_document(name, title, text)
         return
-    if path.stat().st_size > _MAX_BYTES:
-        raise ValueError(f"{path}: a file has at most {_MAX_BYTES >> 20} MiB; split it")
-    text = path.read_bytes().decode(errors="replace")
-    title = _heading(text)
-    if kind in _HTML:
-        parser = _VisibleText()
-        parser.feed(text)
-        parser.close()
-        title, text = " ".join("".join(parser.title).split()), "".join(parser.text)
-    yield str(path), make_document(name, title, text)
-
-
-def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
     with path.open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_BYTES + 1):
-            number += 1
-            where = f"{path}:{number}"
-            if len(line) > _MAX_BYTES:
-                raise ValueError(f"{where}: a line has at most {_MAX_BYTES >> 20} MiB")
+        for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not JSON: {error}") from error
-            record = cast("dict[str, Any]", value if isinstance(value, dict) else {})
-            text, title = record.get("text"), record.get("title", "")
-            if not isinstance(text, str) or not isinstance(title, str):
+                record: dict[str, Any] = json.loads(line)
+                text, title = record["text"], record.get("title", "")
+                place = f"{name}#{record.get('id', number)}"
+                document = make_document(place, title or _heading(text), text)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 form = "an object with `text` and optionally `title` and `id`"
-                raise ValueError(f"{where}: must be {form}. Keep other JSONL out of the corpus")
-            yield (
-                where,
-                make_document(f"{name}#{record.get('id', number)}", title or _heading(text), text),
-            )
+                raise ValueError(f"{path}:{number}: must be {form}: {error!r}") from error
+            yield f"{path}:{number}", document
 
 
 def _heading(text: str) -> str:
@@ -323,7 +307,7 @@ class SearchIndex:
             raise ValueError(f"{path}: not an index of a corpus: {error}") from error
         if about.get("version") != str(_VERSION):
             raise ValueError(f"{path}: index of another version; remove it")
-        self.of = about["of"]
+        self.fingerprint = about["of"]
         self._searching = threading.Lock()  # a connection has one progress handler
 
     def search(self, query: str, most: int) -> list[Hit]:
@@ -396,17 +380,17 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
     if bad := [file for file in without if file.resolve() in real]:
         raise ValueError(f"corpus {folder}: {bad[0]} has the answers; move it out of the corpus")
     files = [file for file in files if file.resolve() != path.resolve()]
-    of = _fingerprint(folder, files)
+    fingerprint = _fingerprint(folder, files)
     with suppress(ValueError):  # missing or invalid
         index = SearchIndex(path)
         index.close()
-        if index.of == of:
+        if index.fingerprint == fingerprint:
             return path
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     os.close(handle)
     try:
-        _make(Path(new), folder, files, of)
+        _make(Path(new), folder, files, fingerprint)
         if os.geteuid() == 0:
             os.chmod(new, 0o644)  # a sandbox started by root reads it as another user
         os.replace(new, path)
@@ -416,7 +400,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
     return path
 
 
-def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
+def _make(path: Path, folder: Path, files: Sequence[Path], fingerprint: str) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as base:
         base.execute("pragma journal_mode = off")
         base.execute("pragma synchronous = off")
@@ -445,7 +429,7 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
         if not row:
             suffixes = ", ".join((*_TEXT, *_HTML, *_LINES))
             raise ValueError(f"corpus {folder}: no text in files that end in {suffixes}")
-        about = {"version": str(_VERSION), "of": of}
+        about = {"version": str(_VERSION), "of": fingerprint}
         base.executemany("insert into about values (?, ?)", about.items())
         base.execute("insert into found (found) values ('optimize')")
         base.execute("commit")
