@@ -1,5 +1,5 @@
-"""Choose values for the knobs that a recipe leaves unset (`keel.configs.auto`). Each choice comes
-with a reason and is saved, so that a resumed run keeps it."""
+"""Choose values for the knobs that a recipe leaves unset (`keel.configs.auto`). The values are
+saved, so that a resumed run keeps them."""
 
 import json
 from collections.abc import Mapping
@@ -15,8 +15,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.trainer.placement.hardware import Hardware
-from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, Values, with_values
-from keel.trainer.placement.memory import GIB, engine_sequences, gib
+from keel.trainer.placement.layouts import LayoutSearch, Values, with_values
 from keel.trainer.placement.plan import Plan, plan_on
 from keel.trainer.run import checkpoint
 
@@ -34,11 +33,11 @@ class Choice:
     config: Config
     plan: Plan
     values: Values = field(default_factory=dict[str, Any])  # the chosen values, keyed by knob
-    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The reason for each chosen value, keyed by knob."""
+    reason: str = ""
 
     def lines(self) -> list[str]:
-        return [f"{k} = {yaml_value(v)}: {self.reasons[k]}" for k, v in self.values.items()]
+        values = [f"{knob} = {yaml_value(value)}" for knob, value in self.values.items()]
+        return [self.reason, *values] if values else []
 
 
 def yaml_value(value: Any) -> str:
@@ -57,24 +56,26 @@ def choose(
     open_knobs &= _relevant_knobs(config)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
         return Choice(config=config, plan=plan_on(config, facts, hardware))
-    search, layout = LayoutSearch(config, open_knobs, facts, hardware), None
+    layout, reason = None, _CACHED
     kept = {knob: value for knob, value in (previous or {}).items() if knob in open_knobs}
     if kept:
         with suppress(ConfigError):  # the recipe has changed and forbids them
             rest = open_knobs - set(kept)
-            again = LayoutSearch(with_values(config, kept), rest, facts, hardware)
-            if layout := again.best():
-                search = again
+            layout = LayoutSearch(with_values(config, kept), rest, facts, hardware).best()
     if layout is None:
-        kept, layout = {}, search.best()
-    if layout is None:
-        raise search.explain_misfit()
+        search = LayoutSearch(config, open_knobs, facts, hardware)
+        layout = search.best()
+        if layout is None:
+            raise search.explain_misfit()
+        reason = f"the estimate's fastest of {len(search.candidates)} layouts that fit"
+        if search.strictness.spare == 1.0:
+            reason += ", with less spare memory than the estimate's error"
     knobs = flatten_config(layout.config)
     return Choice(
         config=layout.config,
         plan=layout.plan,
         values={knob: knobs[knob] for knob in knobs if knob in open_knobs},
-        reasons={**_reasons(search, layout), **dict.fromkeys(kept, _CACHED)},
+        reason=reason,
     )
 
 
@@ -83,57 +84,6 @@ def _relevant_knobs(config: Config) -> frozenset[str]:
         return KNOBS
     knobs = frozenset(knob for knob in KNOBS if knob.startswith("trainer."))
     return knobs - {"trainer.offload_while_sampling", "trainer.share_prompts"}
-
-
-def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
-    config, engine = best.config, best.plan.engine.parts
-    share = config.rollout.gpu_memory_utilization * search.hardware.gpu_gib
-    at_once = engine_sequences(config)
-    step = config.algorithm.prompts_per_step * config.algorithm.group_size
-    placed = [each for each in search.candidates if each.shared != best.shared]
-    apart = min(placed, key=lambda each: each.cost, default=None)
-    table = {
-        "trainer.ranks": f"of {search.gpus} GPU(s)",
-        "rollout.engines": "one per rank" if best.shared else "on the GPUs without a rank",
-        "rollout.colocated": f"{yaml_value(not best.shared)} {_compare_costs(best, apart)}",
-        "rollout.gpu_memory_utilization": f"{gib(share * GIB)}: weights "
-        f"{gib(engine['weights'])}, and the KV cache of "
-        f"{min(at_once, best.plan.cached or 0)} of {at_once} sequences at full length",
-        "rollout.max_num_seqs": f"a step has {step} sequences for {config.rollout.engines} "
-        f"engine(s), which sample {at_once} at once",
-        "trainer.share_prompts": search.no_sharing_reason
-        or "a prompt is computed once for its completions",
-    }
-    if not search.compiles:
-        table["trainer.compile"] = "not measured for such a model"
-    knobs = flatten_config(config)
-    values = {knob: knobs[knob] for knob in search.open_knobs}
-    values.pop("rollout.gpu_memory_utilization", None)
-    for knob in search.open_knobs - table.keys():
-        value = knobs[knob]
-        if isinstance(value, bool):
-            other = not value
-        elif knob == "trainer.zero_stage":
-            other = value - 1 if value else 1
-        else:
-            tried = [each[knob] for each in search.micro_batches(config.trainer.ranks)]
-            other = min((size for size in tried if size > value), default=None)
-        table[knob] = "a larger one is not useful"
-        if other is not None:
-            compared = _compare_costs(best, search.layout({**values, knob: other}))
-            table[knob] = f"{yaml_value(other)} {compared}"
-    if search.strictness.spare == 1.0 and "trainer.micro_batch_tokens" in table:
-        table["trainer.micro_batch_tokens"] += "; it fits by less than the model's error"
-    return {knob: table[knob] for knob in search.open_knobs}
-
-
-def _compare_costs(best: Layout, other: Layout | None) -> str:
-    if other is None:
-        return "does not fit, or not with the other knobs"
-    slower = 100 * (other.cost / best.cost - 1)
-    if slower > 0.5:
-        return f"is {slower:.0f} % slower"
-    return f"is less than {100 * (TIE - 1):.0f} % faster" if slower < -0.5 else "is no faster"
 
 
 def load_choice(config: Config, signature: Mapping[str, Any]) -> tuple[Values, str]:

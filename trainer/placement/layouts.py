@@ -1,7 +1,7 @@
 """Search for the fastest layout that fits the hardware, by varying the knobs that a recipe leaves
 unset.
 
-Layouts within a factor `TIE` of the fastest count as equally fast. Among these, the search prefers
+Layouts within a factor `_TIE` of the fastest count as equally fast. Among these, the search prefers
 the lowest ZeRO stage, and then the lowest memory use. Layouts that leave less spare memory than the
 error of the memory model are a fallback if nothing else fits. Keeping the optimizer in host memory
 is the last resort.
@@ -28,7 +28,7 @@ from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
 
 Values = Mapping[str, Any]  # knob values, keyed by knob name
 _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
-TIE = 1.02
+_TIE = 1.02
 _KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need
 _SHARE, _MAX_SHARE = 0.92, 0.95
 """Largest fraction of a GPU that an engine can get, with and without a safety margin. vLLM needs
@@ -126,7 +126,7 @@ class LayoutSearch:
         self.gpus = sum(node.gpus for node in hardware.nodes) - config.rewards.judge.gpus
         """Total number of GPUs for engines and ranks."""
         self._facts, self._samples = facts, bool(config.data.sources)
-        self.no_sharing_reason = no_sharing_reason(config, facts)
+        self._shares_prompts = not no_sharing_reason(config, facts)
         self._free_gib = hardware.gpu_gib - hardware.taken_gib
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
         algorithm = config.algorithm
@@ -215,7 +215,7 @@ class LayoutSearch:
         """Yield lists of trainer knob values to try. The values in a list differ only in the
         micro-batch size, largest first."""
         trainer, model = self.config.trainer, self.config.model
-        sizes, recompute = self.micro_batches(ranks), "trainer.activation_checkpointing"
+        sizes, recompute = self._micro_batches(ranks), "trainer.activation_checkpointing"
         # Sparse, batch-invariant and float32 attention use operators whose output cannot be kept.
         keeps = self.config.max_context >= LONG and not (
             model.batch_invariant or model.dtype == "float32" or self._facts.index_top_k > 0
@@ -223,7 +223,7 @@ class LayoutSearch:
         for stage in self._stages(ranks):
             gathers = stage.get("trainer.zero_stage", trainer.zero_stage) == 3
             for compiled, recomputed in product(
-                self._either("trainer.compile", allowed=self.compiles and not gathers),
+                self._either("trainer.compile", allowed=self._compiles and not gathers),
                 self._either(recompute),
             ):
                 worth = keeps and not gathers
@@ -236,10 +236,10 @@ class LayoutSearch:
     def _sharing(self) -> Values:
         """Return the values to try for prompt sharing, which is turned on if possible. Packing
         shares prompts only where that saves time."""
-        return self._open({"trainer.share_prompts": not self.no_sharing_reason})
+        return self._open({"trainer.share_prompts": self._shares_prompts})
 
     @property
-    def compiles(self) -> bool:
+    def _compiles(self) -> bool:
         """True if compiled layers are known to be faster for this kind of model."""
         model, facts = self.config.model, self._facts
         measured = model.dtype == "bfloat16" or (model.dtype == "float16" and not facts.moe_layers)
@@ -272,7 +272,7 @@ class LayoutSearch:
             self._open({zero: s, offload: away}) for away, s in pairs if s < 3 or sharded
         )
 
-    def micro_batches(self, ranks: int) -> list[Values]:
+    def _micro_batches(self, ranks: int) -> list[Values]:
         """Return the micro-batch sizes to try, largest first. They split a rank's part of a step
         into one micro-batch, two, and so on. Each size needs less memory and more time than the
         previous one."""
@@ -312,7 +312,7 @@ class LayoutSearch:
             self.candidates = [*self.iterate_fitting()]
             if self.candidates:
                 fastest = min(layout.cost for layout in self.candidates)
-                tied = [layout for layout in self.candidates if layout.cost <= TIE * fastest]
+                tied = [layout for layout in self.candidates if layout.cost <= _TIE * fastest]
                 return min(tied, key=lambda layout: layout.rank)
         return None
 
@@ -331,7 +331,7 @@ class LayoutSearch:
                     yield from here
                     fastest = min([fastest, *(layout.cost for layout in here)])
                     done = [layout.cost for layout in here if not self._squeezed(layout)]
-                    if done and min(done) > TIE * fastest:
+                    if done and min(done) > _TIE * fastest:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:

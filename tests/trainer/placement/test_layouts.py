@@ -31,7 +31,7 @@ from keel.trainer.placement.choose import (
 )
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
-from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, with_values
+from keel.trainer.placement.layouts import _TIE, Layout, LayoutSearch, with_values
 from keel.trainer.placement.plan import make_plan
 from keel.trainer.run.checkpoint import STATE
 from keel.trainer.run.journal import EVENTS
@@ -89,7 +89,7 @@ def test_search_is_as_good_as_exhaustive(shape: str, gpus: int, gib: float, conf
     assert best is not None
     layouts = exhaustive(search)
     assert len(layouts) >= len([*search.iterate_fitting()])
-    assert best.cost <= TIE * min(layout.cost for layout in layouts)
+    assert best.cost <= _TIE * min(layout.cost for layout in layouts)
 
 
 @pytest.mark.e2e
@@ -106,8 +106,7 @@ def test_everything_that_fits_is_accepted(shape: str) -> None:
             continue
         shared = place(choice.config, hardware.idle).shared
         make_plan(choice.config, facts(shape), machine(1, gib), shared=shared)
-        assert set(choice.values) == set(choice.reasons) == KNOBS
-        assert all(choice.reasons.values())
+        assert set(choice.values) == KNOBS and "layouts that fit" in choice.reason
         if shape in ("0.6b", "1.7b", "1.4b-a0.4b"):
             assert choice.config.trainer.ranks == gpus
             assert choice.config.trainer.micro_batch_tokens >= 8192
@@ -188,9 +187,9 @@ def test_resumed_run_keeps_its_choice() -> None:
     first = chosen("1.7b", 1, 139.0)
     previous = {**first.values, "trainer.micro_batch_tokens": 4608}  # reduced meanwhile
     again = choose(recipe(), KNOBS, facts("1.7b"), machine(1, 139.0), previous)
-    assert again.values == previous and set(again.reasons.values()) == {_CACHED}
+    assert again.values == previous and again.reason == _CACHED
     smaller = choose(recipe(), KNOBS, facts("1.7b"), machine(1, 23.0), first.values)
-    assert _CACHED not in smaller.reasons.values()
+    assert smaller.reason != _CACHED
 
 
 def on_host(memory_gib: float) -> Hardware:
