@@ -6,7 +6,6 @@ appears immediately.
 """
 
 import argparse
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from keel.configs.dump import escape_references, yaml_line
 from keel.configs.load import load_config
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
@@ -428,25 +428,9 @@ def _filled(values: Mapping[str, Any]) -> str:
         if value and not knob.startswith("#"):
             if values.get(value[1]) in (None, "", {}):
                 continue
-            knob = knob.replace(value[0], _flow(values[value[1]]))
+            knob = knob.replace(value[0], yaml_line(escape_references(values[value[1]])))
         else:
             knob = knob.format_map(texts)
         comment = comment.format_map(texts)
         lines.append(f"{knob:<{_COMMENT_COLUMN}} # {comment}" if comment else knob)
     return "\n".join(lines) + "\n"
-
-
-def _flow(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_yaml_scalar(str(k))}: {_flow(v)}' for k, v in value.items())}}}"
-    if isinstance(value, float) and 0 < value < 1e-3:
-        return f"{value:.1e}".replace("e-0", "e-")
-    return _yaml_scalar(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _yaml_scalar(text: str) -> str:
-    """Format text as a YAML scalar, with quotes if YAML would otherwise parse a different value."""
-    reserved = ("null", "true", "false", "yes", "no", "on", "off", "inf", "nan", "~")
-    if re.fullmatch(r"[A-Za-z_~./][\w~./:-]*(?<!:)", text) and text.lower() not in reserved:
-        return text
-    return json.dumps(text.replace("${", "\\${"), ensure_ascii=False)

@@ -1,6 +1,5 @@
 """Write a `Config` or single values as YAML."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -22,21 +21,15 @@ def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
 
 
 def as_override(text: str) -> str:
-    """Format text as the value of an override, with quotes if YAML would otherwise read something
-    else."""
-    text = str(escape_references(text))
-    try:
-        plain = yaml.safe_load(text) == text and not re.match(r"[-+]?\.?\d", text)
-    except yaml.YAMLError:
-        plain = False
-    return text if plain else yaml_line(text)
+    """Format text as the value of an override, with quotes where YAML needs them."""
+    return yaml_line(escape_references(text))
 
 
 def yaml_line(value: Any) -> str:
     """Format plain data as a single line of YAML."""
-    # YAML knows JSON's escapes, but reads a surrogate pair as two characters.
-    text = json.dumps(value, ensure_ascii=False)
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+    style: dict[str, Any] = {"allow_unicode": True, "sort_keys": False, "default_flow_style": True}
+    text = cast(str, yaml.dump(value, Dumper=_Dumper, width=2**30, **style))
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 # libyaml's dumper, if PyYAML has it, takes 3 ms instead of 13.
@@ -48,6 +41,7 @@ class _Dumper(_SafeDumper):
 
     def text(self, data: str) -> yaml.Node:
         style = "'" if data and data[0] in "+-.0123456789" else None
+        style = '"' if "\n" in data else style
         return cast(Any, self).represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from keel.commands import new as module
 from keel.commands.cli import main, parser
-from keel.commands.new import _yaml_scalar, new
+from keel.commands.new import new
 from keel.commands.reference import PAGES, _normalize_name, all_knobs, describe, pages, sections
 from keel.commands.synthesize import _task_settings
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
+from keel.configs.dump import as_override
 from keel.configs.load import load_config
 from keel.configs.schema import Config
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig, affects_tasks
@@ -117,11 +118,11 @@ def test_defaults_pass_the_check(here: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_texts_survive_yaml() -> None:
-    for text in ("a b", "1e-6", "yes", "null", "~", "C:\\x", "${run.seed}", "####", 'a"b', "é"):
-        path = Path("one.yaml")
-        path.write_text(f"defaults: quickstart\nmodel: {{path: {_yaml_scalar(text)}}}\n")
-        assert load_config(path).model.path == text
-    assert _yaml_scalar("/models/Qwen3-4B") == "/models/Qwen3-4B"
+    plain = ["a b", "1e-6", "-.5", "yes", "null", "~", "C:\\x", "${run.seed}", "####", 'a"b', "é"]
+    for text in (*plain, "a: b, [c", "a\nb"):
+        config = load_config("quickstart", [f"model.path={as_override(text)}"])
+        assert config.model.path == text
+    assert as_override("/models/Qwen3-4B") == "/models/Qwen3-4B"
 
 
 ROOT = Path(__file__).parents[2]

@@ -217,9 +217,9 @@ def test_dotted_reward_function_is_one_key(tmp_path: Path, name: str) -> None:
     [
         ("run={steps: 3, seed: 1}", ["run.steps=3", "run.seed=1"]),
         ("data.sources[spelling]={weight: 9}", ["data.sources[spelling].weight=9"]),
-        ("data.sources.1={rewards: {correct: 2}}", ['data.sources.1.rewards={"correct": 2}']),
-        ("data={only: [spelling]}", ['data.only=["spelling"]']),
-        ("run={dir: 'runs/${run.seed}'}", ['run.dir="runs/${run.seed}"']),
+        ("data.sources.1={rewards: {correct: 2}}", ["data.sources.1.rewards={correct: 2}"]),
+        ("data={only: [spelling]}", ["data.only=[spelling]"]),
+        ("run={dir: 'runs/${run.seed}'}", ["run.dir=runs/${run.seed}"]),
     ],
 )
 def test_section_override_equals_its_knobs(section: str, parts: list[str]) -> None:
