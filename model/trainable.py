@@ -1,21 +1,24 @@
 """Check whether a model can be trained, given its config and files."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn import Parameter
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
@@ -31,7 +34,6 @@ from keel.model.hub import (
 from keel.model.load import ModelFacts, facts_of, readable_tensors
 from keel.model.routing import router_modules
 from keel.model.sparse.attention import use_sparse_attention
-from keel.model.transformers_internals import ignored_tensor_patterns, map_checkpoint_names
 
 _LAYER = re.compile(r".*?\.\d+\.")
 _LAYER_LISTS = ("layers", "h")
@@ -92,19 +94,16 @@ def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
     missing ones and ignore unused ones."""
     if config.get_text_config() is not config:
         return
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     tensors = readable_tensors(path, "np")
     shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-    loaded = map_checkpoint_names(model, shapes)
-    if loaded and (mismatch := _find_mismatch(model, path, shapes, loaded)):
+    if mismatch := _find_mismatch(path, config, shapes):
         raise ConfigError(
             f"model.path = {path!r}: the weights do not match config.json (model_type "
             f"{config.model_type}, {config.num_hidden_layers} layers): {mismatch}. Download both "
             "from one source"
         )
-    words = next((name for name in loaded if name.endswith(_EMBEDDING)), "")
-    if getattr(config, "tie_word_embeddings", False) and _HEAD in loaded and words:
+    words = next((name for name in tensors if name.endswith(_EMBEDDING)), "")
+    if getattr(config, "tie_word_embeddings", False) and _HEAD in tensors and words:
         head, embedding = (next(tensors_named(path, name, _ROWS)) for name in (_HEAD, words))
         if not torch.equal(head, embedding):
             raise ConfigError(
@@ -115,30 +114,34 @@ def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
 
 
 def _find_mismatch(
-    model: PreTrainedModel,
-    path: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    loaded: Mapping[str, tuple[str, bool]],
+    path: str, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
-    state = model.state_dict(keep_vars=True)
-    optional, unused = ignored_tensor_patterns(model)
-    # By id, because tied tensors count once; buffers have defaults.
-    present = {id(state[name]) for name, _ in loaded.values() if name in state}
-    parameters = {name: p for name, p in state.items() if isinstance(p, Parameter)}
-    missing = [name for name, p in parameters.items() if id(p) not in present]
-    if missing := [name for name in missing if not _any(optional, name)]:
-        return f"{len(missing)} of {len(state)} tensors are missing, such as {missing[0]}"
-    layers = {match[0] for name in state if (match := _LAYER.match(name))}
+    config = deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the tensors are read dequantised
+    try:
+        with _silenced():
+            model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                None,
+                config=config,
+                state_dict={n: torch.empty(shape, device="meta") for n, shape in shapes.items()},
+                device_map="meta",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except RuntimeError:  # transformers stacks the tensors of experts
+        return "some experts are missing, or their tensors have different shapes"
+    names = [*model.state_dict()]
+    if missing := sorted(report["missing_keys"]):
+        return f"{len(missing)} of {len(names)} tensors are missing, such as {missing[0]}"
+    for name, found, expected in report["mismatched_keys"]:
+        return f"{name} has shape {list(found)}, not {list(expected)}"
+    layers = {match[0] for name in names if (match := _LAYER.match(name))}
     unexpected: dict[str, list[str]] = {}
-    for name, (target, whole) in loaded.items():
-        if target in state:
-            shape = tuple(state[target].shape)
-            if whole and shapes[name] != shape:
-                return f"{name} has shape {list(shapes[name])}, not {list(shape)}"
-        elif (match := _LAYER.match(target)) and match[0] in layers:  # ignores further layers
-            relevant = target.endswith(".weight") or f"{target.removesuffix('bias')}weight" in state
-            if relevant and not _any([*unused, "rotary"], target):
-                unexpected.setdefault(target.removeprefix(match[0]), []).append(name)
+    for name in sorted(report["unexpected_keys"]):
+        match = _LAYER.match(name)
+        if match and match[0] in layers and name.endswith((".weight", ".bias")):
+            unexpected.setdefault(name.removeprefix(match[0]), []).append(name)
     for name, *others in unexpected.values():
         everywhere = 1 + len(others) == len(layers)  # otherwise an addition to the model
         zero = any(not tensor.any() for tensor in tensors_named(path, name))
@@ -147,8 +150,18 @@ def _find_mismatch(
     return ""
 
 
-def _any(patterns: Sequence[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Suppress the progress bar and the report of a model that transformers loads."""
+    verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _try_packed(model: PreTrainedModel) -> None:

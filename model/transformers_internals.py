@@ -1,19 +1,11 @@
 """Private APIs of transformers (5.17 to 5.19) and peft (0.21). Only this file uses them."""
 
 import re
-from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _NOISE = re.compile(r"drop|jitter")
@@ -25,34 +17,9 @@ def float32_names(model: PreTrainedModel) -> list[str]:
     return sorted(model._keep_in_fp32_modules_strict or ())
 
 
-def map_checkpoint_names(
-    model: PreTrainedModel, names: Iterable[str]
-) -> Mapping[str, tuple[str, bool]]:
-    """Map each checkpoint name to its state dict name and whether the tensor is loaded without
-    conversion. The mapping is empty for families whose checkpoint tensors are split."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    if any(len(each.target_patterns) > 1 for each in converters):
-        return {}
-    prefix, state = model.base_model_prefix, model.state_dict()
-    loaded: dict[str, tuple[str, bool]] = {}
-    for name in sorted(names, key=dot_natural_key):  # renamings depend on the order
-        target, source = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, source = name, None
-        loaded[name] = target, source is None
-    return loaded
-
-
-def ignored_tensor_patterns(
-    model: PreTrainedModel | type[PreTrainedModel],
-) -> tuple[list[str], list[str]]:
-    """Return patterns for tensors that a checkpoint may lack, and patterns for tensors that are not
-    used."""
-    missing = model._keys_to_ignore_on_load_missing or ()
-    unused = model._keys_to_ignore_on_load_unexpected or ()
-    return sorted(missing), sorted(unused)
+def unused_tensor_patterns(kind: type[PreTrainedModel]) -> list[str]:
+    """Return patterns for checkpoint tensors that the model does not use."""
+    return sorted(kind._keys_to_ignore_on_load_unexpected or ())
 
 
 def apply_gate(experts: Any, packed: Tensor) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from keel.model.transformers_internals import ignored_tensor_patterns
+from keel.model.transformers_internals import unused_tensor_patterns
 
 _ALIGNMENT = 64  # alignment of tensors in bytes, so that they can be used without copying
 
@@ -175,7 +175,7 @@ class TensorChecklist:
             layers=text.num_hidden_layers,
             tied=bool(getattr(text, "tie_word_embeddings", False)),
             decoder=kind.base_model_prefix,
-            unread=ignored_tensor_patterns(kind)[1],
+            unread=unused_tensor_patterns(kind),
         )
 
     def begin(self) -> None:

@@ -95,7 +95,7 @@ QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     [
         ("own.", "qwen3", {}, "36 of 36 tensors"),
         ("", "qwen3", LLAMA, "k_norm.weight"),
-        ("", "llama", QWEN3, "6 of 36 tensors .*q_norm"),
+        ("", "llama", QWEN3, "6 of 36 tensors .*[qk]_norm"),
         ("", "qwen3", {"intermediate_size": 64}, r"down_proj\.weight .*\[32, 32\]"),
     ],
 )
