@@ -71,11 +71,11 @@ class TimedEngine(SyntheticEngine):
 
         self._engine.backward = marked  # type: ignore[method-assign]
 
-    def _apply_gradients(self) -> float:
+    def _apply_gradients(self) -> tuple[float, float]:
         self.mark("optimizer")
-        norm = super()._apply_gradients()
+        norms = super()._apply_gradients()
         self.mark("between")
-        return norm
+        return norms
 
     def mark(self, begins: str) -> None:
         if self.device.type == "cuda":

@@ -56,7 +56,7 @@ class TrainerConfig(Section):
     eps: float = knob(1e-8, gt=0)
     """Adam ε, added to the denominator."""
     grad_clip: float = knob(1.0, ge=0)
-    """Maximum gradient norm. 0: no clipping."""
+    """Maximum gradient norm; indexers of sparse attention have their own. 0: no clipping."""
     attention: Literal["sparse", "warm-up", "dense"] = "sparse"
     """How models with sparse attention are trained. Other models ignore it
     (docs/sparse-attention.md). sparse: train everything, which rollouts require because engines
@@ -65,6 +65,8 @@ class TrainerConfig(Section):
     indexer_loss: float = knob(1.0, ge=0)
     """Weight of the indexer loss (DeepSeek-V3.2, Eq. 3 and 4): summed over layers, averaged over
     the tokens of a step. It trains the indexers only. 0: leave them unchanged."""
+    indexer_lr: float = knob(0.0, ge=0)
+    """Peak learning rate of the indexers, with the warmup and schedule of `lr`. 0: `lr`."""
     attention_kernels: Literal["auto", "torch", "flash4"] = "auto"
     """Attention kernels on GPUs. torch: PyTorch's FlashAttention-2. flash4: FlashAttention-4 on
     Hopper and Blackwell, up to twice as fast on long contexts. auto: flash4 for contexts of 4,096
@@ -104,6 +106,11 @@ class TrainerConfig(Section):
     """Timeout in seconds for one optimizer step, for writing or reading a checkpoint, for writing
     the model, and for sending weights (in addition to `rollout.update_timeout_s`). Raise it for
     large models on slow storage."""
+
+    @property
+    def indexer_scale(self) -> float:
+        """Learning rate of the indexers, relative to that of the other parameters."""
+        return self.indexer_lr / self.lr if self.indexer_lr else 1.0
 
     @property
     def keeps_attention(self) -> bool:

@@ -1,13 +1,15 @@
 """All code that relies on undocumented parts of DeepSpeed. These can change with any release, so
 `check_libraries` requires one exact version."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.utils import get_total_norm
 
 from keel.model.imports import not_found
 from keel.model.torch_internals import check_torch, storage_id
@@ -16,6 +18,7 @@ from keel.model.torch_internals import check_torch, storage_id
 with not_found("mlflow"):
     import deepspeed
     from deepspeed import DeepSpeedEngine as DeepSpeedEngine
+    from deepspeed.runtime.utils import combine_grad_norm_groups
 
 VERSION = "0.19.8"
 
@@ -82,6 +85,70 @@ def sum_in_one_pass(optimizer: Any) -> None:
             self.fp32_groups_has_gradients[group_idx][param_idx] = True
 
     optimizer.__class__ = SummingOptimizer
+
+
+# Clipping two parts of the gradient by their own norms
+
+
+def clip_apart(optimizer: Any, apart: Set[nn.Parameter]) -> None:
+    """Patch a ZeRO optimizer to clip the gradients of `apart` by their own norm. These parameters
+    must have parameter groups of their own. After a step, DeepSpeed's norm is that of the other
+    gradients, and `optimizer.apart_norm` is that of `apart`. If either is not finite, the step is
+    skipped."""
+    base: Any = type(optimizer)
+
+    class WholeGradients(base):
+        """BF16_Optimizer, in which each rank has whole gradients."""
+
+        def step(self, closure: Any = None) -> None:
+            groups = [i for i, group in enumerate(self.bf16_groups) if group[0] in apart]
+            gradients: list[Tensor] = [self.fp32_groups_gradients_flat[i] for i in groups]
+            self.apart_norm = float(get_total_norm(gradients))
+            if math.isfinite(self.apart_norm):
+                factor = self.clip_grad / (self.apart_norm + 1e-6) if self.clip_grad else 1.0
+                for i, gradient in zip(groups, gradients, strict=True):
+                    gradient.mul_(min(1.0, factor))
+                    # Hides them from DeepSpeed's norm and clipping, but not from Adam.
+                    self.fp32_groups_has_gradients[i] = [False] * len(self.bf16_groups[i])
+            super().step(closure)
+
+    class Shards(base):
+        """ZeRO-1 to 3, which compute a norm for each parameter group and then clip each."""
+
+        def step(self, closure: Any = None) -> None:
+            self.norms: list[Tensor] = []
+            self.apart_norm = math.inf
+            super().step(closure)
+            if not self.overflow:
+                others, own = (self.norm_of(kind) / self.loss_scale for kind in (False, True))
+                self._global_grad_norm, self.apart_norm = others, float(own)
+
+        def norm_of(self, kind: bool) -> Tensor:
+            groups: list[Any] = getattr(self, "fp16_groups", None) or self.bit16_groups
+            pairs = zip(groups, self.norms, strict=True)
+            return combine_grad_norm_groups([n for g, n in pairs if (g[0] in apart) == kind])
+
+        def get_grad_norm_direct(self, *arguments: Any, **options: Any) -> Tensor:
+            self.norms.append(super().get_grad_norm_direct(*arguments, **options))
+            return self.norms[-1]
+
+        def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> Tensor:
+            self.norms.append(super().complete_grad_norm_calculation_for_cpu_offload(params))
+            return self.norms[-1]
+
+        def _average_expert_grad_norms(self, norm_groups: list[Tensor]) -> None:
+            super()._average_expert_grad_norms(norm_groups)
+            self.norms = [*norm_groups]
+
+        def unscale_and_clip_grads(self, which: Any, total_norm: Tensor) -> None:
+            if isinstance(which, int):  # ZeRO-3: the number of the group
+                first = self.fp16_groups[which][0]
+            else:
+                masters = zip(self.bit16_groups, self.single_partition_of_fp32_groups, strict=True)
+                first = next(group[0] for group, master in masters if master.grad is which[0])
+            super().unscale_and_clip_grads(which, self.norm_of(first in apart))
+
+    optimizer.__class__ = WholeGradients if hasattr(optimizer, "bf16_groups") else Shards
 
 
 # Memory held between two steps

@@ -42,6 +42,7 @@ from keel.trainer.engine import zero
 from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import (
     check_libraries,
+    clip_apart,
     gradient_sums,
     sum_in_one_pass,
     trainable,
@@ -282,6 +283,9 @@ class TrainerEngine:
         self._sums_apart = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
         if self._sums_apart:
             sum_in_one_pass(self._engine.optimizer)
+        self._apart = zero.clipped_apart(network)
+        if self._apart and self._stage > 0:
+            clip_apart(self._engine.optimizer, self._apart)
         self._offload: Offload | NoOffload = NoOffload()
         if config.rollout.time_share:
             self._offload = Offload(self._engine, nn.ModuleList(frozen), self.device, config)
@@ -310,7 +314,7 @@ class TrainerEngine:
         config = self._config
         lr = zero.learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
         for group in self._adam.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * self._config.trainer.indexer_scale if group["indexers"] else lr
         updates = [self._update(batch) for batch in batches if not self.gave_up]
         metrics = of_updates(updates)
         self.steps += 1
@@ -365,12 +369,12 @@ class TrainerEngine:
             self._engine.set_gradient_accumulation_boundary(index == len(batch.micro_batches))
             pending.append(self._accumulate(micro_batch, batch, split))
         self._updated = True
-        norm = self._apply_gradients()
+        norm, own = self._apply_gradients()
         parts = [metrics() for metrics in pending]
         if algorithm.mask_delta is not None:
             parts.append(split.end_step())
         self.version += 1
-        skipped = self._skips.count(norm, self.version)
+        skipped = self._skips.count(norm + own, self.version)
         if skipped and (self.gave_up or not self._scaled):
             self._examine(batch)
         if self._rank == 0:
@@ -379,7 +383,8 @@ class TrainerEngine:
             if self._scaled:
                 optimizer: Any = self._engine.optimizer
                 parts.append({"train/loss_scale": Mean(float(optimizer.loss_scale), 1)})
-            parts.append({} if skipped else {"grad_norm": Mean(norm, 1)})
+            norms = {"grad_norm": norm} | ({"indexer/grad_norm": own} if self._apart else {})
+            parts.append({} if skipped else {k: Mean(value, 1) for k, value in norms.items()})
         return merge(parts)
 
     def _examine(self, batch: TrainBatch) -> None:
@@ -473,11 +478,11 @@ class TrainerEngine:
             gaps.begin_step()
         return gaps
 
-    def _apply_gradients(self) -> float:
-        clip = self._config.trainer.grad_clip
+    def _apply_gradients(self) -> tuple[float, float]:
+        options: Any = {"clip": self._config.trainer.grad_clip, "apart": self._apart}
         try:
             self._offload.before_update()
-            return zero.apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
+            return zero.apply_gradients(self._engine, self._network, stage=self._stage, **options)
         except torch.OutOfMemoryError as error:
             raise UpdateOutOfMemory(
                 f"the GPU has no room to update the weights ({error}). Smaller micro-batches do "

@@ -4,7 +4,7 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config, TrainerConfig
+from keel.model.sparse.attention import indexers
 from keel.trainer.engine.deepspeed_internals import (
     DeepSpeedEngine,
     deepspeed,
@@ -163,16 +164,18 @@ def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> floa
 def create_adam(
     module: nn.Module, trainer: TrainerConfig, device: torch.device
 ) -> torch.optim.AdamW:
-    """Create an AdamW optimizer without weight decay on vectors (norms and biases)."""
-    groups: dict[float, list[nn.Parameter]] = {}
+    """Create an AdamW optimizer without weight decay on vectors (norms and biases). The indexers of
+    sparse attention have parameter groups of their own, with `indexers` set."""
+    own = {p for indexer in indexers(module) for p in indexer.parameters()}
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
             decay = trainer.weight_decay if len(whole_shape(parameter)) >= 2 else 0.0
-            groups.setdefault(decay, []).append(parameter)
+            groups.setdefault((decay, parameter in own), []).append(parameter)
     return torch.optim.AdamW(
         [
-            {**group, "weight_decay": decay}
-            for decay, parameters in groups.items()
+            {**group, "weight_decay": decay, "indexers": of_indexers}
+            for (decay, of_indexers), parameters in groups.items()
             for group in by_expert_group(parameters)
         ],
         lr=trainer.lr,
@@ -182,13 +185,28 @@ def create_adam(
     )
 
 
+def clipped_apart(module: nn.Module) -> Set[nn.Parameter]:
+    """Return the indexers' parameters if they learn together with others. They have a loss of their
+    own, whose scale must not change how the others are clipped."""
+    own = {p for indexer in indexers(module) for p in indexer.parameters() if p.requires_grad}
+    others = any(p.requires_grad and p not in own for p in module.parameters())
+    return own if others else frozenset()
+
+
 def apply_gradients(
-    engine: DeepSpeedEngine, module: nn.Module, *, stage: int, clip: float
-) -> float:
-    """Take an optimizer step and return the gradient norm before clipping. If the norm is not
-    finite, the gradients are discarded and the weights stay unchanged. `clip` = 0 disables
-    clipping."""
+    engine: DeepSpeedEngine,
+    module: nn.Module,
+    *,
+    stage: int,
+    clip: float,
+    apart: Set[nn.Parameter] = frozenset(),
+) -> tuple[float, float]:
+    """Take an optimizer step and return the gradient norms before clipping, without `apart` and of
+    `apart` (0 if empty). If one is not finite, the gradients are discarded and the weights stay
+    unchanged. `clip` = 0 disables clipping. From ZeRO stage 1 on, the optimizer must have been
+    patched with `clip_apart`."""
     if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
+        optimizer: Any = engine.optimizer
         engine.step()
         norm = engine.get_global_grad_norm()
         assert norm is not None
@@ -196,10 +214,12 @@ def apply_gradients(
             grow_loss_scale(engine, _SCALE_WINDOW)
         else:
             discard_gradient_sums(engine)
-        return float(norm)
-    norm = clip_gradients(module.parameters(), clip or math.inf)
-    if math.isfinite(norm):
+        return float(norm), optimizer.apart_norm if apart else 0.0
+    others = (p for p in module.parameters() if p not in apart)
+    norm = clip_gradients(others, clip or math.inf)
+    own = clip_gradients(apart, clip or math.inf) if apart else 0.0
+    if math.isfinite(norm + own):
         engine.step()
     else:
         engine.zero_grad()
-    return norm
+    return norm, own

@@ -182,6 +182,34 @@ def in_bfloat16(stage: int) -> Scenario:
     return run
 
 
+def apart(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Scenario:
+    """One step with another weight of the indexers' loss, and with another learning rate."""
+
+    def run(ranks: Ranks) -> Result:
+        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+
+        result: Result = {}
+        for key, changes in {
+            "plain": {},
+            "heavier": {"indexer_loss": 64.0},
+            "slower": {"indexer_lr": 2.5e-3},
+        }.items():
+            with pytest.MonkeyPatch.context() as patch:
+                if bfloat16:
+                    patch.setattr(module, "compute_dtype", lambda *_: torch.bfloat16)
+                how: Any = {"tokens": TIGHT, "warmup_steps": 0, "weight_decay": 0.0, **trainer}
+                config = make_config(ranks.world_size, stage, **how, **changes)
+                engine = ranks.engine(config, "sparse")
+                before = ranks.published(engine)
+                (metrics,) = ranks.train(engine, config, range(1))
+            after = ranks.published(engine)
+            moved = {name: after[name] - before[name] for name in after}
+            result[key] = {"moved": moved, "metrics": values(metrics)}
+        return result
+
+    return run
+
+
 SMALL = 2**14
 """Bytes of a host block, so that offloaded tensors span several."""
 
@@ -409,6 +437,9 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         **{f"without signal {stage}": without_signal(stage) for stage in (1, 3)},
         **{f"skipping {stage} bfloat16": skipping(stage, bfloat16=True) for stage in (1, 3)},
         "skipping 2 offloaded": skipping(2, bfloat16=True, offload_optimizer=True),
+        **{f"apart {stage}": apart(stage) for stage in STAGES},
+        "apart 1 bfloat16": apart(1, bfloat16=True),
+        "apart 3 offloaded": apart(3, offload_optimizer=True),
     },
 }
 

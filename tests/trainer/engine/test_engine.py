@@ -14,6 +14,7 @@ from tests.trainer.engine.scenarios import SCENARIOS, run_all, same, same_traini
 
 pytestmark = pytest.mark.e2e
 TWO_RANKS = [name for name in SCENARIOS[2] if name.startswith("stage")]
+APART = [name for name in SCENARIOS[2] if name.startswith("apart")]
 SKIPPING = [name.removeprefix("skipping ") for name in SCENARIOS[2] if "skipping" in name]
 RECOMPUTED = ["recomputed", "recomputed but attention", "recomputed sparse"]
 
@@ -82,6 +83,24 @@ def test_indexer_warm_up_trains_indexers_only(results: dict[str, Any]) -> None:
     assert {each for each in plain["before"] if ".indexer." in each} <= selected
     assert len(selected) < len(plain["before"]) / 2
     assert "indexer/kl" not in values(frozen["metrics"][0])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_indexers_are_optimized_apart(results: dict[str, Any], name: str) -> None:
+    plain, heavier, slower = (results[name][key] for key in ("plain", "heavier", "slower"))
+    first, other = plain["metrics"], heavier["metrics"]
+    assert first["grad_norm"] > 0.05 and first["indexer/grad_norm"] > 0.05, "both are clipped"
+    assert other["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
+    ratio = other["indexer/grad_norm"] / first["indexer/grad_norm"]
+    assert ratio == pytest.approx(64, rel=0.01)
+    for each, moved in plain["moved"].items():
+        if ".indexer." in each:
+            quarter = slower["moved"][each].norm() / moved.norm()
+            # Vectors are near 1, where bfloat16 is coarse.
+            assert moved.ndim == 1 or quarter == pytest.approx(0.25, rel=0.1), each
+        else:
+            assert torch.equal(heavier["moved"][each], moved), each
+            assert torch.equal(slower["moved"][each], moved), each
 
 
 @pytest.mark.parametrize("name", ["plain", "plain tied", *TWO_RANKS])
