@@ -159,8 +159,9 @@ def in_bfloat16(stage: int) -> Scenario:
 
     def run(ranks: Ranks) -> Result:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import zero  # noqa: PLC0415
 
-        on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: torch.bfloat16
+        on_cpu, zero.compute_dtype = zero.compute_dtype, lambda *_: torch.bfloat16
         engine_result = module.sum_in_one_pass
         result: Result = {}
         for key in ("awake", "theirs", "offloaded", "stays"):
@@ -176,7 +177,7 @@ def in_bfloat16(stage: int) -> Scenario:
                 "optimizer": type(engine._engine.optimizer).__name__,
                 "notes": engine.notes,
             }
-        module.compute_dtype, module.sum_in_one_pass = on_cpu, engine_result
+        zero.compute_dtype, module.sum_in_one_pass = on_cpu, engine_result
         return result
 
     return run
@@ -186,7 +187,7 @@ def apart(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Scenario:
     """One step with another weight of the indexers' loss, and with another learning rate."""
 
     def run(ranks: Ranks) -> Result:
-        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import zero  # noqa: PLC0415  (loads DeepSpeed)
 
         result: Result = {}
         for key, changes in {
@@ -196,7 +197,7 @@ def apart(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Scenario:
         }.items():
             with pytest.MonkeyPatch.context() as patch:
                 if bfloat16:
-                    patch.setattr(module, "compute_dtype", lambda *_: torch.bfloat16)
+                    patch.setattr(zero, "compute_dtype", lambda *_: torch.bfloat16)
                 how: Any = {"tokens": TIGHT, "warmup_steps": 0, "weight_decay": 0.0, **trainer}
                 config = make_config(ranks.world_size, stage, **how, **changes)
                 engine = ranks.engine(config, "sparse")
@@ -241,8 +242,7 @@ def crowding(stage: int) -> Scenario:
     """
 
     def run(ranks: Ranks) -> Result:
-        from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
-        from keel.trainer.engine import offload  # noqa: PLC0415
+        from keel.trainer.engine import offload, zero  # noqa: PLC0415  (loads DeepSpeed)
 
         def away(engine: Any) -> dict[str, int]:
             names = {"state": "state", "reference": "frozen", "weights": "weights", "rest": "rest"}
@@ -257,7 +257,7 @@ def crowding(stage: int) -> Scenario:
         for key in ("awake", "partly", "lacking", "crowded"):
             seen: dict[str, list[dict[str, int]]] = {"gradients": [], "update": [], "sampling": []}
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, "compute_dtype", lambda *_: torch.bfloat16)
+                patch.setattr(zero, "compute_dtype", lambda *_: torch.bfloat16)
                 patch.setattr(offload, "BLOCK", SMALL)
                 how: Any = {"dtype": "bfloat16", "kl_coef": 0.1, "sleep": key != "awake"}
                 config = make_config(ranks.world_size, stage, tokens=TIGHT, **how)
@@ -302,10 +302,11 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
 
     def run(ranks: Ranks) -> Result:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.trainer.engine import zero  # noqa: PLC0415
 
-        on_cpu, loss = module.compute_dtype, module.grpo_loss
+        on_cpu, loss = zero.compute_dtype, module.grpo_loss
         if bfloat16:
-            module.compute_dtype = lambda *_: torch.bfloat16
+            zero.compute_dtype = lambda *_: torch.bfloat16
         config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0, **trainer)
         groups = Rollouts(0).groups(2, 3)
         good = ranks.batch(groups, config)
@@ -346,7 +347,7 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
             "gave up": (last, skipped.gave_up),
             "version": skipped.version,
         }
-        module.compute_dtype = on_cpu
+        zero.compute_dtype = on_cpu
         return result
 
     return run

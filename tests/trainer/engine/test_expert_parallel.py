@@ -344,14 +344,14 @@ def folder_of(root: Path, *layouts: Layout) -> Path:
 
 
 def started(ranks: Ranks, layout: Layout) -> tuple[Any, Any]:
-    from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
+    from keel.trainer.engine import zero  # noqa: PLC0415  (loads DeepSpeed)
 
-    on_cpu, module.compute_dtype = module.compute_dtype, lambda *_: getattr(torch, layout.dtype)
+    on_cpu, zero.compute_dtype = zero.compute_dtype, lambda *_: getattr(torch, layout.dtype)
     try:
         config = configure(ranks, layout.stage, dtype=layout.dtype, **dict(layout.changes))
         return ranks.engine(config, "qwen3_moe"), config
     finally:
-        module.compute_dtype = on_cpu
+        zero.compute_dtype = on_cpu
 
 
 def saved(ranks: Ranks, engine: Any, folder: Path) -> None:

@@ -52,11 +52,11 @@ def computing(dtype: torch.dtype) -> Iterator[pytest.MonkeyPatch]:
     """Compute in `dtype`, as on a GPU; DeepSpeed refuses float16 on most CPUs."""
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
 
-    from keel.trainer.engine import engine  # noqa: PLC0415  (loads DeepSpeed)
+    from keel.trainer.engine import zero  # noqa: PLC0415  (loads DeepSpeed)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-        patch.setattr(engine, "compute_dtype", lambda *_: dtype)
+        patch.setattr(zero, "compute_dtype", lambda *_: dtype)
         yield patch
 
 
