@@ -52,7 +52,22 @@ class _Draft:
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
     notes: dict[str, str] = field(default_factory=dict[str, str])  # of judged criteria and errors
-    dropped: str = ""
+    dropped: str = ""  # why the trajectory is dropped
+
+    def add_judgement(self, part: str, result: Judged | Failed) -> None:
+        if isinstance(result, Failed):
+            self.dropped = self.dropped or f"the judge failed ({result.kind}): {result.reason}"
+            return
+        prefix = f"{REFUSAL}: " if part == REFUSAL else ""
+        self.parts |= {part: result.value, **({} if prefix else result.parts)}
+        for verdict in result.verdicts:
+            self.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
+
+    def add_score(self, part: str, result: VerifierScore) -> None:
+        self.parts |= {**result.parts, part: result.score}
+        if result.error:
+            self.parts[ERROR] = 1.0
+            self.notes[part] = f"error: {result.error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,16 +225,8 @@ class Scorer:
             if prompt.environment and kind == ENVIRONMENT and "correct" not in draft.parts:
                 raise ValueError("its environment's verdict has no part `correct`; return one")
         for part, answers in pending.judged.items():
-            prefix = f"{REFUSAL}: " if part == REFUSAL else ""
             for draft, answer in zip(drafts, answers, strict=True):
-                result = answer.result()
-                if isinstance(result, Failed):
-                    reason = f"the judge failed ({result.kind}): {result.reason}"
-                    draft.dropped = draft.dropped or reason
-                    continue
-                draft.parts |= {part: result.value, **({} if prefix else result.parts)}
-                for verdict in result.verdicts:
-                    draft.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
+                draft.add_judgement(part, answer.result())
         for part, futures in pending.verified.items():
             scores = [score for future in futures for score in future.result()]
             label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
@@ -227,10 +234,7 @@ class Scorer:
             errors = [(score.error, score.at) for score in scores]
             self._failures.record(name, prompt.prompt_id, errors, counted=is_function(part))
             for draft, score in zip(drafts, scores, strict=True):
-                draft.parts |= {**score.parts, part: score.score}
-                if score.error:
-                    draft.parts[ERROR] = 1.0
-                    draft.notes[part] = f"error: {score.error}"
+                draft.add_score(part, score)
         for draft in drafts:
             if kind == FUNCTIONS:
                 graded = {n: w for n, w in weights.items() if is_function(n) and w > 0}
