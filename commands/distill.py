@@ -29,7 +29,7 @@ from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
 from keel.data.eval_store import read_evaluation, to_trajectory_record
 from keel.data.results import align_columns
-from keel.rl.evaluation import FAIL
+from keel.rl.summary import FAIL
 from keel.trainer.run.journal import cost_rows, costs_of
 from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 

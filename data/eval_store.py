@@ -19,8 +19,8 @@ from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.configs.work_folder import WorkFolder
 from keel.data.items import prompt_digest, read_records
-from keel.rl.evaluation import ERROR, passed
 from keel.rl.records import trajectory_record
+from keel.rl.summary import ERROR, passed
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 
 _DEPENDS_ON = (

@@ -3,7 +3,7 @@
     {"id": "sums/7", "source": "sums", "domain": "maths", "samples": 100, "passes": 12,
      "pass_rate": 0.12, "score": 0.15, "unscored": 1, "dropped": {"late: …": 1}, "digest": "…"}
 
-`passes` and `unscored` are counted as in `keel.rl.evaluation`, where a missing or unscored
+`passes` and `unscored` are counted as in `keel.rl.summary`, where a missing or unscored
 completion does not pass.
 """
 
@@ -21,7 +21,7 @@ from keel.configs.schema import Config
 from keel.configs.work_folder import WorkFolder
 from keel.data.items import prompt_digest, read_records, remove_source_system
 from keel.data.results import align_columns, domains_to_show
-from keel.rl.evaluation import evaluation, pass_at_k
+from keel.rl.summary import evaluation, pass_at_k
 from keel.rl.types import Prompt, ScoredGroup
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from keel.configs.schema import ConfigError
 from keel.data.eval_store import RIGHT, SampledPrompt, read_evaluation
-from keel.rl.evaluation import pass_at_k, passed
+from keel.rl.summary import pass_at_k, passed
 
 
 def _summary(

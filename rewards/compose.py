@@ -32,8 +32,6 @@ PARTS = (
 )
 """Built-in reward components that a recipe can list in `data.sources[].rewards`. A recipe can also
 list functions there; their names contain a dot."""
-ERROR = "error"
-"""Name of the component that is 1 if a verifier crashed or timed out. It never has a weight."""
 _ROUNDING = 1e-12  # a reward below this fraction of its largest term is treated as a rounding error
 
 

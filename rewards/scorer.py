@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from keel.rewards import compose
-from keel.rewards.compose import ERROR, LANGUAGE_PARTS, REFUSAL, Score
+from keel.rewards.compose import LANGUAGE_PARTS, REFUSAL, Score
 from keel.rewards.custom import (
     FailureBudget,
     TextTrajectory,
@@ -32,6 +32,7 @@ from keel.rewards.text import final_text, raw_text
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
 from keel.rl.metrics import Metric
+from keel.rl.summary import ERROR
 from keel.rl.types import (
     CUT_OFF,
     ENVIRONMENT,

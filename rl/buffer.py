@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Literal
 
-from keel.rl.evaluation import FAIL, passed
 from keel.rl.metrics import Metric, Sum
+from keel.rl.summary import FAIL, passed
 from keel.rl.types import Prompt, ScoredGroup
 
 _Filter = Literal["none", "reward", "correct"]

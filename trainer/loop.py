@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, RunConfig
-from keel.rl.evaluation import evaluation
 from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
-from keel.rl.summary import sampled_tokens, summarize
+from keel.rl.summary import evaluation, sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream, SamplingProgress, never_abort, wait_for
 from keel.trainer.guard import RunGuard, RunJournal, Save
@@ -151,7 +150,7 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
 
 def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     """Evaluate every held-out set and return `eval/<set>/pass@1`, `score` and `unscored` for each
-    (see `keel.rl.evaluation`). Raises `Cancelled` if `parts.should_abort()` returns True. Before
+    (see `keel.rl.summary`). Raises `Cancelled` if `parts.should_abort()` returns True. Before
     the last step, it also does so if `parts.should_skip_evaluation()` returns True."""
     should_skip = parts.should_skip_evaluation if step < config.run.steps else never_abort
     score = partial(parts.rewards.submit, purpose="eval")

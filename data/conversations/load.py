@@ -38,9 +38,9 @@ from keel.data.rows import (
     select_columns,
 )
 from keel.data.stream import Stream
-from keel.rl.evaluation import FAIL
 from keel.rl.records import recorded_segments
 from keel.rl.sft import SftExample
+from keel.rl.summary import FAIL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

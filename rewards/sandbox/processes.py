@@ -71,12 +71,7 @@ def kill_descendants(root: int, within_s: float) -> None:
     """Kill all processes below `root`. `root` must be stopped, so that it does not reap them."""
     end, previous = time.monotonic() + within_s, dict[int, bool]()
     while time.monotonic() < end:
-        current = {
-            # The main thread may exit before the others.
-            pid: fields[0] not in (b"Z", b"X") or len(tasks) > 1
-            for pid, fields, tasks in _walk(root)
-            if pid != root
-        }
+        current = _descendants(root)
         # One scan can miss a process that changes parents meanwhile.
         if current == previous and not any(current.values()):
             return
@@ -85,6 +80,15 @@ def kill_descendants(root: int, within_s: float) -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
+
+
+def _descendants(root: int) -> dict[int, bool]:
+    return {
+        # The main thread may exit before the others.
+        pid: fields[0] not in (b"Z", b"X") or len(tasks) > 1
+        for pid, fields, tasks in _walk(root)
+        if pid != root
+    }
 
 
 _PR_SET_CHILD_SUBREAPER = 36

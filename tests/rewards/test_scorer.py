@@ -12,7 +12,7 @@ from keel.rewards.compose import check_weights, compose
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer
-from keel.rl.evaluation import evaluation
+from keel.rl.summary import evaluation
 from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
 from tests.rewards.groups import PROMPT, group, score, trajectory
 from tests.rewards.judge.judge_server import (

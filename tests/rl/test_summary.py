@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from keel.rl.evaluation import evaluation, pass_at_k
 from keel.rl.metrics import Max, Mean, Sum, mean_of, merge, values
-from keel.rl.summary import of_updates, summarize
+from keel.rl.summary import evaluation, of_updates, pass_at_k, summarize
 from keel.rl.types import CUT_OFF, Group, ScoredGroup, Usage
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 

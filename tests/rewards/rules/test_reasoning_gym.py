@@ -19,7 +19,7 @@ from keel.rewards.rules.reasoning_gym import _MOST_PARTIAL
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rewards.text import answer_in
 from keel.rewards.worker import reply_to
-from keel.rl.evaluation import passed
+from keel.rl.summary import passed
 
 RECIPES = Path(__file__).parents[3] / "configs/recipes"
 NAMING = sorted(p.name for p in RECIPES.glob("*.yaml") if "source: reasoning_gym" in p.read_text())
