@@ -18,7 +18,7 @@ from keel.data.dataset import Dataset, load_dataset, source_lines
 from keel.data.eval_store import EvaluationFolder, SampledPrompt, collect_samples, read_evaluation
 from keel.data.items import prompt_digest
 from keel.data.pass_rates import FilterFolder
-from keel.data.results import compare_pass_rates, format_comparison, format_results, results
+from keel.data.results import comparison_lines, format_results, results
 from keel.model.hub import hub_answers
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
@@ -171,10 +171,7 @@ def _summary(
         lines.append("not all is sampled; rerun the same command to resume")
     if baseline:
         try:
-            lines += [
-                f"− {config.eval.against}:",
-                *format_comparison(compare_pass_rates(baseline, request)),
-            ]
+            lines += [f"− {config.eval.against}:", *comparison_lines(baseline, request)]
         except ValueError as error:  # nothing in common so far
             lines.append(f"− {config.eval.against}: {error}")
     return [*lines, f"completions and results: {out.path}"]

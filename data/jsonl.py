@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.conversations.forms import ROLES, content_text, parse_messages, parse_tool_calls
+from keel.data.conversations.forms import parse_chat
 from keel.data.items import (
     MAX_MALFORMED,
     Item,
@@ -44,7 +44,6 @@ from keel.data.rows import (
     select_columns,
 )
 from keel.data.rows import Row as ReadRow
-from keel.rl.turns import USER_ROLES
 from keel.rl.types import ENVIRONMENT, FUNCTIONS
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
@@ -263,7 +262,7 @@ class _Reader:
         if "messages" in record and "prompt" in record:
             raise BadLine("has both `prompt` and `messages`; keep one")
         if "messages" in record or isinstance(prompt, list):
-            messages = _chat(record.get("messages", prompt))
+            messages = parse_chat(record.get("messages", prompt))
         elif "prompt" not in record and source.template:
             return []
         else:
@@ -301,25 +300,6 @@ class _Reader:
 
         content = _PLACEHOLDER.sub(replacement, self._source.template_text)
         return [*before, {**last, "content": content}]
-
-
-def _chat(messages: Any) -> list[dict[str, Any]]:
-    chat: list[dict[str, Any]] = []
-    for message, at in parse_messages(messages, "messages"):
-        if message.get("role") not in ROLES:
-            raise BadLine(
-                f"`{at}.role` is {message.get('role')!r}, must be one of {', '.join(ROLES)}"
-            )
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
-            raise BadLine(f"`{at}.content` must be text, is {json_type(content)}")
-        message = {**message, "content": content_text(content, f"{at}.content")}
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = parse_tool_calls(calls, f"{at}.tool_calls")
-        chat.append(message)
-    if chat[-1]["role"] not in ("tool", *USER_ROLES):
-        raise BadLine(f"the last message is the {chat[-1]['role']}'s, so nothing is to be answered")
-    return chat
 
 
 def _parse_cell(key: str, value: Any) -> Any:

@@ -186,7 +186,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def compare_pass_rates(
+def _compare_pass_rates(
     first: Sequence[SampledPrompt], second: Sequence[SampledPrompt]
 ) -> dict[str, dict[str, tuple[int, _Difference]]]:
     """Compare pass@1 on the prompts that two evaluations share. Returns the number of shared
@@ -215,7 +215,7 @@ def compare_pass_rates(
     return result
 
 
-def format_comparison(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) -> list[str]:
+def _format_comparison(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) -> list[str]:
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
     for variant, sets in result.items():
         for name, (pairs, of) in sets.items():
@@ -230,12 +230,18 @@ def format_comparison(result: Mapping[str, Mapping[str, tuple[int, _Difference]]
     return align_columns(rows)
 
 
+def comparison_lines(first: Sequence[SampledPrompt], second: Sequence[SampledPrompt]) -> list[str]:
+    """Compare pass@1 on the prompts that two evaluations share, in a table. Raises ValueError if
+    they share none, or if prompts with the same name differ."""
+    return _format_comparison(_compare_pass_rates(first, second))
+
+
 def compare(first: str, second: str) -> str:
     """Compare two `keel eval` folders and return a table. Raises ConfigError if a folder cannot be
     compared."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
-        lines = format_comparison(compare_pass_rates(before, after))
+        lines = comparison_lines(before, after)
     except ValueError as error:
         raise ConfigError(f"{first}, {second}: {error}") from error
     return "\n".join([f"{second} − {first}:", *lines])

@@ -49,19 +49,3 @@ def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -
         f"out of range for {num_sequences} sequences",
     )
     require_rows("advantage", advantage, advantage.isfinite(), "must be finite")
-
-
-def validate_sequence_weight(
-    weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor
-) -> Tensor:
-    """Validate `sequence_weight` [S] and convert it to the dtype of `logp`. None becomes ones."""
-    if weight is None:
-        return torch.ones_like(sequence_tokens, dtype=logp.dtype)
-    require(
-        weight.shape == sequence_tokens.shape and weight.is_floating_point(),
-        f"sequence_weight is {weight.dtype} {list(weight.shape)}: must be floating point, "
-        f"{list(sequence_tokens.shape)}",
-    )
-    fits = weight.isfinite() & (weight >= 0)
-    require_rows("sequence_weight", weight, fits, "must be finite and not negative")
-    return weight.detach().to(logp.dtype)

@@ -19,7 +19,6 @@ from keel.rl.checks import (
     require_log_probs,
     require_rows,
     require_sequences,
-    validate_sequence_weight,
 )
 from keel.rl.kl import BOUND, clamp_log_ratio, k3, unbiased_k3
 from keel.rl.metrics import Max, Mean, Metric, Sum
@@ -136,7 +135,7 @@ def grpo_loss(
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, len(sequence_tokens))
     _check_sequence_tokens(sequence_tokens, sequence)
-    weight_S = validate_sequence_weight(sequence_weight, sequence_tokens, logp)
+    weight_S = _sequence_weights(sequence_weight, sequence_tokens, logp)
     if isinstance(kl_coef, Tensor) and kl_coef.ndim == 0:
         kl_coef = kl_coef.expand_as(logp)
     _check_kl(logp, logp_ref, kl_coef)
@@ -263,6 +262,20 @@ def _check_sequence_tokens(sequence_tokens: Tensor, sequence: Tensor) -> None:
         )
 
 
+def _sequence_weights(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
+    """Validate `sequence_weight` [S] and convert it to the dtype of `logp`. None becomes ones."""
+    if weight is None:
+        return torch.ones_like(sequence_tokens, dtype=logp.dtype)
+    require(
+        weight.shape == sequence_tokens.shape and weight.is_floating_point(),
+        f"sequence_weight is {weight.dtype} {list(weight.shape)}: must be floating point, "
+        f"{list(sequence_tokens.shape)}",
+    )
+    fits = weight.isfinite() & (weight >= 0)
+    require_rows("sequence_weight", weight, fits, "must be finite and not negative")
+    return weight.detach().to(logp.dtype)
+
+
 def _check_complete(
     sequence_tokens: Tensor, sequence: Tensor, advantage: Tensor, sequence_gap: Tensor | None
 ) -> None:
@@ -324,7 +337,7 @@ def nll_loss(
     require_log_probs(logp)
     require_sequences(sequence, torch.zeros_like(logp), len(sequence_tokens))
     _check_sequence_tokens(sequence_tokens, sequence)
-    weight_S = validate_sequence_weight(sequence_weight, sequence_tokens, logp)
+    weight_S = _sequence_weights(sequence_weight, sequence_tokens, logp)
     weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
     loss = -(weight * logp).sum()
     with torch.no_grad():

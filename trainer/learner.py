@@ -36,7 +36,7 @@ from keel.trainer.worker import (
     merge_tokens,
     pack_shares,
 )
-from keel.weights.sync import Outcome, Receiver, sends_directly
+from keel.weights.sync import Outcome, Receiver
 
 GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
 _LOST_S = 90.0
@@ -113,7 +113,8 @@ class Learner:
         sleep (`rollout.time_share`). It is called before anything that needs the weights on the
         GPUs."""
         self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
-        self.direct = sends_directly(config.rollout, gpu=gpu)
+        transfer = config.rollout.weight_transfer
+        self.direct = transfer == "direct" or (transfer == "auto" and gpu)
         """True if the ranks send weights directly to the engines."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": hardware.RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}

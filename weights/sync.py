@@ -25,7 +25,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from keel.configs.schema import RolloutConfig
 from keel.model import ray_timeouts
 
 Outcome = int | Exception
@@ -53,12 +52,6 @@ class _WeightSource(Protocol):
 
 class _WeightTarget(Protocol):
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
-
-
-def sends_directly(config: RolloutConfig, *, gpu: bool) -> bool:
-    """Return True if the trainer ranks send weights directly to the engines instead of through Ray.
-    `rollout.weight_transfer: auto` sends directly on GPUs."""
-    return config.weight_transfer == "direct" or (config.weight_transfer == "auto" and gpu)
 
 
 class WeightSync:

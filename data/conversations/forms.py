@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from keel.configs.schema import ConversationsConfig
 from keel.data.items import digest, question_digest
 from keel.data.rows import BadLine, json_type
-from keel.rl.turns import Message
+from keel.rl.records import recorded_segments
+from keel.rl.turns import USER_ROLES, Message
 from keel.rl.types import Segment
 
 _FORMS = ("messages", "prompt", "conversations")  # keys that identify each conversation format
@@ -30,9 +32,15 @@ _SHAREGPT = {
     **dict.fromkeys(("observation", "tool"), "tool"),
     **{name: name for name in ("system", "function_call")},
 }
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN = frozenset({*_FORMS, "completion", "tools", "thinking", "id", "system"})
+_TRAJECTORY_KEYS = KNOWN | {
+    *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),
+    *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
+    "other_conversations",
+}
+"""Keys of a record in a trajectory or evaluation file."""
 _MESSAGE_KEYS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *_REASONING}
 )
@@ -41,7 +49,7 @@ _FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")  # names for the key `weight` 
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
-def parse_conversation(
+def _parse_conversation(
     record: Mapping[str, Any], system: str, *, rendered: bool = True
 ) -> tuple[list[Message], list[int]]:
     """Parse the conversation on a line and choose the messages to train on. Returns the messages
@@ -65,7 +73,7 @@ def parse_conversation(
         context = ({**m, "weight": 0} if m.get("role") == "assistant" else m for m in prompt)
         entries = [*context, *completion]
     else:
-        placed = parse_messages(record[form], form)
+        placed = _parse_messages(record[form], form)
         entries = [_of_sharegpt(m, at) if form == "conversations" else m for m, at in placed]
     line_system = record.get("system")
     if line_system is not None and not isinstance(line_system, str):
@@ -90,7 +98,28 @@ def parse_conversation(
     return [*messages], learned
 
 
-def parse_tools(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def parse_chat(messages: Any) -> list[dict[str, Any]]:
+    """Parse the messages of an RL prompt, which must end where the policy's turn begins. Raises
+    BadLine if they cannot be read."""
+    chat: list[dict[str, Any]] = []
+    for message, at in _parse_messages(messages, "messages"):
+        if message.get("role") not in _ROLES:
+            raise BadLine(
+                f"`{at}.role` is {message.get('role')!r}, must be one of {', '.join(_ROLES)}"
+            )
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise BadLine(f"`{at}.content` must be text, is {json_type(content)}")
+        message = {**message, "content": _content_text(content, f"{at}.content")}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = _parse_tool_calls(calls, f"{at}.tool_calls")
+        chat.append(message)
+    if chat[-1]["role"] not in ("tool", *USER_ROLES):
+        raise BadLine(f"the last message is the {chat[-1]['role']}'s, so nothing is to be answered")
+    return chat
+
+
+def _parse_tools(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of a line in the format that chat templates expect."""
     value = record.get("tools") or []
     if isinstance(value, str):
@@ -108,7 +137,7 @@ def parse_tools(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
+def _is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
     """Return whether to render a line in thinking mode. `mode` is the source's setting."""
     value = record.get("thinking")
     if value is not None and not isinstance(value, bool):
@@ -118,7 +147,7 @@ def is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: st
     return any("reasoning_content" in one for one in messages) if value is None else value
 
 
-def unused_keys(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
+def _unused_keys(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
     """Return the keys of a line and of its messages that Keel does not use."""
     unread = {key for key in record if key not in known}
     for form in (*_FORMS, "completion"):
@@ -130,7 +159,7 @@ def unused_keys(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> fro
     return frozenset(unread)
 
 
-def parse_messages(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
+def _parse_messages(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
     """Return the messages in a list with their locations for error messages."""
     if not isinstance(value, list) or not value:
         raise BadLine(f"`{key}` must be a list of at least one message, is {json_type(value)}")
@@ -147,7 +176,7 @@ def _object(value: Any, at: str) -> dict[str, Any]:
 def _either(value: Any, key: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user" if key == "prompt" else "assistant", "content": value}]
-    return [message for message, _ in parse_messages(value, key)]
+    return [message for message, _ in _parse_messages(value, key)]
 
 
 def _of_sharegpt(message: dict[str, Any], at: str) -> dict[str, Any]:
@@ -166,13 +195,13 @@ def _of_sharegpt(message: dict[str, Any], at: str) -> dict[str, Any]:
 
 def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
     role = entry.get("role")
-    if role not in ROLES:
-        raise BadLine(f"`{at}.role` is {role!r}, must be one of {', '.join(ROLES)}")
+    if role not in _ROLES:
+        raise BadLine(f"`{at}.role` is {role!r}, must be one of {', '.join(_ROLES)}")
     if wrong := next((key for key in _FOREIGN_WEIGHTS if entry.get(key) is not None), ""):
         raise BadLine(f"`{at}.{wrong}` is unknown; use `weight`, 1 to learn a message or 0")
     if entry.get("weight") not in (None, 0, 1):
         raise BadLine(f"`{at}.weight` is {entry['weight']!r}, must be 0 or 1")
-    content = content_text(entry.get("content"), f"{at}.content")
+    content = _content_text(entry.get("content"), f"{at}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     if role == "tool":
         message |= {k: str(entry[k]) for k in ("tool_call_id", "name") if entry.get(k)}
@@ -186,11 +215,11 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
     if reasoning and reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
     if calls := entry.get("tool_calls"):
-        message["tool_calls"] = parse_tool_calls(calls, f"{at}.tool_calls")
+        message["tool_calls"] = _parse_tool_calls(calls, f"{at}.tool_calls")
     return message
 
 
-def content_text(value: Any, at: str) -> str:
+def _content_text(value: Any, at: str) -> str:
     """Return the content of a message as text. It can be text, a list of text parts, or null."""
     if value is None:
         return ""
@@ -208,9 +237,9 @@ def content_text(value: Any, at: str) -> str:
     return value
 
 
-def parse_tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
+def _parse_tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
     parsed: list[dict[str, Any]] = []
-    for call, place in parse_messages(calls, at):
+    for call, place in _parse_messages(calls, at):
         function = _object(call.get("function", call), f"{place}.function")
         name, arguments = function.get("name"), function.get("arguments") or {}
         if not isinstance(name, str) or not name:
@@ -291,6 +320,28 @@ class ReadSource:
     skipped: tuple[str, ...] = ()  # reason for skipping each malformed line
     unselected: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of dropped trajectories for each reason."""
+
+
+def parse_example(record: Mapping[str, Any], at: str, source: ConversationsConfig) -> Example:
+    """Parse the conversation on a line. `at` is its location. Raises BadLine if it cannot be
+    read."""
+    segments, is_sampled = (), source.source == "trajectories"
+    if is_sampled and record.get("segments"):
+        try:
+            segments = recorded_segments(record, at)
+        except ValueError as error:
+            raise BadLine(str(error)) from error
+    messages, learned = _parse_conversation(record, source.system, rendered=not segments)
+    return Example(
+        origin=at,
+        messages=tuple(messages),
+        trained=tuple(learned),
+        tools=tuple(_parse_tools(record)),
+        thinking=_is_thinking(record, messages, source.thinking),
+        segments=segments,
+        prompt_id=str(record.get("id") or "") if is_sampled else "",
+        unread=_unused_keys(record, _TRAJECTORY_KEYS if is_sampled else KNOWN),
+    )
 
 
 Render = Callable[[Example], Sequence[Segment]]

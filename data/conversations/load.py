@@ -16,10 +16,7 @@ from keel.data.conversations.forms import (
     Example,
     ReadSource,
     Render,
-    is_thinking,
-    parse_conversation,
-    parse_tools,
-    unused_keys,
+    parse_example,
 )
 from keel.data.conversations.text import Encoded, generate_texts, read_text
 from keel.data.eval_store import to_trajectory_record
@@ -38,7 +35,6 @@ from keel.data.rows import (
     select_columns,
 )
 from keel.data.stream import Stream
-from keel.rl.records import recorded_segments
 from keel.rl.sft import SftExample
 from keel.rl.summary import FAIL
 
@@ -328,12 +324,6 @@ def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) 
 
 # --- Reading chats and trajectories ---
 
-_TRAJECTORY_KEYS = KNOWN | {
-    *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),
-    *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
-    "other_conversations",
-}
-"""Keys of a record in a trajectory or evaluation file."""
 _PARSED = frozenset({"messages", "conversations", "tools"})
 """Keys whose values may be stored as JSON text in a table."""
 R = TypeVar("R")
@@ -448,32 +438,12 @@ def _read_conversations(
         if (size and len(examples) >= size) or (strict and len(skipped) == MAX_MALFORMED):
             break
         try:
-            examples += [_example(place, record, source) for place, record in records(at, row)]
+            examples += [parse_example(record, place, source) for place, record in records(at, row)]
         except BadLine as error:
             skipped.append(f"{at}: {error}")
     if skipped and strict:
         raise malformed_error(skipped, f"sft.sources[{source.name}]")
     return ReadSource(examples=tuple(examples[: size or None]), skipped=tuple(skipped))
-
-
-def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) -> Example:
-    segments, is_sampled = (), source.source == "trajectories"
-    if is_sampled and record.get("segments"):
-        try:
-            segments = recorded_segments(record, at)
-        except ValueError as error:
-            raise BadLine(str(error)) from error
-    messages, learned = parse_conversation(record, source.system, rendered=not segments)
-    return Example(
-        origin=at,
-        messages=tuple(messages),
-        trained=tuple(learned),
-        tools=tuple(parse_tools(record)),
-        thinking=is_thinking(record, messages, source.thinking),
-        segments=segments,
-        prompt_id=str(record.get("id") or "") if is_sampled else "",
-        unread=unused_keys(record, _TRAJECTORY_KEYS if is_sampled else KNOWN),
-    )
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:

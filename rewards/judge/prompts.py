@@ -278,14 +278,6 @@ def json_length(text: str) -> int:
     return len(as_json(text)) - 2
 
 
-def json_tail(text: str, max_size: int) -> str:
-    """Drop the start of a text so that the rest takes at most `max_size` characters of JSON."""
-    text = text[-max_size:]
-    while json_length(text) > max_size:
-        text = text[len(text) // 4 + 1 :]
-    return text
-
-
 def _escape(match: re.Match[str]) -> str:
     # surrogatepass: a policy can sample a lone surrogate.
     units = match[0].encode("utf-16-be", "surrogatepass")

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.custom import FailureRate
-from keel.rewards.judge.prompts import json_length, json_tail, rubric_question
+from keel.rewards.judge.prompts import json_length, rubric_question
 from keel.rewards.judge.specs import Counts, Failed, Judged, ServedJudge, Unjudged, judged_spec
 from keel.rewards.text import final_text, is_blank, outside_think, thinking_text
 from keel.rl.types import Prompt, Trajectory
@@ -128,7 +128,7 @@ class JudgeService:
             self._counts.completions += 1
             self._counts.skipped += 1
             return spec.zero_result(reason)
-        thinking = json_tail(thinking, limit)
+        thinking = _json_tail(thinking, limit)
 
         def judge_sample(number: int) -> Awaitable[Any]:
             ask = partial(self._endpoint.ask, sample=number)
@@ -173,3 +173,11 @@ class JudgeService:
                 f"{settings.max_failure_fraction:g}; last error: {result.reason}"
             )
         return result
+
+
+def _json_tail(text: str, max_size: int) -> str:
+    """Drop the start of a text so that the rest takes at most `max_size` characters of JSON."""
+    text = text[-max_size:]
+    while json_length(text) > max_size:
+        text = text[len(text) // 4 + 1 :]
+    return text

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from keel.configs.load import load_config
 from keel.data.eval_store import EvaluationFolder, SampledPrompt
 from keel.data.results import (
+    _compare_pass_rates,
     _contest_score,
     _count_submissions,
     _fewest_steps_at_k,
     _majority_at_k,
     _paired_difference,
     _pass_interval,
-    compare_pass_rates,
     format_results,
     results,
     scores_by_steps,
@@ -92,7 +92,7 @@ def test_compared_by_domain() -> None:
         of = [("a", 1.0), ("b", rate), ("b", rate), ("c", 0.0)]
         return [asked(name, [{"correct": right}], 0, n) for n, (name, right) in enumerate(of)]
 
-    (sets,) = compare_pass_rates(both(0), both(1)).values()
+    (sets,) = _compare_pass_rates(both(0), both(1)).values()
     assert {name: (n, d.mean) for name, (n, d) in sets.items()} == {
         "a": (1, 0),
         "b": (2, 1),
