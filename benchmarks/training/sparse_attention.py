@@ -1,12 +1,12 @@
 """Time per token of sparse and dense attention in one layer of DeepSeek-V3.2.
 
-    python -m benchmarks.training.sparse_attention --rounds 3
+    python -m benchmarks.training.sparse_attention             # one GPU
     python -m benchmarks.training.sparse_attention --small     # smoke test on a CPU
 
 Attention and its projections on one context of each length, bfloat16, random weights: forward, and
-with backward for all gradients, in µs per token (median over rounds). *sparse* attends to the
-indexer's selection, *with loss* also trains the indexer, *dense* is `trainer.attention: dense`, and
-*expanded* is DeepSeek-V3's attention, which expands latents into keys and values of every head.
+with backward for all gradients, in µs per token (median over rounds after a first one). *sparse*
+attends to the indexer's selection, *with loss* also trains the indexer, *dense* is
+`trainer.attention: dense`, and *expanded* is DeepSeek-V3's attention with keys of every head.
 Compare with Figure 3 of DeepSeek-V3.2 (2025): the price of a token over its position, in inference.
 """
 
@@ -39,22 +39,18 @@ def measure(case: str, length: int, rounds: int, *, small: bool) -> tuple[float,
     family, how = CASES[case]
     dense = {"mlp_layer_types": ["dense"]} if family == "deepseek_v32" else {}
     config = AutoConfig.for_model(family, **{**LAYER, **dense, **(SMALL if small else {})})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        hidden = torch.randn(1, length, config.hidden_size, dtype=dtype).requires_grad_()
+        rotary = model.model.rotary_emb(hidden.detach(), torch.arange(length)[None])
     use_sparse_attention(model)
     use_packed_attention(model)
     layer: Any = model.model.layers[0].self_attn
-    hidden = torch.randn(1, length, config.hidden_size, dtype=dtype, device=device)
-    options: dict[str, Any] = {
-        "position_embeddings": model.model.rotary_emb(
-            hidden, torch.arange(length)[None].to(device)
-        ),
-        "attention_mask": None,
-        "segments": Segments.of([length], device),
-    }
+    segments = Segments.of([length], device)
 
     def forward() -> Tensor:
         sparse = SparsePass(**how)
-        output, _ = layer(hidden.requires_grad_(), **options, sparse=sparse)
+        output, _ = layer(hidden, rotary, None, segments=segments, sparse=sparse)
         loss = output.float().square().mean()
         return loss + sparse.loss_sum() / length if sparse.losses else loss
 
@@ -70,7 +66,7 @@ def measure(case: str, length: int, rounds: int, *, small: bool) -> tuple[float,
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384, 65_536, 131_072])
     parser.add_argument("--small", action="store_true", help="use small sizes on a CPU")
     options = parser.parse_args()
