@@ -30,6 +30,7 @@ class EngineSpec:
     batch_invariant: bool = False
     residual_dtype: Literal["model", "float32"] = "model"
     cache_bytes: int = 0  # of the KV cache. If 0, vLLM measures the free memory meanwhile.
+    spread: bool = False  # its workers are Ray actors on several nodes, one per bundle of its group
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:

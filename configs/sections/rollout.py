@@ -55,7 +55,8 @@ class RolloutConfig(Section):
     or one on each GPU without a rank, whichever the time model predicts to be faster; 1 on a CPU.
     """
     tensor_parallel: int = knob(1, ge=1)
-    """Number of GPUs per engine."""
+    """Number of GPUs per engine, over which vLLM splits every layer. If it exceeds the GPUs of the
+    largest node, an engine takes several nodes, with the same number of GPUs on each."""
     colocated: bool = False
     """Place engine i on the GPU of trainer rank i (needs as many engines as ranks, one GPU each).
     `gpu_memory_utilization` is then the engine's share of the GPU. A single GPU is always shared.

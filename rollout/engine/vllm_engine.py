@@ -208,9 +208,15 @@ class VllmEngine:
 
     def step(self) -> Iterator[tuple[int, Result]]:
         """Run one forward pass and yield the jobs that it completes."""
+        try:
+            outputs = self._llm.step()
+        except RuntimeError as error:
+            if getattr(self._llm.model_executor, "is_failed", False):  # vLLM says "cancelled"
+                raise EngineError("one of its worker processes died") from error
+            raise
         finished = [
             output
-            for output in self._llm.step()
+            for output in outputs
             if isinstance(output, RequestOutput) and output.request_id in self._owners
         ]
         jobs = [self._jobs[self._owners[output.request_id]] for output in finished]
@@ -421,8 +427,8 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             "tensor_parallel_size": config.tensor_parallel,
         }
         if config.tensor_parallel > 1:
-            # Inside a placement group vLLM would use Ray and look for more GPUs.
-            args["distributed_executor_backend"] = "mp"
+            # Without this, vLLM would always use Ray inside a placement group.
+            args["distributed_executor_backend"] = "ray" if spec.spread else "mp"
         if spec.cache_bytes:
             args["kv_cache_memory_bytes"] = spec.cache_bytes
         if not config.enforce_eager:

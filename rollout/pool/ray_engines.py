@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -45,6 +46,8 @@ class _RayEngine:
             },
             **options,
         }
+        if gpu and not actor_options["num_gpus"]:
+            spec = replace(spec, spread=True)
         name = f"rollout engine {index}"
         self._actor = ray_timeouts.create(RolloutWorker, name, actor_options, spec)
         self.receiver = Receiver(index, self._actor)

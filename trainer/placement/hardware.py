@@ -1,8 +1,10 @@
 """Describe the GPUs and nodes available to a run, and assign actors to GPUs.
 
-All GPUs of an actor are on the same node. Actors of the same kind are placed on as few nodes as
-possible, because neighbouring ranks exchange the most data. The kind of actor that needs the most
-GPUs is the hardest to fit, so it is placed first. In a tie, trainer ranks come first.
+All GPUs of an actor are on the same node, except those of an engine with more GPUs than any node
+has. Such an engine gets the same number of GPUs on each of its nodes. Actors of the same kind are
+placed on as few nodes as possible, because neighbouring ranks exchange the most data. The kind of
+actor that needs the most GPUs of a node is the hardest to fit, so it is placed first. In a tie,
+trainer ranks come first.
 """
 
 import re
@@ -97,30 +99,45 @@ def _spec_of(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """All actors of one kind. Each needs a CPU core and `gpus` GPUs, and another core if an actor
-    of the kind `guest` shares its GPUs."""
+    """All actors of one kind. Each needs `gpus` GPUs, and a CPU core on each of its `nodes`, or two
+    if an actor of the kind `guest` shares its GPUs."""
 
     name: str
     count: int
     gpus: int
     knobs: str  # the knobs that the user can lower if the actors do not fit
     guest: str = ""  # the kind of actor that shares GPUs with this kind, if any
+    nodes: int = 1
 
     @property
     def cpus(self) -> int:
         return 2 if self.guest else 1
 
+    @property
+    def gpus_on_node(self) -> int:
+        return self.gpus // self.nodes
+
     def __str__(self) -> str:
         text = f"{self.count} {self.name}(s)" + f" of {self.gpus}" * (self.gpus > 1)
+        text += f" on {self.nodes} nodes each" * (self.nodes > 1)
         return text + f" with an {self.guest} each" * bool(self.guest)
 
 
-def _kinds(config: Config) -> list[_Kind]:
+def _kinds(config: Config, largest: int) -> list[_Kind]:
+    """List the actors of a run, on nodes of at most `largest` GPUs. Raises ConfigError if an engine
+    cannot be divided equally among its nodes."""
     r, t, judge = config.rollout, config.trainer, config.rewards.judge
     engines = r.engines if config.data.sources else 0  # SFT samples nothing
-    knobs = "rollout.engines or rollout.tensor_parallel"
+    knobs, width = "rollout.engines or rollout.tensor_parallel", r.tensor_parallel
+    spread = max(1, -(-width // max(1, largest)))
+    if engines and width % spread:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {width}: nodes have at most {largest} GPUs, and an engine "
+            f"cannot have the same number of GPUs on each of {spread} nodes. Use a multiple of "
+            f"{spread}, or at most {largest}"
+        )
     kinds = [_Kind(RANK, t.ranks, 1, "trainer.ranks")]
-    kinds += [_Kind(ENGINE, engines, r.tensor_parallel, knobs)] * bool(engines)
+    kinds += [_Kind(ENGINE, engines, width, knobs, nodes=spread)] * bool(engines)
     server, knobs = judge.server, "rewards.judge.server.replicas or tensor_parallel"
     judging = _Kind(JUDGE, server.replicas, server.tensor_parallel, knobs)
     return [*kinds, *[judging] * judge.serve]
@@ -139,7 +156,7 @@ class Node:
     memory_gib: float = 0.0  # host memory in GiB, or 0 if unknown
 
     def room(self, kind: _Kind) -> int:
-        return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
+        return int(min(self.free_gpus // kind.gpus_on_node, self.free_cpus // kind.cpus))
 
     def empty(self) -> Self:
         return replace(self, free_gpus=self.gpus, free_cpus=self.cpus, in_use=False)
@@ -194,7 +211,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The GPUs assigned to one actor."""
+    """The GPUs of a node that are assigned to one actor. An engine may have several seats."""
 
     kind: str
     index: int
@@ -205,6 +222,7 @@ class Seat:
     the node."""
     shared: bool = False
     """True if the actor shares its GPUs with the actor of another kind that has the same index."""
+    spread: bool = False  # True if the actor has seats on other nodes, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +246,8 @@ class Placement:
         return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """Return the seat that holds an actor's GPUs. Shared GPUs belong to the rank's seat."""
+        """Return the seat that holds an actor's GPUs, or the first one of an engine on several
+        nodes. Shared GPUs belong to the rank's seat."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
@@ -258,7 +277,8 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
     ranks if `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there are
     too few free GPUs, or if no node has enough of them for one actor."""
     nodes = list(nodes)
-    placed = [kind for kind in _kinds(config) if only in ("", kind.name)]
+    largest = max((node.gpus for node in nodes), default=0)
+    placed = [kind for kind in _kinds(config, largest) if only in ("", kind.name)]
     available = sum(node.free_gpus for node in nodes)
     single = available == sum(node.gpus for node in nodes) <= 1
     paired = [kind.name for kind in placed] == [RANK, ENGINE] and _gpus(placed) == 2
@@ -277,9 +297,9 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
         )
     remaining = list(nodes)
     assigned: list[list[tuple[_Kind, int]]] = [[] for _ in nodes]
-    for kind in sorted(placed, key=lambda kind: -kind.gpus):
+    for kind in sorted(placed, key=lambda kind: -kind.gpus_on_node):
         done = 0
-        while missing := kind.count - done:
+        while missing := kind.count * kind.nodes - done:
             rooms = [node.room(kind) for node in remaining]
             enough = [index for index, room in enumerate(rooms) if room >= missing]
             if enough:  # the smallest node that holds all of them
@@ -288,13 +308,14 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
                 index = max(range(len(rooms)), key=rooms.__getitem__)
             count = min(rooms[index], missing)
             if not count:
-                what = f"needs room on one node for each {kind.name} of {kind.gpus} GPU(s)"
+                what = f"needs room on {'one node' if kind.nodes == 1 else f'{kind.nodes} nodes'}"
+                what += f" for each {kind.name} of {kind.gpus} GPU(s)"
                 raise _too_small_error(config, what, nodes, placed)
             assigned[index] += [(kind, done + i) for i in range(count)]
             node = remaining[index]
             remaining[index] = replace(
                 node,
-                free_gpus=node.free_gpus - kind.gpus * count,
+                free_gpus=node.free_gpus - kind.gpus_on_node * count,
                 free_cpus=node.free_cpus - kind.cpus * count,
             )
             done += count
@@ -303,10 +324,11 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
         first = 0
         for kind, number in actors:
             known = first if node.free_gpus == node.gpus and not node.in_use else None
+            index, gpus = number // kind.nodes, kind.gpus_on_node
             for name in filter(None, (kind.name, kind.guest)):
-                seat = Seat(kind=name, index=number, node=node, gpus=kind.gpus, first=known)
-                seats.append(replace(seat, shared=bool(kind.guest)))
-            first += kind.gpus
+                seat = Seat(kind=name, index=index, node=node, gpus=gpus, first=known)
+                seats.append(replace(seat, shared=bool(kind.guest), spread=kind.nodes > 1))
+            first += gpus
     return Placement(seats=tuple(seats))
 
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +46,7 @@ from keel.model.ray_timeouts import (
 )
 from keel.trainer.placement import ray_internals
 from keel.trainer.placement.hardware import (
+    RANK,
     SHARED_GPU,
     GpuSpec,
     Hardware,
@@ -325,18 +326,22 @@ def seat_lines(config: Config, hardware: Hardware) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """A placement and the Ray placement group that reserves its GPUs."""
+    """A placement and the Ray placement groups that reserve its GPUs."""
 
     placement: Placement
-    group: PlacementGroup
+    groups: Sequence[tuple[Sequence[Seat], PlacementGroup]]
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
+        """Return the Ray options of an actor. An engine on several nodes has no GPU: its workers
+        are actors, too (`EngineSpec.spread`)."""
         owner = self.placement.owner(kind, index)
+        seats, group = next(each for each in self.groups if owner in each[0])
+        gpus = 0 if owner.spread else SHARED_GPU if owner.shared else owner.gpus
         return {
             "num_cpus": 1,
-            "num_gpus": SHARED_GPU if owner.shared else owner.gpus,
+            "num_gpus": gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=_gpu_owners(self.placement).index(owner)
+                group, placement_group_bundle_index=seats.index(owner)
             ),
         }
 
@@ -355,40 +360,56 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
         except ConfigError as error:
             reason = str(error)
         else:
-            group = bounded(
-                partial(_create_placement_group, placement), CALL_S, "take a reservation"
-            )
-            grant_s = max(0.0, min(_GRANT_S, end - time.monotonic()))
-            if bounded(partial(group.wait, grant_s), CALL_S, "report reservations"):
+            groups = [
+                (seats, bounded(partial(_create_group, seats), CALL_S, "take a reservation"))
+                for seats in _seats_of_groups(placement)
+            ]
+            granted = min(time.monotonic() + _GRANT_S, end)
+            if all(_is_granted(group, granted) for _, group in groups):
                 break
-            _remove_placement_group(group)
+            _remove_groups(groups)
         if time.monotonic() + _POLL_S >= end:
             raise TimeoutError(
                 f"no free GPUs after {timeout_s:g} s (run.startup_timeout_s): {reason}"
             )
         time.sleep(_POLL_S)
     try:
-        yield Reservation(placement=placement, group=group)
+        yield Reservation(placement=placement, groups=groups)
     finally:
-        _remove_placement_group(group)
+        _remove_groups(groups)
 
 
-def _create_placement_group(placement: Placement) -> PlacementGroup:
-    """Create a placement group with one bundle per actor that owns GPUs, on the actor's node."""
-    owners = _gpu_owners(placement)
-    return placement_group(
-        [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],
-        strategy="PACK",
-        bundle_label_selector=[{"ray.io/node-id": seat.node.id} for seat in owners],
-    )
+def _seats_of_groups(placement: Placement) -> list[list[Seat]]:
+    """Return the seats that own GPUs, by placement group. An engine on several nodes has its own
+    group, because vLLM takes a whole one."""
+    groups: dict[int, list[Seat]] = {}
+    for seat in placement.seats:
+        if seat.kind == RANK or not seat.shared:
+            groups.setdefault(seat.index if seat.spread else -1, []).append(seat)
+    return list(groups.values())
 
 
-def _remove_placement_group(group: PlacementGroup) -> None:
-    clean_up(lambda: remove_placement_group(group), CALL_S, "give up a reservation")
+def _create_group(seats: Sequence[Seat]) -> PlacementGroup:
+    """Create a placement group with one bundle per seat, on the seat's node. An engine on several
+    nodes has one bundle per GPU, because each of its workers is an actor."""
+    bundles: list[dict[str, float]] = []
+    nodes: list[dict[str, str]] = []
+    for seat in seats:
+        bundles.append({"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)})
+        if seat.spread:
+            bundles[-1:] = [{"CPU": 1.0, "GPU": 1.0}, *[{"GPU": 1.0}] * (seat.gpus - 1)]
+        nodes += [{"ray.io/node-id": seat.node.id}] * (len(bundles) - len(nodes))
+    return placement_group(bundles, strategy="PACK", bundle_label_selector=nodes)
 
 
-def _gpu_owners(placement: Placement) -> list[Seat]:
-    return [seat for seat in placement.seats if placement.owner(seat.kind, seat.index) is seat]
+def _is_granted(group: PlacementGroup, end: float) -> bool:
+    wait = partial(group.wait, max(0.0, end - time.monotonic()))
+    return bounded(wait, CALL_S, "report reservations")
+
+
+def _remove_groups(groups: Sequence[tuple[Sequence[Seat], PlacementGroup]]) -> None:
+    for _, group in groups:
+        clean_up(partial(remove_placement_group, group), CALL_S, "give up a reservation")
 
 
 class _Downloader:

@@ -41,9 +41,9 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, limit: MemoryLi
     if limit == "engine":
         most = max(node.gpus for node in hardware.nodes)
         return (
-            "Spread an engine's weights over more GPUs of a node (rollout.tensor_parallel = "
-            f"{config.rollout.tensor_parallel}, at most {most}), or use larger GPUs; an engine "
-            "cannot use several nodes"
+            "Spread an engine's weights over more GPUs (rollout.tensor_parallel = "
+            f"{config.rollout.tensor_parallel}; above {most}, a multiple of it takes several "
+            "nodes), or use larger GPUs"
         )
     trainer, text = config.trainer, not config.data.sources
     if limit == "host":

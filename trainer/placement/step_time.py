@@ -76,6 +76,8 @@ class Rates:
     cache_share: float = 0.68
     layer_step_s: float = 30e-6
     sampler_s: float = 3.6e-9
+    # Latency of an all-reduce of an engine on several nodes, two per layer (assumed).
+    all_reduce_s: float = 50e-6
     # Host seconds of an engine per decoding step and per sequence, with the native recorder and
     # with the packed one, where a step may reuse rows or be prepared.
     step_s: float = 2.0e-3
@@ -183,6 +185,7 @@ def step_time(
 
     def bounds(rows: int) -> tuple[float, float]:
         on_gpu = _decode_device_seconds(config, facts, rows, spec, rates)
+        on_gpu += _all_reduce_seconds(config, facts, rows, 1, spec, rates)
         return slower * rates.host_seconds(config, facts, rows), slower * on_gpu
 
     host, device = bounds(at_once)
@@ -191,6 +194,10 @@ def step_time(
     if not rollout.enable_prefix_caching:
         prefilled *= algorithm.group_size
     gpus = rollout.engines * rollout.tensor_parallel
+    prefill = 2 * body_parameters(facts) * prefilled / (gpus * spec.flops * rates.prefill_mfu)
+    tokens = prefilled / rollout.engines
+    passes = math.ceil(tokens / rollout.max_num_batched_tokens)
+    prefill += _all_reduce_seconds(config, facts, tokens, passes, spec, rates)
     span = 1 if shared else gpus + config.trainer.ranks
     compute = compute_seconds(
         config, facts, count_micro_batches(config)[1], micro_batches, spec, rates
@@ -200,7 +207,7 @@ def step_time(
     turns = rates.turn_s + woken / rates.allocated_bytes + moved / spec.host_bytes
     return StepTime(
         decode=rollout.sampling.max_tokens * steps,
-        prefill=2 * body_parameters(facts) * prefilled / (gpus * spec.flops * rates.prefill_mfu),
+        prefill=prefill,
         compute=max(compute, launch),
         traffic=traffic_seconds(config, facts, micro_batches, spec),
         weights=rates.update_s
@@ -247,6 +254,19 @@ def _decode_device_seconds(
     gemms = 2 * facts.active_parameters * sequences / parallel
     longest = max(moved / spec.memory_bytes, gemms / (spec.flops * rates.prefill_mfu))
     return facts.layers * rates.layer_step_s + facts.vocab_size * rates.sampler_s + longest
+
+
+def _all_reduce_seconds(
+    config: Config, facts: ModelFacts, tokens: float, passes: int, spec: GpuSpec, rates: Rates
+) -> float:
+    """Estimate the time in which the nodes of an engine sum the outputs of its layers, for `tokens`
+    tokens in `passes` passes. Within a node, this time is neglected."""
+    if config.rollout.tensor_parallel <= spec.node_gpus:
+        return 0.0
+    size = tokens * facts.hidden_size * BYTES[config.engine_dtype]
+    # Every GPU's network card carries its part of a ring.
+    ring = min(spec.link_bytes, spec.node_gpus * spec.network_bytes)
+    return 2 * facts.layers * (passes * rates.all_reduce_s + 2 * size / ring)
 
 
 def body_parameters(facts: ModelFacts) -> int:

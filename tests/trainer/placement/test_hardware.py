@@ -83,12 +83,12 @@ def homes(placement: Placement, kind: str) -> list[str]:
         ((4, 1, 8), (8, 8), ["n1"] * 4, ["n0"] * 8),
         # They split only if no node holds them all; neighbours stay together.
         ((1, 4, 8), (4, 4, 4), ["n0"], ["n1"] * 4 + ["n2"] * 4),
-        # An engine never spans nodes, even if that splits the ranks.
+        # An engine that fits on a node stays there, even if that splits the ranks.
         ((2, 2, 2), (3, 3), ["n0", "n1"], ["n0", "n1"]),
         ((3, 2, 0), (2, 4), ["n1", "n1", "n0"], []),
     ],
 )
-def test_engines_never_span_nodes_and_ranks_stay_together(
+def test_engines_and_ranks_stay_together(
     shape: tuple[int, int, int], sizes: tuple[int, ...], engines: list[str], ranks: list[str]
 ) -> None:
     recipe = sized(engines=shape[0], width=shape[1], ranks=max(1, shape[2]))
@@ -97,6 +97,18 @@ def test_engines_never_span_nodes_and_ranks_stay_together(
     assert homes(placement, ENGINE) == engines
     if ranks:
         assert homes(placement, RANK) == ranks
+
+
+def test_engine_larger_than_a_node_takes_equal_parts_of_several() -> None:
+    placement = place(sized(engines=2, width=6, ranks=4), empty_nodes(4, 4, 2, 4, 4))
+    assert homes(placement, ENGINE) == ["n0", "n1", "n3", "n4"]
+    assert homes(placement, RANK) == ["n2", "n2", "n0", "n1"]
+    assert placement.gpus == 16
+    assert [*placement.lines()][1] == "n1: engine 0 on GPUs 0–2; trainer rank 3 on GPU 3"
+    with pytest.raises(ConfigError, match="room on 2 nodes for each engine of 6"):
+        place(sized(width=6, ranks=1), empty_nodes(4, 2, 2))
+    with pytest.raises(ConfigError, match="multiple of 2, or at most 4"):
+        place(sized(width=7, ranks=1), empty_nodes(4, 4, 4))
 
 
 def test_colocated_engines_share_gpus_with_ranks() -> None:

@@ -13,6 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from keel.configs.schema import (
     Config,
@@ -104,6 +105,35 @@ def test_actors_run_on_their_planned_gpus(two_nodes: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(nodes, "cluster_nodes", lambda: [single])
     with reserve_gpus(config(), timeout_s=PATIENCE_S) as reservation:
         assert sit(reservation, (ENGINE, 0), (RANK, 0)) == [(small.id, (0,))] * 2, "shared"
+
+
+def test_each_gpu_of_an_engine_on_two_nodes_has_a_bundle(two_nodes: str, cluster: Cluster) -> None:
+    third = cluster.add_node(num_cpus=CPUS, num_gpus=4)
+    wait_until_free(10)
+
+    class Engine:
+        def workers(self) -> list[tuple[str, list[int]]]:
+            """Start an actor in each bundle of its group, as vLLM's executor does."""
+            group = ray.util.get_current_placement_group()
+            strategies = [
+                PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+                for index in range(group.bundle_count)
+            ]
+            place = ray.remote(num_cpus=0, num_gpus=1)(
+                lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids())
+            )
+            return ray.get([place.options(scheduling_strategy=s).remote() for s in strategies])
+
+    nodes = cluster_nodes()
+    with reserve_gpus(config(width=6, ranks=3), timeout_s=PATIENCE_S) as reservation:
+        ranks = sit(reservation, *((RANK, index) for index in range(3)))
+        assert [node for node, _ in ranks] == [nodes[2].id] * 2 + [nodes[0].id]
+        actor = ray.remote(Engine).options(**reservation.options(ENGINE, 0)).remote()
+        workers = ray.get(actor.workers.remote(), timeout=PATIENCE_S)
+        assert [node for node, _ in workers] == [nodes[0].id] * 3 + [nodes[1].id] * 3
+        assert all(len(gpus) == 1 for _, gpus in workers)
+        ray.kill(actor)
+    cluster.remove_node(third, allow_graceful=False)
 
 
 def test_busy_gpus_are_awaited_until_the_deadline(two_nodes: str) -> None:
