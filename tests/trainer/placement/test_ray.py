@@ -134,6 +134,7 @@ def test_each_gpu_of_an_engine_on_two_nodes_has_a_bundle(two_nodes: str, cluster
         assert all(len(gpus) == 1 for _, gpus in workers)
         ray.kill(actor)
     cluster.remove_node(third, allow_graceful=False)
+    wait_for(lambda: len(cluster_nodes()) == 2, "the node to leave")
 
 
 def test_busy_gpus_are_awaited_until_the_deadline(two_nodes: str) -> None:

@@ -1,0 +1,152 @@
+"""Runs an engine on two Ray nodes of one GPU each, all on this machine.
+
+Without GPUs, the nodes only say that they have one, and vLLM's workers compute on the CPU. Nothing
+is recorded there, because `V1Recorder` needs vLLM in its own process.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from keel.configs.schema import Config, DataConfig
+from keel.model import ray_timeouts
+from keel.rl.types import Group, Prompt
+from keel.rollout.engine.worker import RolloutWorker
+from keel.rollout.pool import ray_engines
+from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.recording.base import Recorder, Recording
+from keel.rollout.spec import EngineSpec, environment
+from keel.trainer.placement.hardware import ENGINE
+from keel.trainer.placement.nodes import QUOTED_PYTHON, reserve_gpus
+from keel.trainer.placement.ray_internals import skip_unused_processes
+from tests.buckets import pack_buckets
+from tests.trainer.placement.shapes import SOURCE
+from tests.waiting import PATIENCE_S, patiently
+
+GPU = torch.cuda.is_available()
+
+
+class _NoRecorder(Recorder):
+    def attach(self, engine: Any) -> None: ...
+
+    def sampling_args(self, sampling: Any, options: Any) -> dict[str, Any]:
+        return {"logprobs": 0}
+
+    def take(self, request_id: str, prompt_tokens: int, output: Any) -> Recording:
+        del self._options[request_id]
+        rows = zip(output.token_ids, output.logprobs, strict=True)
+        logp = np.array([row[token].logprob for token, row in rows], np.float32)
+        return Recording(logp=logp, sampling_mask=None, routes=None)
+
+
+def prepare_process() -> None:
+    """Let Ray's executor run on vLLM's CPU platform, in the processes of an engine."""
+    if "engine" in os.environ.get(ray_timeouts.NAME, ""):
+        from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
+
+        from keel.rollout.engine import shims  # noqa: PLC0415
+
+        CpuPlatform.ray_device_key = "GPU"
+        shims.install()
+
+
+def _place(worker: Any) -> tuple[str, int]:
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+class _Worker(RolloutWorker):
+    def __init__(self, spec: EngineSpec) -> None:
+        from keel.rollout.engine import vllm_engine  # noqa: PLC0415
+        from keel.rollout.recording import v1  # noqa: PLC0415
+
+        assert spec.spread
+        make_args = vllm_engine.engine_args
+
+        def changed_args(spec: EngineSpec, *rest: Any) -> Any:
+            if GPU:
+                args = make_args(spec, *rest)
+                # It asks whether the GPUs of a node, here one, reach each other.
+                args.disable_custom_all_reduce = True
+                return args
+            single = ray_engines.replace(
+                spec, config=ray_engines.replace(spec.config, tensor_parallel=1)
+            )
+            args = make_args(single, *rest)
+            args.tensor_parallel_size, args.distributed_executor_backend = 2, "ray"
+            return args
+
+        vllm_engine.engine_args = changed_args
+        v1.V1Recorder = _NoRecorder
+        super().__init__(spec)
+
+    async def workers(self) -> list[tuple[str, int]]:
+        return self._engine._enqueue(lambda engine: engine._llm.collective_rpc(_place)).result()
+
+
+@contextmanager
+def engine_on_two_nodes(
+    spec: EngineSpec, variables: Mapping[str, str] | None = None
+) -> Iterator[RolloutPool]:
+    """Start an engine with one GPU on each of two nodes. `variables` are added to the environment
+    of its processes."""
+    cpu = {"worker_process_setup_hook": f"{__name__}.prepare_process"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
+        patch.setattr(ray_engines, "RolloutWorker", _Worker)
+        patch.setattr(
+            ray_engines, "environment", lambda config, **options: environment(config, gpu=GPU)
+        )
+        cluster = Cluster()
+        with skip_unused_processes():
+            for gpu in "01":
+                own = {**(variables or {}), "CUDA_VISIBLE_DEVICES": gpu}
+                options = {"num_cpus": 4, "num_gpus": 1, "env_vars": own}
+                patiently(partial(cluster.add_node, include_dashboard=False, **options))
+        cluster.wait_for_nodes(PATIENCE_S)
+        try:
+            ray.init(
+                cluster.address,
+                runtime_env={**QUOTED_PYTHON, **({} if GPU else cpu)},
+                log_to_driver=False,
+            )
+            ray_timeouts.joined()
+            config = Config(data=DataConfig(sources=(SOURCE,)), rollout=spec.config)
+            with reserve_gpus(config, timeout_s=PATIENCE_S, only=ENGINE) as reservation:
+                options = partial(reservation.options, ENGINE)
+                pool = ray_engines.ray_pool(
+                    spec, gpu=True, startup_timeout_s=2 * PATIENCE_S, options=options
+                )
+                try:
+                    pool.start()
+                    yield pool
+                finally:
+                    pool.shutdown()
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def sample(pool: RolloutPool, prompts: Sequence[Prompt], spec: EngineSpec) -> list[Group]:
+    sampling = spec.config.sampling
+    futures = [pool.submit(p, group_size=2, sampling=sampling, purpose="train") for p in prompts]
+    return [future.result(timeout=2 * PATIENCE_S) for future in futures]
+
+
+def workers(pool: RolloutPool) -> list[tuple[str, int]]:
+    """Return the node and process of each of vLLM's workers, by rank."""
+    actor = pool._supervisor.slots[0].engine.actor
+    return ray.get(actor.workers.remote(), timeout=PATIENCE_S)
+
+
+def update(pool: RolloutPool, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    buckets = [ray.put(bucket) for bucket in pack_buckets(tensors.items(), 40_000)]
+    update = pool.update(version, lambda es: [e.update(version, buckets) for e in es])
+    update.result(timeout=PATIENCE_S)
