@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.configs.schema import SamplingConfig
+from keel.model import ray_timeouts
 from keel.model.imports import heavy_imports
-from keel.rollout.spec import EngineProgress, EngineSpec, SampleRequest
+from keel.rollout.spec import EngineError, EngineProgress, EngineSpec, SampleRequest
 
 if TYPE_CHECKING:
     from keel.weights.channel import Rendezvous
@@ -36,12 +37,22 @@ class RolloutWorker:
         handler, logger = BufferingHandler(1000), logging.getLogger("keel")
         handler.setLevel(logging.WARNING)
         logger.addHandler(handler)
-        self._engine = EngineThread(lambda: VllmEngine(spec), spec.config)
+        self._failure: EngineError | None = None
+        try:
+            self._engine = EngineThread(lambda: VllmEngine(spec), spec.config)
+        except Exception as error:
+            if not spec.spread:
+                raise
+            # Raised by `ready`: Ray would not report it before the engine's workers end.
+            error = ray_timeouts.cause(error)
+            self._failure = EngineError(f"{type(error).__name__}: {error}")
         logger.removeHandler(handler)
         self._warnings = tuple(dict.fromkeys(record.getMessage() for record in handler.buffer))
 
     async def ready(self) -> tuple[str, ...]:
         """Return the warnings that were logged while the engine started."""
+        if self._failure is not None:
+            raise self._failure
         return self._warnings
 
     async def sample(self, request: SampleRequest, sampling: SamplingConfig, record: bool) -> Any:

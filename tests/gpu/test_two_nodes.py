@@ -10,7 +10,8 @@ from tests.gpu.test_recorders_native import EXACT, TOLERANCE
 from tests.rollout.recording.reference import Reference, check_groups
 from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts
 from tests.rollout.tiny_model import make_model, perturbed
-from tests.rollout.two_nodes import engine_on_two_nodes, sample, update, workers
+from tests.rollout.two_nodes import engine_on_two_nodes, sample, through_store, workers
+from tests.waiting import PATIENCE_S
 
 pytestmark = [
     *GPU,
@@ -27,7 +28,8 @@ def test_records_before_and_after_an_update(tmp_path: Path) -> None:
     with engine_on_two_nodes(spec, {**EXACT, **APART}) as pool:
         assert len({node for node, _ in workers(pool)}) == 2
         check_groups(sample(pool, asked, spec), reference, TRUNCATED, TOLERANCE)
-        update(pool, 1, perturbed(reference.model, seed=1))
+        weights = perturbed(reference.model, seed=1)
+        pool.update(1, through_store(1, weights)).result(timeout=PATIENCE_S)
         groups = sample(pool, asked, spec)
         check_groups(groups, reference, TRUNCATED, TOLERANCE)
         assert {t.segments[0].version_T[-1] for g in groups for t in g.trajectories} == {1}

@@ -6,7 +6,9 @@ is recorded there, because `V1Recorder` needs vLLM in its own process.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 from keel.configs.schema import Config, DataConfig
 from keel.model import ray_timeouts
+from keel.rl.futures import on_thread
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool import ray_engines
@@ -27,11 +30,15 @@ from keel.rollout.spec import EngineSpec, environment
 from keel.trainer.placement.hardware import ENGINE
 from keel.trainer.placement.nodes import QUOTED_PYTHON, reserve_gpus
 from keel.trainer.placement.ray_internals import skip_unused_processes
+from keel.weights.buckets import pack_flat
+from keel.weights.sender import Sender
+from keel.weights.sync import Receiver, Transfer
 from tests.buckets import pack_buckets
 from tests.trainer.placement.shapes import SOURCE
 from tests.waiting import PATIENCE_S, patiently
 
 GPU = torch.cuda.is_available()
+BUCKET_BYTES = 40_000
 
 
 class _NoRecorder(Recorder):
@@ -65,7 +72,6 @@ def _place(worker: Any) -> tuple[str, int]:
 class _Worker(RolloutWorker):
     def __init__(self, spec: EngineSpec) -> None:
         from keel.rollout.engine import vllm_engine  # noqa: PLC0415
-        from keel.rollout.recording import v1  # noqa: PLC0415
 
         assert spec.spread
         make_args = vllm_engine.engine_args
@@ -76,15 +82,13 @@ class _Worker(RolloutWorker):
                 # It asks whether the GPUs of a node, here one, reach each other.
                 args.disable_custom_all_reduce = True
                 return args
-            single = ray_engines.replace(
-                spec, config=ray_engines.replace(spec.config, tensor_parallel=1)
-            )
-            args = make_args(single, *rest)
+            config = replace(spec.config, tensor_parallel=1)
+            args = make_args(replace(spec, config=config), *rest)
             args.tensor_parallel_size, args.distributed_executor_backend = 2, "ray"
             return args
 
         vllm_engine.engine_args = changed_args
-        v1.V1Recorder = _NoRecorder
+        vllm_engine._RECORDERS = {**vllm_engine._RECORDERS, "v1": _NoRecorder}
         super().__init__(spec)
 
     async def workers(self) -> list[tuple[str, int]]:
@@ -117,7 +121,6 @@ def engine_on_two_nodes(
                 runtime_env={**QUOTED_PYTHON, **({} if GPU else cpu)},
                 log_to_driver=False,
             )
-            ray_timeouts.joined()
             config = Config(data=DataConfig(sources=(SOURCE,)), rollout=spec.config)
             with reserve_gpus(config, timeout_s=PATIENCE_S, only=ENGINE) as reservation:
                 options = partial(reservation.options, ENGINE)
@@ -142,11 +145,20 @@ def sample(pool: RolloutPool, prompts: Sequence[Prompt], spec: EngineSpec) -> li
 
 def workers(pool: RolloutPool) -> list[tuple[str, int]]:
     """Return the node and process of each of vLLM's workers, by rank."""
-    actor = pool._supervisor.slots[0].engine.actor
+    actor = pool._supervisor.slots[0].engine.receiver.actor
     return ray.get(actor.workers.remote(), timeout=PATIENCE_S)
 
 
-def update(pool: RolloutPool, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    buckets = [ray.put(bucket) for bucket in pack_buckets(tensors.items(), 40_000)]
-    update = pool.update(version, lambda es: [e.update(version, buckets) for e in es])
-    update.result(timeout=PATIENCE_S)
+def through_store(version: int, tensors: Mapping[str, torch.Tensor]) -> Transfer:
+    buckets = [ray.put(bucket) for bucket in pack_buckets(tensors.items(), BUCKET_BYTES)]
+    return lambda receivers: [r.actor.update.remote(version, buckets).future() for r in receivers]
+
+
+def directly(sender: Sender, version: int, tensors: Mapping[str, torch.Tensor]) -> Transfer:
+    """Send weights as a trainer rank does."""
+
+    def transfer(receivers: Sequence[Receiver]) -> list[Future[int]]:
+        buckets = pack_flat(tensors.items(), BUCKET_BYTES)
+        return [on_thread(lambda: sender.send(buckets, receivers, version)[0], "sender")]
+
+    return transfer

@@ -23,7 +23,7 @@ from keel.configs.schema import (
 from keel.configs.sections.sft import ConversationsConfig, SftConfig
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing.prefix_sharing import prefix_group_size
-from keel.trainer.placement.hardware import Hardware, idle_nodes
+from keel.trainer.placement.hardware import GpuSpec, Hardware, idle_nodes
 from keel.trainer.placement.memory import (
     _FRAGMENTED,
     ENGINE_CUDA_GIB,
@@ -165,8 +165,23 @@ def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
     config = recipe(rollout=rollout)
     cache = plan(config, facts).engine.parts["KV cache"]
     assert cache == 4 * 8000 * 61 * (576 * 2 + 128 + 4)
-    with pytest.raises(ConfigError, match=r"156\.4 GiB.*tensor_parallel = 8.*several nodes"):
+    with pytest.raises(ConfigError, match=r"156\.4 GiB.*tensor_parallel = 8; above 8"):
         plan_on(config, facts, cluster(nodes))
+    sizes |= {"micro_batch_tokens": 8000, "offload_optimizer": not fits}
+    config = recipe(rollout={**rollout, "tensor_parallel": 16}, ranks=8 * nodes - 16, **sizes)
+    planned = plan_on(config, facts, cluster(nodes))
+    assert planned.engine.parts["weights"] == 2 * count / 16
+
+
+def test_engine_on_several_nodes_waits_for_their_network() -> None:
+    config = recipe(rollout={"tensor_parallel": 16, "max_num_seqs": 4})
+    facts = replace(DENSE, parameters=100_000_000_000)  # else the host is slower
+    wide, narrow = (
+        step_time(config, facts, micro_batches=1, spec=GpuSpec(node_gpus=gpus)) for gpus in (16, 8)
+    )
+    sums, size = 2 * 10, 2 * 2 * 1000 / (8 * 50e9)  # per layer two sums; seconds per token
+    assert narrow.decode_step - wide.decode_step == pytest.approx(sums * (50e-6 + 4 * size))
+    assert narrow.prefill - wide.prefill == pytest.approx(sums * (2 * 50e-6 + 8000 * size))
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
