@@ -93,12 +93,14 @@ _attention.sparse_attn_indexer = _select_and_record
 
 
 class SelectionExtension(WeightsExtension):
-    """Methods that vLLM adds to its workers. They run on all ranks, which have the same
-    selections."""
+    """Methods that vLLM adds to its workers. All ranks have the same selections."""
 
     def keel_selections(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.uint8]:
         """Return the bitmaps [tokens − first, L, b] of the request with these cache blocks. A
-        bitmap is zero if its token attends to its whole context."""
+        bitmap is zero if its token attends to its whole context. Ranks other than 0 return
+        nothing."""
+        if self.rank:
+            return np.empty(0, np.uint8)
         (group,) = self.model_runner.kv_cache_config.kv_cache_groups
         size = group.kv_cache_spec.block_size
         positions = np.arange(first, tokens)
