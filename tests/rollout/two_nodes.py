@@ -26,7 +26,7 @@ from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool import ray_engines
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.recording.base import Recorder, Recording
-from keel.rollout.spec import EngineSpec, environment
+from keel.rollout.spec import EngineSpec, env_vars
 from keel.trainer.placement.hardware import ENGINE
 from keel.trainer.placement.nodes import QUOTED_PYTHON, reserve_gpus
 from keel.trainer.placement.ray_internals import skip_unused_processes
@@ -105,9 +105,7 @@ def engine_on_two_nodes(
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
         patch.setattr(ray_engines, "RolloutWorker", _Worker)
-        patch.setattr(
-            ray_engines, "environment", lambda config, **options: environment(config, gpu=GPU)
-        )
+        patch.setattr(ray_engines, "env_vars", lambda config, **options: env_vars(config, gpu=GPU))
         cluster = Cluster()
         with skip_unused_processes():
             for gpu in "01":
