@@ -12,7 +12,7 @@ from keel.configs.load import load_config
 from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
-from keel.data.conversations.load import read_rows, read_trajectories
+from keel.data.conversations.load import read_conversations
 from keel.data.jsonl import load_jsonl
 from keel.model.hub import check_path, is_hub_name
 from keel.rewards.compose import check_weights
@@ -45,10 +45,10 @@ def check_quickly(config: Config, command: str, later: Collection[Path] = ()) ->
     for source in (*sampled, *learned):
         path = data_path(source.path)
         if source.source in ("jsonl", "file") and _is_small(path):
-            load_jsonl(source) if isinstance(source, SourceConfig) else read_rows(source)
+            load_jsonl(source) if isinstance(source, SourceConfig) else read_conversations(source)
         missing = not path.exists() and path.absolute() not in later
         if source.source == "trajectories" and missing:
-            read_trajectories(source, tokenizer="")
+            read_conversations(source)
     parts = {
         domain: {part: weight for part, weight in weights.items() if _can_check_part(part)}
         for domain, weights in config.data.rewards_by_domain.items()

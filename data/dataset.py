@@ -9,7 +9,7 @@ from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 from keel.data.items import Item, Loaded, digest, first_lines
 from keel.data.jsonl import load_jsonl
-from keel.data.pass_rates import check_same_prompt, read_pass_rates
+from keel.data.pass_rates import read_pass_rates
 from keel.data.procedural import load_episodes, load_reasoning_gym
 from keel.data.stream import Stream
 from keel.rl.types import Prompt
@@ -181,7 +181,7 @@ def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
                 unrated += 1
                 split.notes.append(f"without a pass rate: {item.prompt.prompt_id}")
                 continue
-            check_same_prompt(item.prompt, rate, path)
+            rate.check(item.prompt, path)
             if rate.within(source.least_pass_rate, source.most_pass_rate):
                 kept.append(item)
     except ValueError as error:

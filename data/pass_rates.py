@@ -56,6 +56,15 @@ class _PassRate:
     def line(self) -> dict[str, Any]:
         return {**asdict(self), "pass_rate": self.rate}
 
+    def check(self, prompt: Prompt, path: Path) -> None:
+        """Raise ValueError if the pass rate was measured on a different prompt with this ID."""
+        if self.digest != prompt_digest(prompt):
+            raise ValueError(
+                f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "
+                "(or run.seed) has changed since it was sampled. Restore it, or run keel filter "
+                "again"
+            )
+
 
 def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> _PassRate:
     result = evaluation(groups)
@@ -83,15 +92,6 @@ def read_pass_rates(path: Path) -> dict[str, _PassRate]:
         return _PassRate(**line)
 
     return {rate.id: rate for rate in read_records(path, parse, "pass rates")}
-
-
-def check_same_prompt(prompt: Prompt, rate: _PassRate, path: Path) -> None:
-    """Raise ValueError if the pass rate was measured on a different prompt with the same ID."""
-    if rate.digest != prompt_digest(prompt):
-        raise ValueError(
-            f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "
-            "(or run.seed) has changed since it was sampled. Restore it, or run keel filter again"
-        )
 
 
 _SECTIONS = (
@@ -153,7 +153,7 @@ class FilterFolder:
                             f"{self._table_path} has the pass rate of {name}, which the recipe's "
                             "sources do not have. Choose another filter.dir, or restore the data"
                         )
-                    check_same_prompt(self._prompts[name][0], rate, self._table_path)
+                    rate.check(self._prompts[name][0], self._table_path)
             except ValueError as error:
                 raise folder.error(str(error)) from error
             self._number = len(self._kept())

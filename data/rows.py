@@ -148,7 +148,7 @@ def _checked(record: Any) -> dict[str, Any]:
     return cast(dict[str, Any], record)
 
 
-def read_jsonl_rows(path: Path, knob: str) -> Iterator[Row]:
+def _read_jsonl_rows(path: Path, knob: str) -> Iterator[Row]:
     """Yield the rows of a JSON-lines file, whatever its extension."""
     for number, line in read_lines(path, knob):
         at = f"{path}:{number}"
@@ -185,7 +185,7 @@ def _rows(path: Path, knob: str) -> Iterator[Row]:
             for number, record in enumerate(_table_rows(path, knob), start=1):
                 yield Row(f"{path}, row {number}", number, record, None)
         else:
-            yield from read_jsonl_rows(path, knob)
+            yield from _read_jsonl_rows(path, knob)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{knob} = {str(path)!r} is not UTF-8 (byte 0x{error.object[error.start]:02x}); "
@@ -199,7 +199,7 @@ def _json_rows(path: Path, knob: str) -> Iterator[Row]:
     with open_file(path) as file:
         text = file.read().decode("utf-8-sig")
     if not text.lstrip().startswith("["):
-        yield from read_jsonl_rows(path, knob)
+        yield from _read_jsonl_rows(path, knob)
         return
     try:
         records = json.loads(text)
@@ -362,7 +362,7 @@ def read_source_rows(source: _Source, hub_answers: Callable[[], bool], knob: str
     """Yield the rows of a source. `knob` is the name of the setting with its path. Raises
     ConfigError with the available splits or subsets if no file matches."""
     if source.source == "jsonl":
-        return read_jsonl_rows(data_path(source.path), knob)
+        return _read_jsonl_rows(data_path(source.path), knob)
     return read_file_rows(_files_of(source, hub_answers, knob), knob)
 
 

@@ -127,12 +127,10 @@ def load_lessons(
     """
 
     def read(source: ConversationsConfig) -> ReadSource:
-        if source.source == "trajectories":
-            return read_trajectories(source, tokenizer=tokenizer)
         if source.source == "solutions":
             return _worked_solutions(source, solve, seed=seed)
         if not source.is_text:
-            return read_rows(source, hub_answers)
+            return read_conversations(source, hub_answers, tokenizer=tokenizer)
         assert encoded is not None
         if source.source == "text":
             return read_text(source, encoded, window=config.max_context_tokens)
@@ -331,15 +329,21 @@ _Placed = tuple[str, dict[str, Any]]
 """An object read from a file, and its location (such as `file:line`)."""
 
 
-def read_rows(
-    source: ConversationsConfig, hub_answers: Callable[[], bool] = lambda: True
+def read_conversations(
+    source: ConversationsConfig,
+    hub_answers: Callable[[], bool] = lambda: True,
+    *,
+    tokenizer: str = "",
 ) -> ReadSource:
-    """Read chats from a file, a folder or a hub dataset. Raises ConfigError with the location of a
-    malformed row, unless `on_bad_line: skip` is set."""
+    """Read trajectories, or chats from a file, a folder or a hub dataset. `tokenizer` is the digest
+    of the learner's tokenizer. Raises ConfigError if there is nothing to read, or with the location
+    of a malformed row, unless `on_bad_line: skip` is set."""
+    if source.source == "trajectories":
+        return _read_trajectories(source, tokenizer=tokenizer)
     knob = f"sft.sources[{source.name}]"
     check_keys(source.columns, KNOWN, knob)
     placed = ((row.at, row) for row in read_source_rows(source, hub_answers, f"{knob}.path"))
-    return _read_conversations(source, placed, lambda at, row: [(at, _keyed(row, source.columns))])
+    return _read_examples(source, placed, lambda at, row: [(at, _keyed(row, source.columns))])
 
 
 def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -359,16 +363,12 @@ def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
     return cells
 
 
-def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSource:
+def _read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSource:
     """Read the trajectories of a run (`trajectories/`) or evaluation (`samples.jsonl`), keeping
     those that pass the source's filters, such as `least_reward`.
 
     A trajectory is rendered again from its messages if it was sampled in a different thinking mode,
-    without the source's system message or with a different tokenizer. `tokenizer` is the digest of
-    the learner's tokenizer.
-
-    Raises ConfigError if there is nothing to read. A malformed trajectory also raises ConfigError,
-    with its location, unless `on_bad_line: skip` is set.
+    without the source's system message or with a different tokenizer.
     """
     path, knob = data_path(source.path), f"sft.sources[{source.name}].path"
     if not path.is_dir():
@@ -418,11 +418,11 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     lines = (
         (f"{path}:{number}", line) for path in files for number, line in read_lines(path, knob)
     )
-    read = _read_conversations(source, lines, selected)
+    read = _read_examples(source, lines, selected)
     return ReadSource(examples=read.examples, skipped=read.skipped, unselected=dropped)
 
 
-def _read_conversations(
+def _read_examples(
     source: ConversationsConfig,
     rows: Iterable[tuple[str, R]],
     records: Callable[[str, R], Iterable[_Placed]],

@@ -23,7 +23,7 @@ from keel.agents.types import Transcript
 from keel.configs.load import load_config
 from keel.configs.paths import PACKAGE
 from keel.configs.schema import ConversationsConfig, EnvironmentConfig, SourceConfig
-from keel.data.conversations.load import read_rows
+from keel.data.conversations.load import read_conversations
 from keel.data.eval_store import collect_samples
 from keel.data.jsonl import load_jsonl
 from keel.examples.judges import agreement
@@ -433,7 +433,7 @@ def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
     for name in files:
         path = tmp_path / "lessons" / f"{name}.jsonl"
         source = ConversationsConfig(name=name, source="jsonl", path=str(path))
-        read = read_rows(source).examples
+        read = read_conversations(source).examples
         assert len(read) == 40 and all(one.thinking == ("direct" not in name) for one in read)
         thoughts = [one.messages[one.trained[0]].get("reasoning_content") for one in read]
         if "direct" in name:

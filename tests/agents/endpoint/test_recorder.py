@@ -14,7 +14,7 @@ from keel.agents.endpoint import recorder as recorder_module
 from keel.agents.endpoint import requests
 from keel.agents.endpoint.recorder import TrajectoryRecorder, _prefix_keys
 from keel.agents.endpoint.requests import ApiError, read_request
-from keel.data.conversations.load import read_trajectories
+from keel.data.conversations.load import read_conversations
 from keel.rl.records import trajectory_record
 from keel.rl.types import PROGRAM, Prompt, Trajectory
 from keel.trainer.prepare import _chat_renderer
@@ -256,7 +256,7 @@ def test_saved_conversations_render_as_sampled(tmp_path: Path, thinking: bool) -
     line = trajectory_record(prompt, trajectory, tokenizer="mine")
     path = tmp_path / "step_000001.jsonl"
     path.write_text(json.dumps({**line, "reward": 1, "parts": {"correct": 1}}) + "\n")
-    read = read_trajectories(source(str(path), source="trajectories"), tokenizer="another")
+    read = read_conversations(source(str(path), source="trajectories"), tokenizer="another")
     render = _chat_renderer(CHAT)
 
     def contents(segments: Any) -> list[tuple[list[int], list[bool]]]:

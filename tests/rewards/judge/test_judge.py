@@ -17,7 +17,7 @@ import pytest
 
 from keel.configs.schema import ConversationsConfig
 from keel.configs.sections.rewards import JudgeServerConfig
-from keel.data.conversations.load import read_rows
+from keel.data.conversations.load import read_conversations
 from keel.rewards.judge import client
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import Counts, Failed, Judged, JudgeStopped
@@ -143,7 +143,7 @@ def test_valid_replies_become_chats(server: Server, tmp_path: Path) -> None:
     server.behave = scripted(says("no"))
     judge(config, ["blue", "blue", "red"])
     source = ConversationsConfig(name="judge", source="jsonl", path=str(path))
-    chats = [example.messages for example in read_rows(source).examples]
+    chats = [example.messages for example in read_conversations(source).examples]
     assert len(chats) == 4 and len(server.requests) == 5
     requests = [request["messages"] for request in server.requests]
     for *messages, reply in chats:
