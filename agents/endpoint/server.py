@@ -135,8 +135,8 @@ class Endpoint:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        for name in list(self._open):
-            await self.finish(name)
+        for place in list(self._open.values()):
+            await self.finish(place.recorder.name)
         for listener in self._listeners:
             listener.close()
         if self._runner is not None:
@@ -160,12 +160,10 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> TrajectoryRecorder:
-        for place, trajectory in self._open.items():
-            if name in (place, trajectory.recorder.name):
-                del self._open[place]
-                await trajectory.recorder.finish()
-                return trajectory.recorder
-        raise KeyError(name)
+        places = {place.recorder.name: key for key, place in self._open.items()}
+        recorder = self._open.pop(places[name]).recorder
+        await recorder.finish()
+        return recorder
 
     def _accept_connection(self) -> web.RequestHandler:
         """Create the handler for a new connection. If there are too many connections, close the
@@ -220,9 +218,6 @@ class Endpoint:
             except TimeoutError as error:
                 message = f"the request did not arrive within {_READ_S:g} s"
                 raise ApiError(408, message, code="too_slow") from error
-            except web.HTTPRequestEntityTooLarge as error:
-                limit = f"a request may have {_MAX_REQUEST_BYTES >> 20} MiB"
-                raise ApiError(413, limit, code="too_large") from error
             except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
                 message = f"the request's body is malformed: {error}"
                 raise ApiError(400, message, code="invalid_body") from error

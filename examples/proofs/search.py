@@ -16,7 +16,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,18 @@ solution in the requested form.
 {reviews}"""
 
 
+def _limit(default: int, text: str) -> int:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, slots=True)
 class _SearchLimits:
-    pool: int = 16
-    best: int = 4
-    children: int = 2
-    verifications: int = 8
-    reviews: int = 2
-    rounds: int = 8
+    pool: int = _limit(16, "proofs in the first round")
+    best: int = _limit(4, "proofs refined per round")
+    children: int = _limit(2, "new proofs from each of them")
+    verifications: int = _limit(8, "verifications per proof")
+    reviews: int = _limit(2, "reviews shown when a proof is refined")
+    rounds: int = _limit(8, "rounds of refinement")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,25 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=32_768, help="per reply (32768)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds per reply (3600)")
     parser.add_argument("--at-once", type=int, default=4, help="problems searched together (4)")
-    limits, helps = (
-        _SearchLimits(),
-        {
-            "pool": "proofs in the first round",
-            "best": "proofs refined per round",
-            "children": "new proofs from each of them",
-            "verifications": "verifications per proof",
-            "reviews": "reviews shown when a proof is refined",
-            "rounds": "rounds of refinement",
-        },
-    )
-    for name, text in helps.items():
-        value: int = getattr(limits, name)
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} ({value})")
+    for limit in fields(_SearchLimits):
+        text = f"{limit.metadata['help']} ({limit.default})"
+        parser.add_argument(f"--{limit.name}", type=int, default=limit.default, help=text)
     options = parser.parse_args(arguments)
     try:
-        limits = _SearchLimits(**{name: getattr(options, name) for name in helps})
+        limits = _SearchLimits(*(getattr(options, limit.name) for limit in fields(_SearchLimits)))
         problems = _read_problems(options.problems)
-        done = _finished(options.out) if (options.out.exists()) else set[str]()
+        done = _finished(options.out) if options.out.exists() else set[str]()
         config = AuthorConfig(
             base_url=options.base_url,
             model=options.model,

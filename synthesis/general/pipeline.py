@@ -77,7 +77,6 @@ class GeneralPipeline:
 
     async def __aenter__(self) -> Self:
         self._done.mkdir(parents=True, exist_ok=True)
-        await self._sandboxes.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
