@@ -396,30 +396,30 @@ _ANTHROPIC_FIELDS = ("system", "messages", "tools", "tool_choice", "output_forma
 
 
 def from_anthropic(fields: Mapping[str, Any]) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = []
-    if system := fields.get("system"):
-        messages.append({"role": "system", "content": _anthropic_text("system", system)})
-    for i, message in enumerate(_objects("messages", fields.get("messages"))):
-        messages += _from_anthropic_message(f"messages[{i}]", message)
-    # `read_request` reads, refuses or ignores the remaining fields.
+    """Convert a request to a chat completion request, which `read_request` then checks. Raises
+    ApiError if the request does not have Anthropic's form."""
     chat = {name: value for name, value in fields.items() if name not in _ANTHROPIC_FIELDS}
-    chat["messages"] = messages
+    chat["response_format"] = fields.get("output_format")  # null counts as missing
+    messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] = []
-    for i, tool in enumerate(_objects("tools", fields.get("tools") or [])):
-        if tool.get("type") not in (None, "custom"):
-            raise invalid_field(f"tools[{i}].type", "must be custom, with name and input_schema")
-        function = {name: tool.get(name) for name in ("name", "description", "strict")}
-        function["parameters"] = tool.get("input_schema")
-        tools.append({"type": "function", "function": function})
-    chat["tools"] = tools
-    if (form := fields.get("output_format")) is not None:
-        chat["response_format"] = form
-    if choice := fields.get("tool_choice"):
-        (choice,) = _objects("tool_choice", [choice])
-        chat["tool_choice"] = choice.get("type")  # `any` and `tool` are refused
-        if choice.get("disable_parallel_tool_use"):
-            chat["parallel_tool_calls"] = False
-    return chat
+    try:
+        if system := fields.get("system"):
+            messages.append({"role": "system", "content": _anthropic_text("system", system)})
+        for i, message in enumerate(fields["messages"]):
+            messages += _from_anthropic_message(f"messages[{i}]", message)
+        for i, tool in enumerate(fields.get("tools") or []):
+            if tool.get("type") not in (None, "custom"):
+                raise invalid_field(f"tools[{i}].type", "must be custom, with input_schema")
+            function = {name: tool.get(name) for name in ("name", "description", "strict")}
+            function["parameters"] = tool.get("input_schema")
+            tools.append({"type": "function", "function": function})
+        if choice := fields.get("tool_choice"):
+            chat["tool_choice"] = choice["type"]  # `any` and `tool` are refused
+            if choice.get("disable_parallel_tool_use"):
+                chat["parallel_tool_calls"] = False
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ApiError(400, f"not a request of the Messages API: {error!r}") from error
+    return {**chat, "messages": messages, "tools": tools}
 
 
 def anthropic_answer(reply: Reply, model: str) -> dict[str, Any]:
@@ -474,15 +474,13 @@ def anthropic_error(refused: ApiError) -> dict[str, Any]:
 
 
 def _from_anthropic_message(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise invalid_field(f"{at}.role", "must be user or assistant")
+    role, content = message["role"], message["content"]
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     texts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for i, block in enumerate(_objects(f"{at}.content", content)):
+    for i, block in enumerate(content):
         here, kind = f"{at}.content[{i}]", block.get("type")
         if kind == "text":
             texts.append({"type": "text", "text": block.get("text")})
@@ -507,18 +505,9 @@ def _from_anthropic_message(at: str, message: Mapping[str, Any]) -> Iterator[dic
 def _anthropic_text(at: str, content: Any) -> str:
     if isinstance(content, str):
         return content
-    blocks = _objects(at, content)
-    if any(block.get("type") != "text" for block in blocks):
+    if any(block["type"] != "text" for block in content):
         raise invalid_field(at, "must be text, the only content the policy reads")
-    return "\n".join(str(block.get("text")) for block in blocks)
-
-
-def _objects(at: str, items: Any) -> list[dict[str, Any]]:
-    if not isinstance(items, list) or not all(
-        isinstance(item, dict) for item in cast(list[Any], items)
-    ):
-        raise invalid_field(at, "must be a list of objects")
-    return cast(list[dict[str, Any]], items)
+    return "\n".join(str(block["text"]) for block in content)
 
 
 def _anthropic_event(kind: str, **fields: Any) -> bytes:
