@@ -7,7 +7,7 @@ import re
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,28 +43,28 @@ class Candidate:
     def language(self) -> ProjectLanguage:
         return LANGUAGES[self.source.language]
 
-    def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:
-        paths = {*self.base, *self.after}
-        return {
-            path: self.after.get(path)
-            for path in sorted(paths)
-            if self.base.get(path) != self.after.get(path) and of(path)
-        }
-
     @property
     def gold(self) -> dict[str, Entry | None]:
-        """Return the gold patch, that is, the change without tests and without files that decide
-        how tests run."""
-        return self.changed(lambda path: not affects_grading(self.language, path))
+        """The gold patch, that is, the change without tests and without files that decide how tests
+        run. A deleted file is None."""
+        return self._changed(affecting_grading=False)
 
     @property
     def harness(self) -> dict[str, Entry | None]:
-        return self.changed(lambda path: affects_grading(self.language, path))
+        return self._changed(affecting_grading=True)
+
+    def _changed(self, *, affecting_grading: bool) -> dict[str, Entry | None]:
+        return {
+            path: self.after.get(path)
+            for path in sorted({*self.base, *self.after})
+            if self.base.get(path) != self.after.get(path)
+            and affects_grading(self.language, path) == affecting_grading
+        }
 
     def test_files(self) -> list[str]:
         return [path for path in self.harness if matches_pattern(path, self.language.tests)]
 
-    def patch(self, paths: Sequence[str]) -> str:
+    def patch(self, paths: Iterable[str]) -> str:
         return "".join(_diff(path, self.base.get(path), self.after.get(path)) for path in paths)
 
     @property
@@ -216,17 +216,16 @@ class GitSource:
 
     def _run(self, words: list[str], data: bytes = b"", env: Mapping[str, str] = {}) -> bytes:
         command = ["git", f"--git-dir={self._folder}", "-c", "safe.directory=*", *words]
-        env = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "GIT_CONFIG_NOSYSTEM": "1",
-            "HOME": "/",
-            **env,
-        }
+        path = "/usr/local/bin:/usr/bin:/bin"
+        env = {"PATH": path, "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/", **env}
         # A partial mirror must not fetch missing objects.
         env |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
         return subprocess.run(
             command, env=env, input=data, capture_output=True, timeout=_GIT_S, check=True
         ).stdout
+
+
+_PAIR = ("base_commit", "problem_statement", "patch", "test_patch")
 
 
 class PairSource(GitSource):
@@ -241,9 +240,7 @@ class PairSource(GitSource):
             for line in filter(None, Path(source.pairs).expanduser().read_bytes().split(b"\n")):
                 pair = {name: str(value) for name, value in json.loads(line).items()}
                 if pair["repo"].rpartition("/")[2] == source.name:
-                    missing = {"base_commit", "problem_statement", "patch", "test_patch"} - {*pair}
-                    if missing:
-                        raise ValueError(f"a pair lacks {', '.join(sorted(missing))}")
+                    _ = [pair[name] for name in _PAIR]  # KeyError if one is missing
                     digest = hashlib.blake2b(line, digest_size=6).hexdigest()
                     self._pairs[f"{source.name}-{digest}"] = pair
             if not self._pairs:
@@ -258,10 +255,7 @@ class PairSource(GitSource):
         commit = pair["base_commit"]
         with tempfile.TemporaryDirectory() as folder:
             # The patched tree is written to its own index and objects, not to the repository.
-            env = {
-                "GIT_INDEX_FILE": f"{folder}/index",
-                "GIT_OBJECT_DIRECTORY": folder,
-            }
+            env = {"GIT_INDEX_FILE": f"{folder}/index", "GIT_OBJECT_DIRECTORY": folder}
             try:
                 objects = self._git("rev-parse", "--git-path", "objects").strip()
                 env["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = str(Path(objects).absolute())
@@ -300,16 +294,17 @@ def _issue_text(message: str) -> str:
 
 
 def _read_issues(source: CodeSourceConfig) -> Mapping[int, str]:
+    if not source.issues:
+        return {}
     issues: dict[int, str] = {}
-    if source.issues:
-        try:
-            # JSONL lines end with \n only.
-            for line in filter(None, Path(source.issues).expanduser().read_bytes().split(b"\n")):
-                issue: dict[str, Any] = json.loads(line)
-                text = f"{issue['title']}\n\n{issue.get('body') or ''}"
-                issues[int(issue["number"])] = text.strip()
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            knob = f"code.sources[{source.name}].issues = {source.issues!r}"
-            form = "each line must have `number` and `title`, and may have `body`"
-            raise ConfigError(f"{knob}: {form}: {error!r}") from error
+    try:
+        # JSONL lines end with \n only.
+        for line in filter(None, Path(source.issues).expanduser().read_bytes().split(b"\n")):
+            issue: dict[str, Any] = json.loads(line)
+            text = f"{issue['title']}\n\n{issue.get('body') or ''}"
+            issues[int(issue["number"])] = text.strip()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        knob = f"code.sources[{source.name}].issues = {source.issues!r}"
+        form = "each line must have `number` and `title`, and may have `body`"
+        raise ConfigError(f"{knob}: {form}: {error!r}") from error
     return issues

@@ -112,8 +112,8 @@ class CodePipeline:
             "language": source.language,
             "origin": dict(candidate.origin),
             "prompt": PROMPT.format(name=source.name, repo=REPO, issue=candidate.issue),
-            "gold_patch": candidate.patch(list(candidate.gold)),
-            "test_patch": candidate.patch(list(candidate.harness)),
+            "gold_patch": candidate.patch(candidate.gold),
+            "test_patch": candidate.patch(candidate.harness),
             "setup": built.setup,
             "test": built.test,
             "prefix": built.name,
@@ -310,7 +310,7 @@ def _check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float)
     They could, because a prefix built from one commit is reused for earlier commits with the same
     manifests. Raises Rejected if a file contains more than the fraction `most` of the changed
     lines."""
-    added, _ = _added_and_removed(candidate.patch(list(candidate.gold)))
+    added, _ = _added_and_removed(candidate.patch(candidate.gold))
     every = {line.strip().encode() for line in added if len(line.strip()) >= _MIN_LINE}
     before = [entry[1] for entry in candidate.base.values()]
     lines = [line for line in sorted(every) if not any(line in data for data in before)]
@@ -334,8 +334,8 @@ def _check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float)
 async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
     text = _QUESTION.format(
         issue=candidate.issue,
-        gold=candidate.patch(list(candidate.gold))[:_MAX_PATCH],
-        tests=candidate.patch(list(candidate.harness))[:_MAX_PATCH],
+        gold=candidate.patch(candidate.gold)[:_MAX_PATCH],
+        tests=candidate.patch(candidate.harness)[:_MAX_PATCH],
     )
     for _ in range(_TRIES):
         reply = await author.ask([{"role": "user", "content": text}], purpose="judge")
