@@ -7,9 +7,8 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +34,50 @@ FIXED = ("model", "host", "port", "served_model_name")
 them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ServedModel:
-    """A model folder and the default sampling parameters for requests."""
-
-    path: Path
-    name: str
-    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of the parameters in `SAMPLING`. Missing ones come from generation_config.json."""
-    thinking: bool | None = None
-    """Whether the model thinks before it answers. None: the chat template decides."""
-
-
-def _find_model(folder: Path) -> _ServedModel:
-    """Find the model in a run folder or model folder. A run's model uses the sampling parameters of
-    its recipe. Raises ConfigError if the folder is neither, or if the run has not exported a model
-    yet."""
+def _server_options(folder: Path, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Return vLLM's options for the model in a run folder or model folder. A run's model uses the
+    sampling parameters of its recipe, and `words` are the user's `key=value` changes. Raises
+    ConfigError if there is no exported model or an argument is invalid."""
     exported = (folder / "config.json").exists()
     run, path = (folder.resolve().parent, folder) if exported else (folder, folder / "model")
-    if not (run / "config.yaml").exists():
-        if exported:
-            return _ServedModel(path=folder, name=folder.resolve().name)
+    name, sampling, thinking = folder.resolve().name, dict[str, Any](), set[bool]()
+    if (run / "config.yaml").exists():
+        if not (path / "config.json").exists():
+            raise _missing_export(folder)
+        config, name = load_config(run / "config.yaml"), run.resolve().name
+        sampling = {name: getattr(config.rollout.sampling, name) for name in SAMPLING}
+        thinking = {source.thinking for source in config.data.sources}
+    elif not exported:
         raise ConfigError(
             f"{folder}: is neither a run folder (config.yaml) nor a model folder (config.json)"
         )
-    if (path / "config.json").exists():
-        config = load_config(run / "config.yaml")
-        modes = {source.thinking for source in config.data.sources}
-        return _ServedModel(
-            path=path,
-            name=run.resolve().name,
-            sampling={name: getattr(config.rollout.sampling, name) for name in SAMPLING},
-            thinking=modes.pop() if len(modes) == 1 else None,
-        )
+    chosen = _parse_options(words)
+    sampling |= {name: chosen.pop(name) for name in SAMPLING if name in chosen}
+    if "thinking" in chosen:
+        thinking = {chosen.pop("thinking")}
+    options: dict[str, Any] = {
+        "model": str(path),
+        "served_model_name": name,
+        "max_model_len": "auto",  # the longest context that fits the KV cache
+    }
+    if sampling:  # otherwise generation_config.json applies
+        options["override_generation_config"] = sampling
+    if len(thinking) == 1:  # otherwise the chat template decides
+        options["default_chat_template_kwargs"] = dict.fromkeys(_THINKING_KEYS, thinking.pop())
+    return {**options, **chosen}
+
+
+def _missing_export(folder: Path) -> ConfigError:
     if newest := checkpoint.latest(folder / "checkpoints"):
         step = checkpoint.step_of(newest)
-        raise ConfigError(
+        return ConfigError(
             f"{folder}: holds checkpoints, and no exported model. Run the command that trained it "
             f"again with run.steps={step}: it exports step {step} to {folder / 'model'} and ends"
         )
-    raise ConfigError(f"{folder}: this run has neither a model nor a checkpoint yet")
+    return ConfigError(f"{folder}: this run has neither a model nor a checkpoint yet")
 
 
 def _parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` arguments with YAML values. Raises ConfigError for any other argument."""
     options: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -101,43 +100,20 @@ def _parse_options(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def _server_options(model: _ServedModel, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the vLLM options of a model. `chosen` holds the user's options."""
-    chosen = dict(chosen)
-    sampling = {**model.sampling, **{n: chosen.pop(n) for n in SAMPLING if n in chosen}}
-    thinking = chosen.pop("thinking", model.thinking)
-    options: dict[str, Any] = {
-        "model": str(model.path),
-        "served_model_name": model.name,
-        "max_model_len": "auto",  # the longest context that fits the KV cache
-    }
-    if sampling:
-        options["override_generation_config"] = sampling
-    if thinking is not None:
-        options["default_chat_template_kwargs"] = dict.fromkeys(_THINKING_KEYS, thinking)
-    return {**options, **chosen}
-
-
 @contextmanager
 def _run_server(
-    model: _ServedModel,
-    chosen: Mapping[str, Any],
-    *,
-    gpu: bool,
-    host: str = HOST,
-    port: int = 0,
-    key: str = "",
+    options: dict[str, Any], *, gpu: bool, host: str = HOST, port: int = 0, key: str = ""
 ) -> Iterator[VllmServer]:
-    """Run a vLLM server for `model` until the context exits. Port 0 selects a free port. Raises
-    ConfigError if the address is not available, or RuntimeError with the end of the log if the
-    server does not start."""
+    """Run a vLLM server until the context exits. Port 0 selects a free port. Raises ConfigError if
+    the address is not available, or RuntimeError with the end of the log if the server does not
+    start."""
     handle, name = tempfile.mkstemp(prefix="keel-serve-", suffix=".log")
     os.close(handle)
     log = Path(name)
     try:
         server = VllmServer(
-            str(model.path),
-            _server_options(model, chosen),
+            options["model"],
+            options,
             gpu=gpu,
             threads=len(os.sched_getaffinity(0)),
             kv_cache_gib=RolloutConfig().kv_cache_gib,
@@ -152,8 +128,7 @@ def _run_server(
         raise ConfigError(f"--host {host} --port {port}: {why}; choose another") from error
     try:
         # `keel chat --prompt` leaves nothing but the answer on stdout.
-        text = f"starting vLLM with {model.path}"
-        with redirect_stdout(sys.stderr), waiting(text):
+        with redirect_stdout(sys.stderr), waiting(f"starting vLLM with {options['model']}"):
             server.wait(_START_S)
         yield server
     finally:
@@ -165,17 +140,18 @@ def _run_server(
 def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool) -> None:
     """Serve a model until Ctrl-C. Raises ConfigError if the settings are invalid, or RuntimeError
     if the server fails."""
-    model, chosen = _find_model(folder), _parse_options(words)
+    options = _server_options(folder, words)
+    path, name = options["model"], options["served_model_name"]
     try:
-        with _run_server(model, chosen, gpu=gpu, host=host, port=port) as server:
+        with _run_server(options, gpu=gpu, host=host, port=port) as server:
             print(
-                f"{model.path} answers at {server.url} as {model.name!r}, in the OpenAI API\n"
+                f"{path} answers at {server.url} as {name!r}, in the OpenAI API\n"
                 f"keel chat --url {server.url} talks to it; Ctrl-C ends it",
                 flush=True,
             )
             while not (why := server.ended()):
                 time.sleep(POLL_S)
-            raise RuntimeError(f"{model.path}: {why}")
+            raise RuntimeError(f"{path}: {why}")
     except KeyboardInterrupt:
         print()
 
@@ -230,9 +206,9 @@ def _open_chat(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSes
             yield _ChatSession(client, name)
         return
     assert folder is not None
-    model, key = _find_model(folder), secrets.token_hex(16)
+    options, key = _server_options(folder), secrets.token_hex(16)
     with (
-        _run_server(model, {}, gpu=gpu, key=key) as server,
+        _run_server(options, gpu=gpu, key=key) as server,
         OpenAI(
             base_url=server.url,
             api_key=key,
@@ -241,7 +217,7 @@ def _open_chat(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSes
             http_client=openai.DefaultHttpxClient(trust_env=False),  # past any proxy
         ) as client,
     ):
-        yield _ChatSession(client, model.name)
+        yield _ChatSession(client, options["served_model_name"])
 
 
 def chat(

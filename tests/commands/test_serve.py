@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from keel.commands import serve
-from keel.commands.serve import _find_model, _parse_options, _ServedModel, _server_options
+from keel.commands.serve import _server_options
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
@@ -36,27 +36,28 @@ def write_model(folder: Path) -> Path:
 
 def test_export_keeps_name_and_sampling(tmp_path: Path) -> None:
     run = write_run(tmp_path / "school", "rollout.sampling.temperature=0.7")
-    served = _find_model(run)
-    assert (served.path, served.name) == (run / "model", "school")
-    assert served.sampling["temperature"] == 0.7 and served.sampling.keys() == {*serve.SAMPLING}
-    assert _find_model(run / "model") == served
-    plain = write_model(tmp_path / "plain")
-    assert _find_model(plain) == _ServedModel(path=plain, name="plain")
+    options = _server_options(run)
+    assert (options["model"], options["served_model_name"]) == (str(run / "model"), "school")
+    sampling = options["override_generation_config"]
+    assert sampling["temperature"] == 0.7 and sampling.keys() == {*serve.SAMPLING}
+    assert _server_options(run / "model") == options
+    plain = _server_options(write_model(tmp_path / "plain"))
+    assert plain["served_model_name"] == "plain" and "override_generation_config" not in plain
 
 
 def test_folder_without_model_is_refused(tmp_path: Path) -> None:
     begun = write_run(tmp_path / "begun", model=False)
     for path in (tmp_path, begun):
         with pytest.raises(ConfigError, match="neither"):
-            _find_model(path)
+            _server_options(path)
     with pytest.raises(ConfigError, match=r"run\.steps=40"):
-        _find_model(write_run(tmp_path / "saved", model=False, checkpoint=40))
+        _server_options(write_run(tmp_path / "saved", model=False, checkpoint=40))
 
 
 def test_command_line_overrides_the_recipe(tmp_path: Path) -> None:
-    model = _find_model(write_run(tmp_path / "run", "rollout.sampling.temperature=0.7"))
+    run = write_run(tmp_path / "run", "rollout.sampling.temperature=0.7")
     words = ["temperature=0.1", "thinking=false", "max-model-len=512", "enforce_eager=false"]
-    options = _server_options(model, _parse_options(words))
+    options = _server_options(run, words)
     assert options["override_generation_config"]["temperature"] == 0.1
     assert set(options["default_chat_template_kwargs"].values()) == {False}
     assert (options["max_model_len"], options["enforce_eager"]) == (512, False)
