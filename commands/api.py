@@ -35,7 +35,7 @@ import yaml
 from keel.commands import train as main
 from keel.configs.dump import yaml_line
 from keel.configs.load import load_config, split_overrides
-from keel.configs.paths import shipped_recipes
+from keel.configs.paths import shipped_recipes, write_whole
 from keel.configs.schema import ConfigError
 from keel.rewards.custom import pickle_functions, recipe_name
 from keel.trainer.launch import Runtime
@@ -269,9 +269,7 @@ def _write_hashed(folder: Path, text: str, name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            fresh = path.with_suffix(".tmp")
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)
+            write_whole(path, text)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
     return path

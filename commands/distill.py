@@ -24,6 +24,7 @@ from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
 from keel.configs.dump import as_override, dump_config
 from keel.configs.load import load_config, load_recipe, split_overrides
+from keel.configs.paths import write_whole
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, LengthConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
@@ -352,12 +353,8 @@ def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> lis
     table = _table(counts, Counter(one.kind for one in selected))
     if not selected:
         raise ConfigError(f"no completion of the specialists is left to learn from:\n{table}")
-    fresh = out.with_suffix(".tmp")
-    with fresh.open("wb") as file:
-        for one in selected:
-            line = json.dumps(one.line, ensure_ascii=False) + "\n"
-            file.write(line.encode("utf-8", "surrogatepass"))
-    fresh.replace(out)
+    lines = [json.dumps(one.line, ensure_ascii=False) + "\n" for one in selected]
+    write_whole(out, "".join(lines))
     return [table, f"to learn        {out}"]
 
 

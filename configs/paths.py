@@ -56,6 +56,14 @@ def unwritable(folder: Path) -> str:
     return "" if os.access(parent, os.W_OK | os.X_OK) else f"no permission to write in {parent}"
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file in one step, so that nobody reads a part of it."""
+    data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
 _HERE = Path(__file__).resolve().parent / "recipes"
 _HARDWARE = "hardware/"
 _FOLDERS: Mapping[str, str] = {

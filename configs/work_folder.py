@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from keel.configs.paths import write_whole
 from keel.configs.sections.base import ConfigError
 
 _SETTINGS = "settings.json"
@@ -66,9 +67,7 @@ class WorkFolder:
 
     def write(self, name: str, text: str) -> None:
         try:
-            temporary = self.path / f".{name}.tmp"
-            temporary.write_bytes(text.encode("utf-8", "surrogatepass"))
-            temporary.replace(self.path / name)
+            write_whole(self.path / name, text)
         except OSError as error:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
 

@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from keel.commands.report.folders import Chunks, FileCache, RunData, read_folder
+from keel.configs.paths import write_whole
 from keel.configs.schema import ConfigError
 from keel.data.results import align_columns
 from keel.trainer.run.journal import cost_rows
@@ -113,9 +114,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
     _make_names_unique([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
     try:
-        fresh = path.with_name(f".{path.name}.tmp")
-        fresh.write_text(page(runs), encoding="utf-8", errors="replace")
-        fresh.replace(path)
+        write_whole(path, page(runs).encode(errors="replace"))
     except OSError as error:  # also if trajectories have gone meanwhile
         raise ConfigError(f"{path}: cannot be written ({error}); --out names another") from error
     notes = [f"{run.name}: {note}" for run, _ in runs for note in run.notes]

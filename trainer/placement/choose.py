@@ -12,6 +12,7 @@ from typing import Any
 from keel.configs.auto import DTYPE, KNOBS
 from keel.configs.diff import flatten_config
 from keel.configs.load import load_config
+from keel.configs.paths import write_whole
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.trainer.placement.hardware import Hardware
@@ -103,10 +104,8 @@ def load_choice(config: Config, signature: Mapping[str, Any]) -> tuple[Values, s
 
 def save_choice(folder: Path, values: Values, signature: Mapping[str, Any]) -> None:
     if values:
-        fresh = folder / f"{CACHE_FILE}.tmp"
         content = {"values": dict(values), "hardware": dict(signature)}
-        fresh.write_text(json.dumps(content, indent=1) + "\n")
-        fresh.replace(folder / CACHE_FILE)
+        write_whole(folder / CACHE_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def update_choice(folder: Path, values: Values) -> None:

@@ -27,6 +27,7 @@ from typing import Self
 from keel.configs.diff import check_resumable, learning_rate_changes
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config
+from keel.configs.paths import write_whole
 from keel.configs.schema import Config, ConfigError
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
@@ -88,9 +89,7 @@ class RunFolder:
                     os.fsync(self._lock.fileno())
                 self.check()
                 self._set_aside()
-                partial = self.path / "config.tmp"
-                partial.write_text(dump_config(self._config))
-                partial.replace(self.path / "config.yaml")
+                write_whole(self.path / "config.yaml", dump_config(self._config))
         except BaseException:
             self._lock.close()
             raise

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keel.configs.paths import write_whole
 from keel.configs.schema import AlarmsConfig
 from keel.rl.metrics import Metric, values
 from keel.rl.records import scored_record
@@ -295,9 +296,8 @@ class Journal:
             chosen = [(group, i) for group in groups for i in range(len(group.rewards_G))]
         if chosen:
             records = [scored_record(group, i, tokenizer=self._tokenizer) for group, i in chosen]
-            partial = path.with_suffix(".tmp")  # renamed, since `keel sft` may be reading
-            partial.write_text("".join(json.dumps({"step": step, **r}) + "\n" for r in records))
-            partial.replace(path.with_suffix(".jsonl"))
+            lines = "".join(json.dumps({"step": step, **record}) + "\n" for record in records)
+            write_whole(path.with_suffix(".jsonl"), lines)
 
     def close(self) -> None:
         try:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import psutil
 
 from keel.configs.diff import flatten_config
+from keel.configs.paths import write_whole
 from keel.configs.schema import Config, ConfigError
 from keel.trainer.run.signals import preemption_signal, signals_blocked
 
@@ -369,9 +370,7 @@ class _TrackerThread:
         self._busy_since = time.monotonic()
         self._sent |= sent
         self._file.parent.mkdir(exist_ok=True)
-        partial = self._file.with_suffix(".tmp")
-        partial.write_text(json.dumps(self._sent))
-        partial.replace(self._file)
+        write_whole(self._file, json.dumps(self._sent))
 
 
 def has_abandoned_threads() -> bool:

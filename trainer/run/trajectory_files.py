@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keel.configs.paths import write_whole
 from keel.configs.schema import RunConfig
 from keel.rl.types import (
     Group,
@@ -143,7 +144,6 @@ class TokenFile:
         self._run, self._texts, self._numbers, self._answer = run, texts, numbers, answer
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
-        """Write the file of one step atomically, because a report may be reading it."""
         chosen = choose_trajectories(groups, self._run.save_trajectories)
         if not self._run.save_tokens or not chosen:
             return
@@ -162,10 +162,8 @@ class TokenFile:
             finite_json(_group_record(group, text, contexts, self._answer))
             for group in _distinct_groups(chosen)
         ]
-        partial = path.with_suffix(".tmp")
         data = "".join(line + "\n" for line in lines).encode()
-        partial.write_bytes(gzip.compress(data, compresslevel=1, mtime=0))
-        partial.replace(path)
+        write_whole(path, gzip.compress(data, compresslevel=1, mtime=0))
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
         """Split a context into stretches of given and sampled tokens. Given tokens become a string,
