@@ -143,10 +143,9 @@ class VllmEngine:
             routes=record and self._routes,
             sampling_mask=record and self._masks and sampling.truncated,
             selection=record and self._selection,
+            routes_from=request.routes_from if isinstance(request, TurnRequest) else 0,
         )
         if isinstance(request, TurnRequest):
-            if recording.routes or recording.selection:
-                recording = replace(recording, routes_from=request.routes_from)
             turn = TurnJob(
                 label=f"conversation {request.conversation}",
                 context=request.token_ids_T,

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 WIDEST_MASK = 1024
-"""The top_k of evaluation requests that do not set one. An engine that returns masks needs a limit
-on their size. Must equal `keel.rollout.vllm_fast.sample_kernels.WIDEST_TOP_K`."""
+"""The top_k of evaluation requests that do not set one, because an engine that returns masks needs
+a limit on their size. Also the largest top_k of the kernels in `keel.rollout.vllm_fast`."""
 
 
 class NativeRecorder(Recorder):

@@ -29,7 +29,6 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
 from keel.rollout.vllm_fast.step_arrays import StepMasks
 
-WIDEST_TOP_K = 1024  # largest top_k that the kernels support
 _BLOCK = 4096  # number of entries of a row that are read at once
 _LARGEST_GROUP = 256
 _FEWEST_SORTED, _LEAST_ROOM = 64, 1024  # minimum ids sorted at once, and stored per row
@@ -219,7 +218,7 @@ def _truncate(
 
     `logits` [rows, V] come directly from the model. `states` [rows] is the index of each row's
     request. `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request. `width`
-    is at most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0.
+    is at most `WIDEST_MASK`. A row keeps no ids where `sampled` [rows] is 0.
     """
     rows, vocab_size = logits.shape
     device = logits.device

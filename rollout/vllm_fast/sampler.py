@@ -40,7 +40,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from keel.rollout.vllm_fast.sample_kernels import WIDEST_TOP_K, SampledRows, Truncation, draw
+from keel.rollout.recording.native import WIDEST_MASK
+from keel.rollout.vllm_fast.sample_kernels import SampledRows, Truncation, draw
 from keel.rollout.vllm_fast.step_arrays import UNMASKED, StepMasks
 
 _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
@@ -140,7 +141,7 @@ class _OneTokenSampler(Sampler):
             "tuple[LogitBiasState, PenaltiesState, BadWordsState]", self.logits_processors
         )
         return bool(
-            (states.top_k.np[requests] <= WIDEST_TOP_K).all()
+            (states.top_k.np[requests] <= WIDEST_MASK).all()
             and (states.temperature.np[requests] > 0).all()
             and not states.min_p.np[requests].any()
             and not bias.use_logit_bias[requests].any()
