@@ -54,6 +54,8 @@ class _Router:
 
 
 def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> _Router:
+    """Describe a router that returns three tensors: logits, weights and experts. `weigh(router,
+    logits, experts)` computes the weights."""
 
     def replay(router: Any, output: _Output, experts: Tensor) -> _Output:
         logits, weights, _live = output

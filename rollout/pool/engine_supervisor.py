@@ -54,13 +54,16 @@ class RolloutEngine(Protocol):
         """Start sampling. The future returns a `Group` or a `TurnResult`."""
         ...
 
+    def translate(self, delivery: Future[int]) -> Future[int]:
+        """Make a delivery of weights raise `EngineError` if the engine is lost."""
+        ...
+
     def sleep(self) -> Future[None]: ...
     def progress(self) -> Future[EngineProgress]: ...
     def kill(self) -> None: ...
 
 
 Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
-Translate = Callable[[Future[int]], Future[int]]  # turns errors of a lost engine into `EngineError`
 
 
 @dataclass(slots=True)
@@ -106,7 +109,6 @@ class EngineSupervisor:
         self,
         config: RolloutConfig,
         build: Callable[[int], RolloutEngine],
-        translate: Translate,
         *,
         startup_s: float,
         update_s: float,
@@ -118,8 +120,7 @@ class EngineSupervisor:
         self.update_s = update_s
         self.target: WeightUpdate | None = None
         self.resting: Future[None] | None = None
-        self._config, self._build, self._translate = config, build, translate
-        self._startup_s = startup_s
+        self._config, self._build, self._startup_s = config, build, startup_s
         self._started: Stage = "asleep" if config.time_share else "ready"
         """Stage of an engine that has just started. With `rollout.time_share`, it is asleep."""
         self._closed = False  # set by `kill`, which may run on a different thread than `start`
@@ -260,7 +261,7 @@ class EngineSupervisor:
         deliveries = self.target.transfer([slot.engine.receiver for slot in slots])
         for slot, delivery in zip(slots, deliveries, strict=True):
             slot.version = self.target.version
-            slot.wait_for("loading", self._translate(delivery), self.update_s)
+            slot.wait_for("loading", slot.engine.translate(delivery), self.update_s)
 
 
 class StallDetector:

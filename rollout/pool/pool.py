@@ -29,7 +29,6 @@ from keel.rollout.pool.engine_supervisor import (
     EngineSupervisor,
     RolloutEngine,
     StallDetector,
-    Translate,
     WeightUpdate,
 )
 from keel.rollout.spec import EngineError, GroupRequest, SampleRequest
@@ -71,7 +70,6 @@ class RolloutPool:
         *,
         startup_timeout_s: float,
         update_timeout_s: float | None = None,
-        translate: Translate = lambda future: future,
     ) -> None:
         """Create the pool without starting its engines. `build(i)` starts engine i without waiting
         for it. `update_timeout_s` is the time limit for a weight update and defaults to
@@ -95,7 +93,6 @@ class RolloutPool:
         self._supervisor = EngineSupervisor(
             config,
             build,
-            translate,
             startup_s=startup_timeout_s,
             update_s=update_timeout_s or config.update_timeout_s,
         )

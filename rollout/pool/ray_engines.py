@@ -65,6 +65,9 @@ class _RayEngine:
     ) -> Future[Any]:
         return self._call("sample", request, sampling, record, gone=_RESULT_LOST)
 
+    def translate(self, delivery: Future[int]) -> Future[int]:
+        return _with_engine_errors(delivery)
+
     def progress(self) -> Future[EngineProgress]:
         return self._call("progress")
 
@@ -90,7 +93,6 @@ def ray_pool(
         lambda index: _RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
         startup_timeout_s=startup_timeout_s,
         update_timeout_s=update_timeout_s,
-        translate=_with_engine_errors,
     )
 
 

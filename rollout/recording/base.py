@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _ReadRows = Callable[[Sequence[int], int, int], NDArray[Any]]
-"""`read(blocks, first, tokens)` returns the rows [tokens − first, …] of the request with these
-cache blocks, starting at position `first`."""
+"""`read(blocks, first, tokens)` returns one row for each of the positions `first` … `tokens` − 1 of
+the request with these cache blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,15 @@ class Recording:
     """Sampling masks of the G tokens, which contain the ids that truncation kept. None if sampling
     was not truncated or if masks are not recorded."""
     routes: NDArray[np.int16] | None
-    """[P+G−1−F, L, K] experts chosen in the MoE layers, starting at position F = `routes_from`.
+    """[R, L, K] experts chosen in the MoE layers, with one row for each of the positions F … P+G−2,
+    where F is `routes_from`. The last token was never an input.
 
     Each row was computed with the weights that sampled the next token. Rows of prompt positions
     were computed with the weights that sampled the completion's first token. None if the model has
     no experts or if routes are not recorded.
     """
     selected: NDArray[np.uint8] | None = None
-    """[P+G−1−F, L, b] bitmaps of the positions that sparse attention selected, for the same rows as
+    """[R, L, b] bitmaps of the positions that sparse attention selected, for the same rows as
     `routes`. None if they are not recorded."""
 
 
@@ -127,8 +128,8 @@ class Recorder(ABC):
     def _rows(
         self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _ReadRows
     ) -> NDArray[Any]:
-        """Return the rows [tokens − first, …] of a request, and delete those saved before a
-        preemption.
+        """Return the rows of the positions `first` … `tokens` − 1 of a request, and delete those
+        saved before a preemption.
 
         Rows that were not saved are read with `read`. A completion that was preempted while its
         last token was in flight has no blocks left, but all of its rows were saved.

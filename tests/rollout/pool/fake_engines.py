@@ -57,6 +57,9 @@ class FakeEngine:
         self.naps.append(f"woken by {version}")
         return self.world.update(self, version, buckets)
 
+    def translate(self, delivery: Future[int]) -> Future[int]:
+        return delivery
+
     def sleep(self) -> Future[None]:
         self.naps.append("asleep")
         return self.world.sleep(self)
