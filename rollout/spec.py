@@ -9,6 +9,10 @@ from keel.model.hub import from_anywhere
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Prompt
 
+WIDEST_MASK = 1024
+"""The top_k of evaluation requests that do not set one, because an engine that returns masks needs
+a limit on their size. Also the largest top_k of the kernels in `keel.rollout.vllm_fast`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:

@@ -20,16 +20,12 @@ from keel.rollout.recording.base import (
     check_selected,
     core_of,
 )
-from keel.rollout.spec import RecordingError
+from keel.rollout.spec import WIDEST_MASK, RecordingError
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
-
-WIDEST_MASK = 1024
-"""The top_k of evaluation requests that do not set one, because an engine that returns masks needs
-a limit on their size. Also the largest top_k of the kernels in `keel.rollout.vllm_fast`."""
 
 
 class NativeRecorder(Recorder):

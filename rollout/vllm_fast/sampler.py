@@ -40,7 +40,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from keel.rollout.recording.native import WIDEST_MASK
+from keel.rollout.spec import WIDEST_MASK
 from keel.rollout.vllm_fast.sample_kernels import SampledRows, Truncation, draw
 from keel.rollout.vllm_fast.step_arrays import UNMASKED, StepMasks
 

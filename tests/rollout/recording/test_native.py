@@ -14,8 +14,8 @@ from keel.rollout.recording.base import (
     check_selected,
     recorder_name,
 )
-from keel.rollout.recording.native import WIDEST_MASK, NativeRecorder
-from keel.rollout.spec import RecordingError
+from keel.rollout.recording.native import NativeRecorder
+from keel.rollout.spec import WIDEST_MASK, RecordingError
 
 PROMPT = 3
 BOTH = RecordingOptions(routes=True, sampling_mask=True)
