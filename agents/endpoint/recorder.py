@@ -26,6 +26,7 @@ from keel.agents.endpoint.requests import (
     ChatRequest,
     Reply,
     budget_error,
+    invalid_field,
     replace_surrogates,
 )
 from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget, add_turn
@@ -181,7 +182,10 @@ class TrajectoryRecorder:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)
             raise budget_error(self._budget, "window", tokens)
         if tools_key not in self._checked_tools:
-            await request.check_tools()
+            try:  # in a thread, because large schemas take seconds
+                await asyncio.to_thread(argument_validator, request.tools)
+            except ValueError as error:
+                raise invalid_field("tools", str(error)) from error
             self._checked_tools.add(tools_key)
         before, ids = self.index.find_context(request, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), request.limit)

@@ -1,7 +1,6 @@
 """Parses and validates chat completion requests, and formats responses and errors, in the forms of
 OpenAI and Anthropic."""
 
-import asyncio
 import json
 import logging
 import time
@@ -13,7 +12,6 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from keel.agents.episode import Budget
-from keel.agents.schemas import argument_validator
 from keel.rl import strict_json
 from keel.rl.turns import USER_ROLES, Message, ToolSpec
 from keel.rl.types import FinishReason
@@ -200,14 +198,6 @@ class ChatRequest(_Model):
         tools = [tool.as_json() for tool in self.tools]
         parts = (*earlier, *self.messages[since:], *tools)
         return sum(len(json.dumps(part, ensure_ascii=False)) for part in parts)
-
-    async def check_tools(self) -> None:
-        """Validate the tool schemas in a thread, because large schemas take seconds. Raises
-        ApiError if one is invalid."""
-        try:
-            await asyncio.to_thread(argument_validator, self.tools)
-        except ValueError as error:
-            raise invalid_field("tools", str(error)) from error
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:

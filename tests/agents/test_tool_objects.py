@@ -235,8 +235,14 @@ BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 def test_guide_script(tmp_path: Path) -> None:
     for name, text in BLOCK.findall(GUIDE.read_text()):
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "try_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    assert "['ask', 'buy']" in done.stdout
-    assert "{'correct': 1.0, 'bought': 1.0}" in done.stdout
+    shown = "import demos; print(demos.shopping(1, seed=0, arguments={})[0].worked[-1])"
+    outputs: list[str] = []
+    for command in (["try_it.py"], ["-c", shown]):
+        words = [sys.executable, *command]
+        done = subprocess.run(
+            words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert "['ask', 'buy']" in outputs[0] and "{'correct': 1.0, 'bought': 1.0}" in outputs[0]
+    assert "'name': 'buy'" in outputs[1]

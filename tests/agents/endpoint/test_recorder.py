@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keel.agents.endpoint import recorder as recorder_module
-from keel.agents.endpoint import requests
 from keel.agents.endpoint.recorder import TrajectoryRecorder, _prefix_keys
 from keel.agents.endpoint.requests import ApiError, read_request
 from keel.data.conversations.load import read_conversations
@@ -296,7 +295,7 @@ CALL = {"id": "c", "function": {"name": "city", "arguments": json.dumps({"name":
 
 def test_oversized_request_is_refused_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CHAT, "opening", None)
-    monkeypatch.setattr(requests, "argument_validator", None)
+    monkeypatch.setattr(recorder_module, "argument_validator", None)
     called = [user("a"), {"role": "assistant", "tool_calls": [CALL]}, result("c", "far")]
 
     async def work(recorder: TrajectoryRecorder) -> None:
