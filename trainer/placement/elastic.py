@@ -200,10 +200,11 @@ class ElasticLayouts:
     def _find_smaller_config(
         self, whole: Config, nodes: Sequence[Node]
     ) -> tuple[Config | None, str]:
-        free = [
-            replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
-            for node in limit_nodes(nodes, whole.run)
-        ]
+        limited, width = limit_nodes(nodes, whole.run), whole.rollout.tensor_parallel
+        free = [replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus)) for node in limited]
+        largest = [max((node.gpus for node in each), default=0) for each in (free, limited)]
+        if self._hardware.gpu and largest[0] < width <= largest[1]:  # not to be split over nodes
+            return None, f"No node has {width} free GPUs for an engine (rollout.tensor_parallel)"
         gpus = None
         if self._hardware.gpu:
             gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus

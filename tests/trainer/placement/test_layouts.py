@@ -311,6 +311,16 @@ def test_lost_node_halves_ranks_and_engines(halved: Cluster, tmp_path: Path, fir
     assert layouts.lowering.config == config and layouts.lowering.fewer
 
 
+def test_engine_that_fits_on_a_node_is_not_split(tmp_path: Path) -> None:
+    busy = [replace(node, free_gpus=3) for node in BOTH]
+    cluster = Cluster(lambda _: busy, tmp_path)
+    config = elastic(engines=1, min_ranks=1)
+    layouts = cluster.layouts(replace(config, rollout=replace(config.rollout, tensor_parallel=4)))
+    cluster.begun(layouts)
+    with pytest.raises(TimeoutError, match="No node has 4 free GPUs"):
+        layouts.next()
+
+
 def test_returning_node_is_used_again(tmp_path: Path) -> None:
     back_s = 30.0
     cluster = Cluster(lambda now: BOTH if now >= back_s else BOTH[:1], tmp_path)
