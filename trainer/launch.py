@@ -49,7 +49,7 @@ from keel.trainer.prepare import SftTask, Task, length_rules
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.work_nodes import WorkNodes
-from keel.weights.sync import WeightSync
+from keel.weights.sync import push_weights
 
 Say = Callable[[str], None]
 
@@ -79,8 +79,8 @@ class Runtime:
     def push(self, version: int) -> Future[None]:
         """Send the learner's current weights, with this version, to every engine."""
         before = self.agents.updating if self.agents is not None else lambda _: None
-        sync = WeightSync(self.learner, self.pool, direct=self.learner.direct, before=before)
-        return sync.push(version)
+        learner = self.learner
+        return push_weights(learner, self.pool, version, direct=learner.direct, before=before)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """Sample a group of `size` completions, or of the recipe's group size if `size` is 0."""

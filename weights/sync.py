@@ -2,7 +2,7 @@
 
 An update makes these calls:
 
-    trainer.loop.train                WeightSync.push(version)
+    Runtime.push                      push_weights, once per weight update of the loop
       Learner.make_room               waits until the weights fit on the GPUs
       Learner.put_weights             waits until all buckets are in the object store; not if direct
       RolloutPool.update              EngineSupervisor on the pool's thread
@@ -54,36 +54,30 @@ class _WeightTarget(Protocol):
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
-class WeightSync:
-    """Copies the trainer's weights to every engine."""
+def push_weights(
+    source: _WeightSource,
+    engines: _WeightTarget,
+    version: int,
+    *,
+    direct: bool,
+    before: Callable[[int], None] = lambda _: None,
+) -> Future[None]:
+    """Start sending the trainer's current weights, which are at `version`, to every engine.
 
-    def __init__(
-        self,
-        source: _WeightSource,
-        engines: _WeightTarget,
-        *,
-        direct: bool,
-        before: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """`before(version)` is called just before the engines receive weights."""
-        self._source, self._engines = source, engines
-        self._direct, self._before = direct, before
+    Blocks until the weights fit on the GPUs and, unless `direct` is set, until all of them are in
+    Ray's object store. `before(version)` is called just before the engines receive weights. Returns
+    the future from `RolloutPool.update`.
+    """
+    source.make_room()
+    transfer = source.send if direct else _through_store(version, list(source.put_weights()))
+    before(version)
+    return engines.update(version, transfer)
 
-    def push(self, version: int) -> Future[None]:
-        """Start sending the trainer's current weights, which are at `version`, to every engine.
-        Blocks until the weights fit on the GPUs and, without direct transfer, until all of them are
-        in Ray's object store. Returns the future from `RolloutPool.update`."""
-        self._source.make_room()
-        transfer = self._source.send if self._direct else self._through_store(version)
-        self._before(version)
-        return self._engines.update(version, transfer)
 
-    def _through_store(self, version: int) -> Transfer:
-        buckets = list(self._source.put_weights())
+def _through_store(version: int, buckets: list[Any]) -> Transfer:
+    def transfer(receivers: Sequence[Receiver]) -> list[Future[int]]:
+        # Ray copies each bucket to a node once.
+        updates = [receiver.actor.update for receiver in receivers]
+        return [ray_timeouts.call(update, version, buckets).future() for update in updates]
 
-        def transfer(receivers: Sequence[Receiver]) -> list[Future[int]]:
-            # Ray copies each bucket to a node once.
-            updates = [receiver.actor.update for receiver in receivers]
-            return [ray_timeouts.call(update, version, buckets).future() for update in updates]
-
-        return transfer
+    return transfer

@@ -54,7 +54,7 @@ from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import SftTask, Task
 from keel.trainer.run.manifest import Entry, find_damage
 from keel.trainer.worker import pack_shares
-from keel.weights.sync import WeightSync
+from keel.weights.sync import push_weights
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
 
@@ -141,7 +141,7 @@ class Engines:
             )
             self._pools[kind].start()
         pool = self._pools[kind]
-        WeightSync(learner, pool, direct=False).push(learner.version).result()
+        push_weights(learner, pool, learner.version, direct=False).result()
         return pool
 
     def close(self) -> None:
