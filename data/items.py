@@ -11,7 +11,7 @@ from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
-R = TypeVar("R")
+_R = TypeVar("_R")
 MAX_MALFORMED = 1000  # number of malformed lines after which reading stops
 
 
@@ -68,10 +68,10 @@ def malformed_error(lines: Sequence[str], knob: str) -> ConfigError:
     return ConfigError(f"{knob}: {len(lines):,} malformed lines; {cure}:\n  {listed}")
 
 
-def read_records(path: Path, parse: Callable[[Any], R], kind: str) -> list[R]:
+def read_records(path: Path, parse: Callable[[Any], _R], kind: str) -> list[_R]:
     """Parse the lines of a file written by Keel, ignoring an incomplete last line. Raises
     ConfigError with the file and line number of a malformed line."""
-    records: list[R] = []
+    records: list[_R] = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:

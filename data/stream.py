@@ -12,10 +12,10 @@ class _Streamed(Protocol):
     def prompt_id(self) -> str: ...
 
 
-T = TypeVar("T", bound=_Streamed)
+_T = TypeVar("_T", bound=_Streamed)
 
 
-class Stream(Generic[T]):
+class Stream(Generic[_T]):
     """An endless stream of prompts or conversations from weighted sources.
 
     Each source yields every prompt once per epoch, in a new order. Sources are interleaved so that
@@ -26,11 +26,11 @@ class Stream(Generic[T]):
 
     def __init__(
         self,
-        sources: Mapping[str, Sequence[T]],
+        sources: Mapping[str, Sequence[_T]],
         *,
         weights: Mapping[str, float],
         seed: int,
-        content: Callable[[T], str],
+        content: Callable[[_T], str],
     ) -> None:
         """Start at the beginning of the stream, ignoring sources with weight 0. `content` returns
         the text of a prompt, which must be the same when a run resumes."""
@@ -40,21 +40,21 @@ class Stream(Generic[T]):
         self._shares = {name: weights[name] / total for name in self._sources}
         self._seed = seed
         self._drawn = dict.fromkeys(self._sources, 0)
-        self._requeued: deque[T] = deque()
-        self._orders: dict[str, tuple[int, tuple[T, ...]]] = {}
+        self._requeued: deque[_T] = deque()
+        self._orders: dict[str, tuple[int, tuple[_T, ...]]] = {}
         self._identity: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._sources.values()))
 
     @property
-    def sources(self) -> Mapping[str, Sequence[T]]:
+    def sources(self) -> Mapping[str, Sequence[_T]]:
         return self._sources
 
-    def take(self, n: int) -> list[T]:
+    def take(self, n: int) -> list[_T]:
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
-    def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
+    def state(self, unfinished: Sequence[_T] = ()) -> dict[str, Any]:
         """Return the position as JSON data. The `unfinished` prompts have already been taken, and
         come first after a restore."""
         return {
@@ -90,7 +90,7 @@ class Stream(Generic[T]):
                 }
         return self._identity
 
-    def _next(self) -> T:
+    def _next(self) -> _T:
         step = sum(self._drawn.values()) + 1
         # The source furthest behind its share; ties go to the first.
         name = max(self._shares, key=lambda name: self._shares[name] * step - self._drawn[name])
@@ -98,7 +98,7 @@ class Stream(Generic[T]):
         self._drawn[name] += 1
         return self._order(name, epoch)[position]
 
-    def _order(self, name: str, epoch: int) -> tuple[T, ...]:
+    def _order(self, name: str, epoch: int) -> tuple[_T, ...]:
         """Return a source's prompts in the order for `epoch`. A seeded hash makes it independent of
         Python and numpy versions."""
         cached = self._orders.get(name)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from keel.configs.paths import data_path
@@ -324,7 +324,7 @@ def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) 
 
 _PARSED = frozenset({"messages", "conversations", "tools"})
 """Keys whose values may be stored as JSON text in a table."""
-R = TypeVar("R")
+_R = TypeVar("_R")
 _Placed = tuple[str, dict[str, Any]]
 """An object read from a file, and its location (such as `file:line`)."""
 
@@ -418,14 +418,13 @@ def _read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSo
     lines = (
         (f"{path}:{number}", line) for path in files for number, line in read_lines(path, knob)
     )
-    read = _read_examples(source, lines, selected)
-    return ReadSource(examples=read.examples, skipped=read.skipped, unselected=dropped)
+    return replace(_read_examples(source, lines, selected), unselected=dropped)
 
 
 def _read_examples(
     source: ConversationsConfig,
-    rows: Iterable[tuple[str, R]],
-    records: Callable[[str, R], Iterable[_Placed]],
+    rows: Iterable[tuple[str, _R]],
+    records: Callable[[str, _R], Iterable[_Placed]],
 ) -> ReadSource:
     """Read conversations from (location, row) pairs. `records` returns the conversations in a row,
     or raises BadLine if the row is malformed."""
