@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keel.model import attention
 from keel.model.attention import (
+    Contexts,
     Segments,
     attention_kept,
     flash4_disagreement,
     use_packed_attention,
 )
 from keel.model.layers import flash4
-from keel.model.layers.contexts import Contexts
 from keel.model.layers.flash4 import HeadWidths
 from tests.model.layers.plain_attention import FAMILIES, Plain, varlen
 
