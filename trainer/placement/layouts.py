@@ -430,12 +430,10 @@ class LayoutSearch:
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         most = min(self._free_gib, self.strictness.max_share * size)
         if shared:
-            needs = self.strictness.spare * rank.total / GIB
             time_shares = config.rollout.time_share
-            rest = (
-                memory.staying_gib(config, rank) * self.strictness.spare if time_shares else needs
-            )
-            most = min(most, self._free_gib - rest - memory.ENGINE_BEYOND_GIB)
+            held = memory.staying_gib(config, rank) if time_shares else rank.total / GIB
+            held *= self.strictness.spare
+            most = min(most, self._free_gib - held - memory.ENGINE_BEYOND_GIB)
         if knob not in self.open_knobs:
             fits = not shared or config.rollout.time_share
             return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None

@@ -387,29 +387,27 @@ def _read_state(path: Path) -> dict[str, Any]:
     return {}
 
 
-class _Trackers:
-    def __init__(self, threads: Sequence[_TrackerThread], say: Callable[[str], None]) -> None:
-        self._threads, self._say = threads, say
-
-    def wake(self) -> None:
-        for thread in self._threads:
-            thread.wake()
-
-    def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
-        """Wait up to `seconds` until everything up to `step` is sent. Then abandon threads that are
-        still busy."""
-        for thread in self._threads:
-            thread.close(end)
-        until = time.monotonic() + seconds
-        for thread in self._threads:
-            ended = thread.done.wait(max(0.0, until - time.monotonic()))
-            if not ended:
-                thread.abandon()
-            if not ended or thread.step < step:
-                self._say(
-                    f"warning: {thread.name} received {max(thread.step, 0)} of {step} steps. "
-                    "Resume the run to send the rest, which is in metrics.jsonl"
-                )
+def _close_threads(
+    threads: Sequence[_TrackerThread],
+    end: RunEnd,
+    step: int,
+    say: Callable[[str], None],
+    seconds: float = _CLOSE_S,
+) -> None:
+    """Wait up to `seconds` until everything up to `step` is sent. Then abandon threads that are
+    still busy."""
+    for thread in threads:
+        thread.close(end)
+    until = time.monotonic() + seconds
+    for thread in threads:
+        ended = thread.done.wait(max(0.0, until - time.monotonic()))
+        if not ended:
+            thread.abandon()
+        if not ended or thread.step < step:
+            say(
+                f"warning: {thread.name} received {max(thread.step, 0)} of {step} steps. "
+                "Resume the run to send the rest, which is in metrics.jsonl"
+            )
 
 
 def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Config) -> None:
@@ -418,8 +416,10 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
         return
     say, knobs = partial(journal.say, _EVENT), _plain_knobs(config)
     threads = [_TrackerThread(n, TRACKERS[n], folder, knobs, say) for n in names]
-    trackers = _Trackers(threads, say)
-    journal.on_write = trackers.wake
+
+    def wake() -> None:
+        for thread in threads:
+            thread.wake()
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
         failed = bool(journal.ends) or (kind is not None and issubclass(kind, Exception))
@@ -427,8 +427,9 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
         end: RunEnd = "failed" if failed else "finished" if completed else "stopped"
         journal.begin(f"sending the rest to {', '.join(names)}")
         hurry = preemption_signal() or (kind is not None and not failed)  # such as a second Ctrl-C
-        trackers.close(end, journal.step, _HURRY_S if hurry else _CLOSE_S)
+        _close_threads(threads, end, journal.step, say, _HURRY_S if hurry else _CLOSE_S)
 
+    journal.on_write = wake
     stack.push(close)
 
 

@@ -17,7 +17,7 @@ from keel.trainer.run.journal import note
 from keel.trainer.run.trackers import (
     _EVENT,
     RunEnd,
-    _Trackers,
+    _close_threads,
     _TrackerThread,
     has_abandoned_threads,
 )
@@ -76,10 +76,12 @@ class Run:
             for step in steps:
                 file.write(json.dumps({"step": step, "time": 1.0, f"reward/{name}": step}) + "\n")
 
-    def start(self, **options: float) -> tuple[_TrackerThread, _Trackers]:
+    def start(self, **options: float) -> _TrackerThread:
         say, options = self.lines.append, {"retry_s": 0.0, "hang_s": 1e9, **options}
-        thread = _TrackerThread("fake", lambda: self.tracker, self.folder, {}, say, **options)
-        return thread, _Trackers([thread], say)
+        return _TrackerThread("fake", lambda: self.tracker, self.folder, {}, say, **options)
+
+    def close(self, thread: _TrackerThread, end: RunEnd, step: int, seconds: float = 60.0) -> None:
+        _close_threads([thread], end, step, self.lines.append, seconds)
 
     @property
     def sent(self) -> list[int]:
@@ -94,17 +96,17 @@ def run(tmp_path: Path) -> Run:
 def test_resumed_run_sends_nothing_twice(run: Run) -> None:
     run.write(0, 1, 2, 3)
     note(run.folder, 1, "alarm", "first")
-    _, trackers = run.start()
-    trackers.close("stopped", 3)
+    thread = run.start()
+    run.close(thread, "stopped", 3)
     # Resumed from a checkpoint of step 1: later lines are dropped and written again.
     (run.folder / "metrics.jsonl").write_text("")
     run.write(0, 1)
     note(run.folder, 1, "resume", "second")
     note(run.folder, 1, _EVENT, "not sent")
-    _, trackers = run.start()
+    thread = run.start()
     run.write(2, 3, 4, 5, name="b")
-    trackers.wake()
-    trackers.close("finished", 5)
+    thread.wake()
+    run.close(thread, "finished", 5)
     assert run.sent == [0, 1, 2, 3, 4, 5]
     assert run.tracker.steps[3:5] == [(3, {"reward/a": 3}), (4, {"reward/b": 4})]
     assert run.tracker.events == ["first", "second"]
@@ -117,17 +119,17 @@ def test_failure_is_printed_once_and_caught_up(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef")
     run.tracker.broken = "401: 0123456789abcdef is no key of https://me:hunter2@there"
     run.write(0, 1)
-    thread, trackers = run.start()
+    thread = run.start()
     for _ in range(3):
         wait_for(lambda: not thread._wake.is_set())
-        trackers.wake()
+        thread.wake()
     (line,) = wait_for(lambda: run.lines)
     assert "RuntimeError: 401: … is no key of https://…@there" in line and "Plug it in" in line
     run.tracker.broken = ""
     run.write(2)
-    trackers.wake()
+    thread.wake()
     wait_for(lambda: run.sent == [0, 1, 2])
-    trackers.close("finished", 2)
+    run.close(thread, "finished", 2)
     assert len(run.lines) == 3
 
 
@@ -138,12 +140,12 @@ def test_hanging_tracker_is_abandoned(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert commands.run("check") == 0 and not statuses
     run.tracker.released.clear()
     run.write(0, 1)
-    thread, trackers = run.start(hang_s=0.0)
+    thread = run.start(hang_s=0.0)
     wait_for(lambda: thread._busy_since)
-    trackers.wake()
-    trackers.wake()
+    thread.wake()
+    thread.wake()
     assert len(run.lines) == 1
-    trackers.close("finished", 1, seconds=0.1)
+    run.close(thread, "finished", 1, seconds=0.1)
     assert "0 of 1 steps" in run.lines[1] and run.tracker.abandoned
     commands.run("check")
     assert statuses == [0]
@@ -158,14 +160,14 @@ import sys
 from pathlib import Path
 from functools import partial
 from keel.trainer.placement.ray_internals import exit_now
-from keel.trainer.run.trackers import _Trackers, _TrackerThread, TRACKERS
+from keel.trainer.run.trackers import _close_threads, _TrackerThread, TRACKERS
 from keel.trainer.run.trackers import check_trackers, has_abandoned_threads
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
 say = partial(print, flush=True)
 how = (Path(sys.argv[1]), {"data.sources[s].size": 1}, say)
 threads = [_TrackerThread(n, TRACKERS[n], *how) for n in names]
-_Trackers(threads, say).close("finished", 3, seconds=float(sys.argv[2]))
+_close_threads(threads, "finished", 3, say, float(sys.argv[2]))
 print("abandoned" if has_abandoned_threads() else "sent all")
 exit_now(0)  # as `keel.commands.dispatch.run` does
 """
