@@ -100,7 +100,6 @@ def _tree(
             tree = _merge(tree, layer)
         for override in overrides:
             steps, value, origin = _parse_override(override)
-            _walk(tree, steps, origin)
             for knob, one in split_section(root, steps, value):
                 _set_knob(tree, where, knob, one, origin)
         if root is Config:
@@ -124,15 +123,13 @@ def _tree(
 
 
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
-    section, data = tree.get("eval"), tree.get("data")
-    if not isinstance(section, dict) or not isinstance(data, dict):
-        return tree
-    section, data = cast(dict[str, Any], section), cast(dict[str, Any], data)
-    path, sources = section.get("file"), cast(Any, data.get("sources"))
+    """Turn `eval.file` into a source that is read like the first file of the recipe."""
+    section, data = _mapping(tree.get("eval")), _mapping(tree.get("data"))
+    path, sources = section.get("file"), data.get("sources")
     if not isinstance(path, str) or not path or not isinstance(sources, list):
         return tree
     sources = cast(list[Any], sources)
-    others = [cast(dict[str, Any], one) for one in sources if isinstance(one, dict)]
+    others = [_mapping(one) for one in sources]
     rows = next((one for one in others if one.get("source") in ROWS), dict[str, Any]())
     name = Path(path).name.partition(".")[0] or "eval"
     source = {
@@ -147,6 +144,10 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
     if isinstance(only := data.get("only"), list) and only:
         data["only"] = [*cast(list[Any], only), source["name"]]
     return {**tree, "eval": {k: v for k, v in section.items() if k != "file"}, "data": data}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -330,16 +331,6 @@ def _parse_override(override: str) -> tuple[list[str], Any, str]:
     if rest.startswith("#"):
         raise ConfigError(f"{origin}: YAML reads {rest!r} as a comment; put the value in quotes")
     return steps, value, origin
-
-
-def _walk(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
-    node: Any = tree
-    for position, step in enumerate(steps):
-        if isinstance(node, list):
-            items = cast(list[Any], node)
-            node = items[_index(items, step, ".".join(steps[:position]), origin)]
-        elif isinstance(node, dict):
-            node = cast(dict[str, Any], node).get(step)
 
 
 def _set_knob(
