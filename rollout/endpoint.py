@@ -23,7 +23,6 @@ from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl import strict_json
 from keel.rl.turns import (
     THINK,
-    USER_ROLES,
     Malformed,
     Message,
     Parsed,
@@ -35,6 +34,7 @@ from keel.rl.turns import (
     prompt_of,
 )
 from keel.rl.types import Group, Prompt, Purpose, Segment, Trajectory
+from keel.rollout.chat.render import drop_old_thinking
 
 T = TypeVar("T")
 _CONNECT_S = 10.0
@@ -362,16 +362,12 @@ class EndpointTurns:
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
 
     def _drop_old_thinking(self, messages: Sequence[Message]) -> list[Message]:
-        """Remove the thinking before the last user message, as chat templates do. The thinking
-        after it is kept, because some endpoints reject tool results without it."""
-        users = [n for n, message in enumerate(messages) if message["role"] in USER_ROLES]
-        last = users[-1] if users else -1
-        shown: list[Message] = []
-        for n, message in enumerate(messages):
-            rest = dict(message)
-            thought = rest.pop(_THINKING, "")
-            shown.append({**rest, self._reasoning_field: thought} if thought and n > last else rest)
-        return shown
+        # Later thinking is kept, because some endpoints reject tool results without it.
+        names = {_THINKING: self._reasoning_field}
+        return [
+            {names.get(key, key): value for key, value in message.items()}
+            for message in drop_old_thinking(messages)
+        ]
 
     def _add_part(self, part: _Part, shown: Sequence[Mapping[str, Any]]) -> list[int]:
         number = next(self._numbers)
@@ -402,8 +398,9 @@ def _parse_call(call_id: str, tool: str, text: str) -> ToolCall | Malformed:
 
 def _to_endpoint_format(message: Message) -> Message:
     # Call arguments are text in the endpoint's format.
-    keys = ("role", "content", _THINKING, "tool_call_id")
-    sent = {key: message[key] for key in keys if key in message}
+    sent = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    if message.get(_THINKING):
+        sent[_THINKING] = message[_THINKING]
     calls: list[dict[str, Any]] = []
     for call in message.get("tool_calls") or ():
         function = call["function"]

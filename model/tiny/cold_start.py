@@ -51,7 +51,7 @@ _IGNORED = -100
 _MARKER = "\x00"
 
 
-class ScriptedPair(Protocol):
+class _ScriptedPair(Protocol):
     """A task in an environment with a careful and a hasty solution."""
 
     @property
@@ -63,7 +63,7 @@ class ScriptedPair(Protocol):
 
 
 _Metadata = Mapping[str, Any]
-_Demonstrate = Callable[[str, int], Sequence[ScriptedPair]]
+_Demonstrate = Callable[[str, int], Sequence[_ScriptedPair]]
 Progress = Callable[[int, float, float], None]
 """Called after each step with the number of steps, the loss in nats per token, and the seconds."""
 
@@ -78,7 +78,7 @@ class Curriculum:
     demonstrate: _Demonstrate | None = None
     """Returns scripted conversations. It must be picklable for training on a GPU."""
     tools_in_thinking: Collection[str] = ()
-    """Sources whose tool calls are placed inside the thinking (see `conversation_ids`)."""
+    """Sources whose tool calls are placed inside the thinking (see `_conversation_ids`)."""
 
 
 class _MaskedIds(NamedTuple):
@@ -219,7 +219,7 @@ def _reproducible_training(model: PreTrainedModel) -> Iterator[None]:
 
 def _scripted_examples(
     source: SourceConfig,
-    pairs: Sequence[ScriptedPair],
+    pairs: Sequence[_ScriptedPair],
     tokenizer: PreTrainedTokenizerFast,
     tools_in_thinking: bool,
     max_context: int | None,
@@ -234,7 +234,7 @@ def _scripted_examples(
                 calls = [call for m in messages for call in m.get("tool_calls") or ()]
                 if unknown := {call["function"]["name"] for call in calls} - known:
                     raise ValueError(f"calls {sorted(unknown)}; the tools are {sorted(known)}")
-                ids, learned = conversation_ids(
+                ids, learned = _conversation_ids(
                     tokenizer,
                     messages,
                     pair.tools,
@@ -334,7 +334,7 @@ def _batches(
         yield torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
-def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPair]:
+def demonstrate(config: Config, source: str, count: int) -> Sequence[_ScriptedPair]:
     """Run a source's script to create about `count` conversations."""
     (config_of,) = (each for each in config.data.sources if each.name == source)
     script = demonstrator(config_of)
@@ -396,7 +396,7 @@ def _name_script_in_errors(source: SourceConfig) -> Generator[None]:
         ) from error
 
 
-def conversation_ids(
+def _conversation_ids(
     tokenizer: PreTrainedTokenizerFast,
     messages: Sequence[Message],
     tools: Sequence[ToolSpec],

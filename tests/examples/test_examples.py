@@ -38,7 +38,7 @@ from keel.examples.small import demonstrations
 from keel.examples.small.__main__ import make
 from keel.examples.tables import _clear_first, _task_lines
 from keel.examples.tables import main as write_tables
-from keel.model.tiny.cold_start import conversation_ids
+from keel.model.tiny.cold_start import _conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.checks import check_spec
 from keel.rewards.custom import TextTrajectory
@@ -370,7 +370,7 @@ def test_demonstrations_fit_the_recipe(name: str) -> None:
     assert len({str(one.worked) for one in made}) > 20
     for one in made:
         for messages in (one.worked, one.hasty):
-            ids, by_policy = conversation_ids(
+            ids, by_policy = _conversation_ids(
                 tokenizer, messages, one.tools, thinking=source.thinking
             )
             assert len(ids) <= min(100, budget.window)

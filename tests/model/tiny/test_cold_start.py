@@ -26,10 +26,10 @@ from keel.model.tiny.build import _content_key, build_model, ensure_tiny_model
 from keel.model.tiny.cold_start import (
     TAUGHT,
     Curriculum,
+    _conversation_ids,
     _ExamplePair,
     _format_solution,
     _MaskedIds,
-    conversation_ids,
     make_examples,
     train,
 )
@@ -193,7 +193,7 @@ def test_ids_equal_those_of_a_rollout(thinking: bool, inside: bool) -> None:
     chat = TemplateChat(TOKENIZER, tools_in_thinking=inside)
     for level in (0, 1):
         for pair in trip_demonstrations(5, seed=2, arguments={"level": level}):
-            ids, learned = conversation_ids(
+            ids, learned = _conversation_ids(
                 TOKENIZER, pair.worked, pair.tools, thinking=thinking, tools_in_thinking=inside
             )
             context = chat.opening(pair.worked[:1], pair.tools, thinking=thinking)

@@ -8,7 +8,7 @@ import pytest
 
 from keel.agents.conversation import Conversation
 from keel.agents.environments.demonstrations import guess_demonstrations, trip_demonstrations
-from keel.model.tiny.cold_start import conversation_ids
+from keel.model.tiny.cold_start import _conversation_ids
 from keel.rl.turns import Message, TurnResult
 from keel.rl.types import Segment
 from keel.rollout.chat.render import call_message
@@ -126,7 +126,7 @@ def test_cold_start_trains_the_same_tokens(make: Any, arguments: dict[str, Any])
         for said in (one.worked, one.hasty):
             for thinking in (True, False):
                 (context,) = render_given(chat, said, one.tools, thinking=thinking)
-                ids, marks = conversation_ids(
+                ids, marks = _conversation_ids(
                     tokenizer_of("tiny"), said, one.tools, thinking=thinking
                 )
                 assert (context.ids, context.trained) == (ids, marks)
