@@ -64,7 +64,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     partial.replace(path)
 
 
-_HERE = Path(__file__).resolve().parent / "recipes"
+_RECIPES = PACKAGE.resolve() / "recipes"
 _HARDWARE = "hardware/"
 _FOLDERS: Mapping[str, str] = {
     "": "Recipes for keel train, eval and filter (sft-…: keel sft; pretrain-…: keel pretrain)",
@@ -84,7 +84,7 @@ def shipped_recipes(folder: str = "") -> dict[str, Path]:
     """Return the recipes that come with Keel for a command, as a mapping from bare names to
     files."""
     folders = (folder,) if folder else (folder, _HARDWARE)
-    files = sorted(file for each in folders for file in _HERE.glob(f"{each}*.yaml"))
+    files = sorted(file for each in folders for file in _RECIPES.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
 
 
@@ -142,7 +142,7 @@ def list_recipes(name: str = "") -> str:
     width = min(100, shutil.get_terminal_size().columns)
     parts: list[str] = []
     for folder, title in _FOLDERS.items():
-        files = sorted(_HERE.glob(f"{folder}*.yaml"))
+        files = sorted(_RECIPES.glob(f"{folder}*.yaml"))
         wide = max(len(file.stem) for file in files) + 4
         parts.append(title)
         for file in files:

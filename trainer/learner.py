@@ -230,7 +230,7 @@ class Learner:
                 scored += self._call_with_shares("score", pieces, what)
         return merge(scored)
 
-    def make_room(self) -> None:
+    def put_engines_to_sleep(self) -> None:
         ray_timeouts.await_future(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
@@ -278,7 +278,7 @@ class Learner:
         return {name: entry for part in parts for name, entry in part.items()}
 
     def _with_folder(self, method: str, folder: Path, what: str) -> list[Any]:
-        self.make_room()
+        self.put_engines_to_sleep()
         return self._call_all(
             method, str(folder.absolute()), deadline=self._deadlines.for_call(what)
         )

@@ -3,7 +3,7 @@
 An update makes these calls:
 
     Runtime.push                      push_weights, once per weight update of the loop
-      Learner.make_room               waits until the weights fit on the GPUs
+      Learner.put_engines_to_sleep    waits until the weights fit on the GPUs
       Learner.put_weights             waits until all buckets are in the object store; not if direct
       RolloutPool.update              EngineSupervisor on the pool's thread
         EngineSupervisor              calls the `Transfer`, again for engines that restart
@@ -45,7 +45,7 @@ engine samples from."""
 
 
 class _WeightSource(Protocol):
-    def make_room(self) -> None: ...
+    def put_engines_to_sleep(self) -> None: ...
     def put_weights(self) -> Sequence[Any]: ...
     def send(self, receivers: Sequence[Receiver]) -> Sequence[Future[int]]: ...
 
@@ -68,7 +68,7 @@ def push_weights(
     Ray's object store. `before(version)` is called just before the engines receive weights. Returns
     the future from `RolloutPool.update`.
     """
-    source.make_room()
+    source.put_engines_to_sleep()
     transfer = source.send if direct else _through_store(version, list(source.put_weights()))
     before(version)
     return engines.update(version, transfer)

@@ -104,7 +104,7 @@ class LocalLearner:
 
     direct = False
 
-    def make_room(self) -> None: ...
+    def put_engines_to_sleep(self) -> None: ...
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         return [ray.put(bucket) for bucket in self.engine.publish()]
