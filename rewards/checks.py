@@ -8,11 +8,9 @@ from typing import Any, cast
 from keel.rewards.code.verifier import CodeSettings, check_task, read_task
 from keel.rewards.compose import check_parts
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, scores_group
-from keel.rewards.judge.specs import KINDS as JUDGED_KINDS
-from keel.rewards.judge.specs import is_judged, judged_spec
+from keel.rewards.judge.specs import JUDGED_KINDS, judged_spec
 from keel.rewards.pool import WorkerPool
-from keel.rewards.rules.verifiers import KINDS as RULE_KINDS
-from keel.rewards.rules.verifiers import verifier_for
+from keel.rewards.rules.verifiers import RULE_KINDS, verifier_for
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
@@ -30,7 +28,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     if not isinstance(kind, str) or kind not in (*RULE_KINDS, *JUDGED_KINDS):
         known = ", ".join((*RULE_KINDS, *JUDGED_KINDS))
         raise ValueError(f"reward spec has kind {kind!r}; use one of {known}")
-    if is_judged(spec):
+    if kind in JUDGED_KINDS:
         judged_spec(spec)
     elif kind == "code":
         read_task(spec)

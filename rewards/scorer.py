@@ -23,8 +23,8 @@ from keel.rewards.custom import (
     scores_group,
 )
 from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import JUDGED_KINDS, Counts, Failed, Judged
 from keel.rewards.judge.specs import REFUSAL as REFUSAL_SPEC
-from keel.rewards.judge.specs import Counts, Failed, Judged, is_judged
 from keel.rewards.length import LengthRule, apply_length_rule
 from keel.rewards.pool import VerifierScore, WorkerPool
 from keel.rewards.rules.verifiers import keeps_format
@@ -161,7 +161,7 @@ class Scorer:
         compose.check_parts(str(kind), weights)
         judged: dict[str, list[Future[Judged | Failed]]] = {}
         verified: dict[str, list[Future[list[VerifierScore]]]] = {}
-        if is_judged(prompt.reward):
+        if kind in JUDGED_KINDS:
             judged["correct"] = self._start_judge(prompt, trajectories)
         elif kind not in (ENVIRONMENT, FUNCTIONS):
             verified["correct"] = self._start_verifier(prompt, trajectories)

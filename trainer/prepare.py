@@ -42,7 +42,7 @@ from keel.model.trainable import check_adapters, check_ids, check_same_family, t
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
-from keel.rewards.judge.specs import is_judged
+from keel.rewards.judge.specs import JUDGED_KINDS
 from keel.rewards.length import LengthRule
 from keel.rl.sft import supervised_segment
 from keel.rl.turns import THINK, ToolSpec
@@ -448,7 +448,8 @@ def needs_judge(config: Config, dataset: Dataset) -> bool:
     if any(REFUSAL in weights for weights in config.data.rewards_by_domain.values()):
         return True
     everything = [*dataset.train.sources.values(), *dataset.heldout.values()]
-    return any(is_judged(prompt.reward) for prompts in everything for prompt in prompts)
+    kinds = {prompt.reward.get("kind") for prompts in everything for prompt in prompts}
+    return not kinds.isdisjoint(JUDGED_KINDS)
 
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:

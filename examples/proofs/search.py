@@ -23,7 +23,7 @@ from typing import Any
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.examples.proofs.__main__ import verification_messages
-from keel.rewards.judge.specs import INSTRUCTIONS, Evaluation, read_evaluation, read_proof
+from keel.rewards.judge.specs import INSTRUCTIONS, Evaluation, read_proof, read_proof_evaluation
 from keel.rewards.text import outside_think
 from keel.rl.turns import Message
 from keel.synthesis.author import (
@@ -125,7 +125,7 @@ async def _verified(
     replies = await gather_or_cancel(
         *(author.ask(messages, purpose="verification") for _ in range(limits.verifications))
     )
-    read = [read_evaluation(outside_think(r.content)) for r in replies if not r.cut]
+    read = [read_proof_evaluation(outside_think(r.content)) for r in replies if not r.cut]
     return _Candidate(solution, tuple(one for one in read if isinstance(one, Evaluation)))
 
 

@@ -409,7 +409,7 @@ class Evaluation(NamedTuple):
     score: float  # s', the score that the policy gives to the proof: 0, 0.5 or 1
 
 
-def read_evaluation(answer: str) -> Evaluation | str:
+def read_proof_evaluation(answer: str) -> Evaluation | str:
     """Parse an evaluation of a proof, or return the reason if it is malformed (R_format = 0)."""
     score = _boxed_score(answer)
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
@@ -424,7 +424,7 @@ class _VerificationSpec(_Spec):
     meta: bool = True  # if True, multiply by R_meta. False trains a first verifier.
 
     def read(self, answer: str) -> Evaluation | str:
-        return read_evaluation(answer)
+        return read_proof_evaluation(answer)
 
     async def sample(
         self, ask: _Ask, task: _Task, answer: Evaluation, thinking: str, number: int
@@ -453,7 +453,7 @@ class _VerificationSpec(_Spec):
 # --- All kinds ---
 
 _JudgedSpec = Rubric | _ProofSpec | _VerificationSpec
-KINDS: dict[str, Callable[[Mapping[str, Any]], _JudgedSpec]] = {
+JUDGED_KINDS: dict[str, Callable[[Mapping[str, Any]], _JudgedSpec]] = {
     "rubric": Rubric.parse,
     "proof": _ProofSpec.parse,
     "refusal": _Refusal.rubric,
@@ -461,13 +461,9 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], _JudgedSpec]] = {
 }
 
 
-def is_judged(spec: Mapping[str, Any]) -> bool:
-    return spec.get("kind") in KINDS
-
-
 def judged_spec(spec: Mapping[str, Any]) -> _JudgedSpec:
     """Parse a reward spec for the judge. Raises ValueError if it is malformed."""
     kind = spec.get("kind")
-    if kind not in KINDS:
-        raise ValueError(f"reward spec has kind {kind!r}; a judge reads {', '.join(KINDS)}")
-    return KINDS[kind](spec)
+    if kind not in JUDGED_KINDS:
+        raise ValueError(f"reward spec has kind {kind!r}; a judge reads {', '.join(JUDGED_KINDS)}")
+    return JUDGED_KINDS[kind](spec)

@@ -218,11 +218,11 @@ def verifier_for(
     elif kind == "reasoning_gym":
         verify = reasoning_gym(spec)
     else:
-        raise ValueError(f"reward spec has kind {kind!r}; use one of {', '.join(KINDS)}")
+        raise ValueError(f"reward spec has kind {kind!r}; use one of {', '.join(RULE_KINDS)}")
     return lambda text: verify(outside_think(text))
 
 
-KINDS = ("reasoning_gym", "answer", "code")
+RULE_KINDS = ("reasoning_gym", "answer", "code")
 """Kinds of reward specs that have a verifier. `function` and `language` are not listed, because
 data must not be able to name code. They score the output of `TextTrajectory.dumps`."""
 
