@@ -226,7 +226,7 @@ def replay_routes(
             _closed.append(replay)
             if len(_closed) > _REMEMBERED:
                 _closed[-1 - _REMEMBERED] = _closed[-1 - _REMEMBERED].without_routes()
-    if idle := replay.idle_layers():
+    if idle := [layer for layer, calls in enumerate(replay._calls) if calls == 0]:
         raise RuntimeError(
             f"replay_routes: the routers of MoE layers {idle} did not run in the block, so their "
             "routes were not applied. Run the module that was passed"
@@ -318,10 +318,6 @@ class Replay:
         stub = copy(self)
         stub._counts, stub._by_token_2N = [], None
         return stub
-
-    def idle_layers(self) -> list[int]:
-        """Return the MoE layers whose routers have not run in this context."""
-        return [layer for layer, calls in enumerate(self._calls) if calls == 0]
 
     def _layer(self, layer: int, device: torch.device) -> Tensor:
         if self._on_device is None or self._on_device.device != device:

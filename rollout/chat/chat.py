@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 from jinja2 import TemplateError
@@ -139,8 +140,10 @@ class TemplateChat:
             turns = text.split(self.header)[1:] if self.header else [text]
             if inside or any(self._parse(one, (), opened=False).reasoning for one in turns):
                 return None  # the template would drop the thinking
-        if not closed and self._between_messages(turn):
-            return None
+        if not closed and self.format.message:
+            _, begun, body = turn.rpartition(self.format.message)
+            if not begun or self.format.message_end in body:
+                return None  # the turn was cut between two messages
         after, end = self._continuation(messages, thinking=thinking)
         if not closed:
             closing = self._thinking_end() if inside else ""
@@ -313,7 +316,8 @@ class TemplateChat:
         return text.partition(header)[2] if header and header in text else text
 
     def _continuation(self, messages: Sequence[Message], *, thinking: bool) -> tuple[str, str]:
-        word = _unused_word(messages)
+        written = repr(messages)
+        word = next(w for w in map("Keelword{}x".format, count()) if w not in written)
         answers = [message for message in messages if message["role"] == "tool"]
         calls = [
             call_message(
@@ -348,12 +352,6 @@ class TemplateChat:
         at, end = min(ends)
         return rest[at + len(end) :], end
 
-    def _between_messages(self, turn: str) -> bool:
-        if not self.format.message:
-            return False
-        _, begun, body = turn.rpartition(self.format.message)
-        return not begun or self.format.message_end in body
-
     def _thinking_end(self) -> str:
         thought, answer = "Keelthought", "Keelsaid"
         messages = [
@@ -387,10 +385,3 @@ def _add_tools(
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": section}, *messages]
     return [{**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}, *messages[1:]]
-
-
-def _unused_word(messages: Sequence[Message]) -> str:
-    number = 0
-    while (word := f"Keelword{number}x") in repr(messages):
-        number += 1
-    return word

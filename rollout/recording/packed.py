@@ -57,7 +57,7 @@ class PackedRecorder(Recorder):
         yet."""
         engine.collective_rpc("keel_install_fast", args=(self._routes,))
         if self._routes:
-            self._scheduler.leave_routes()
+            self._scheduler.aux_output_connector = None  # routes stay on the GPU
             self._save_before_preemption(self._scheduler, self._read)
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:

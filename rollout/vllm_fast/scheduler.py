@@ -288,9 +288,6 @@ class _FastPath(Scheduler):
         groups = self.kv_cache_config.kv_cache_groups
         self._possible = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
 
-    def leave_routes(self) -> None:
-        self.aux_output_connector = None
-
     # Overrides of vLLM's methods.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
