@@ -278,12 +278,11 @@ _MIN_LETTERS, _MIN_SIGNS = 4, 2
 """Minimum length of a name in letters, or in characters of a script without spaces."""
 _QUOTED = re.compile(r"[《「『“]([^《》「」『』“”\n]{2,40})[》」』”]")
 _KATAKANA = re.compile(r"[ァ-ヺー][ァ-ヺー・]{2,30}[ァ-ヺー]")
-_WORD = re.compile(r"[^\W\d_][\w'’-]*")
 _BETWEEN = "of|the|de|la|le|du|von|van|der|den|del|di|da|do|y"
-_RUN = regex.compile(
-    rf"(?<![^\W\d_][\w'’-]*)\p{{Lu}}[\w'’-]*(?: (?:(?:{_BETWEEN}) )*\p{{Lu}}[\w'’-]*)*"
+_WORDS = regex.compile(
+    rf"(\p{{Lu}}[\w'’-]*(?: (?:(?:{_BETWEEN}) )*\p{{Lu}}[\w'’-]*)*)|[^\W\d_][\w'’-]*"
 )
-"""Matches runs of capitalized words, which may be names."""
+"""Matches runs of capitalized words, which may be names, as group 1, and other words."""
 _OPENERS = frozenset(
     {"the", "a", "an", "in", "on", "at", "its", "his", "her", "when", "after", "from", "for"}
 )
@@ -301,12 +300,14 @@ def _candidates(index: SearchIndex) -> set[str]:
     result, plain, alone = set[str](), set[str](), set[str]()
     for document in islice(index.documents(), _MAX_DOCUMENTS):
         text = document.text
-        plain |= {word for word in _WORD.findall(text) if not word[0].isupper()}
         names = [match[1] for match in _QUOTED.finditer(text)]
         names += [match[0] for match in _KATAKANA.finditer(text)]
         if document.title != document.name:
             names.append(document.title)
-        for run in _RUN.finditer(text):
+        for run in _WORDS.finditer(text):
+            if run[1] is None:
+                plain.add(run[0])
+                continue
             words = run[0].split(" ")
             if _ENDS.search(text[max(0, run.start() - 4) : run.start()]):
                 # Start of a sentence: drop a leading article, or a single word.
