@@ -246,16 +246,11 @@ def readable_tensors(path: str, framework: str = "pt") -> dict[str, Any]:
         if weight.get_dtype() != "F8_E4M3":
             continue
         scale, shape = scales.get(f"{name}{SCALE}"), weight.get_shape()
-        if block is None or scale is None or len(shape) != 2:
+        needed = [-(-size // of) for size, of in zip(shape, block or (), strict=False)]
+        if block is None or scale is None or len(shape) != 2 or scale.get_shape() != needed:
             raise ConfigError(
-                f"{path!r}: {name} is in FP8, but has no {name}{SCALE}, or config.json has no "
-                "quantization_config with quant_method: fp8. Download the model again"
-            )
-        needed = [-(-size // of) for size, of in zip(shape, block, strict=True)]
-        if scale.get_shape() != needed:
-            raise ConfigError(
-                f"{path!r}: {name}{SCALE} has shape {scale.get_shape()}, but {shape} in blocks of "
-                f"{list(block)} (weight_block_size in config.json) needs {needed}"
+                f"{path!r}: {name} is in FP8, but has no {name}{SCALE} with one scale for each "
+                f"block of {block} (weight_block_size in config.json). Download the model again"
             )
         tensors[name] = _Blocks(weight, scale, block)
     return tensors
