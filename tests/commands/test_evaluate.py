@@ -24,7 +24,7 @@ from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.trajectory_files import save_batch
-from tests.data.rates import scored as scored_with
+from tests.data.test_pass_rate_filter import scored as scored_with
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch

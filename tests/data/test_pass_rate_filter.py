@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keel.configs.schema import (
@@ -20,8 +21,29 @@ from keel.configs.schema import (
 )
 from keel.data.dataset import Dataset, load_dataset
 from keel.data.pass_rates import FilterFolder, _compute_pass_rate
-from keel.rl.types import Prompt
-from tests.data.rates import scored
+from keel.rl.types import Group, Prompt, ScoredGroup
+from tests.rl.rollouts import segment, trajectory
+
+
+def scored(
+    prompt: Prompt, passes: int, *, samples: int = 4, dropped: tuple[str, ...] = ()
+) -> ScoredGroup:
+    """`samples` completions, those `dropped` among them."""
+    there = samples - len(dropped)
+    rewards = np.array([float(i < passes) for i in range(there)], np.float32)
+    return ScoredGroup(
+        group=Group(
+            prompt=prompt,
+            trajectories=tuple(
+                trajectory(segment(name=prompt.prompt_id), sibling=i) for i in range(there)
+            ),
+            dropped=dropped,
+        ),
+        rewards_G=rewards,
+        parts_G=tuple({"correct": float(reward)} for reward in rewards),
+        advantages_G=rewards * 0,
+    )
+
 
 GAME = EnvironmentConfig(target="games:Guess")
 
