@@ -47,9 +47,7 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("keel.trainer.placement.nodes.gpu_gib", lambda: machine.gib)
         patch.setattr("keel.trainer.placement.nodes._detect_nodes", lambda: nodes)
         patch.setattr("keel.trainer.placement.nodes.cluster_nodes", lambda: nodes)
-        patch.setattr(
-            "keel.trainer.placement.nodes._create_placement_group", lambda placement: Granted()
-        )
+        patch.setattr("keel.trainer.placement.nodes._create_group", lambda seats: Granted())
         patch.setattr("keel.trainer.placement.nodes.remove_placement_group", lambda group: None)
         patch.setattr("keel.trainer.launch.start_ray", lambda: None)
         patch.setattr("keel.trainer.launch.start_watchdog", lambda *_: contextlib.nullcontext())
