@@ -1,8 +1,9 @@
 """Add LoRA adapters (`model.lora`) with peft. They are merged into the base weights whenever
 weights leave the trainer.
 
-A target layer computes W x + (alpha / rank) B A x, where only A [rank, in] and B [out, rank] are
-trained. Engines and exported models get W + (alpha / rank) B A under the name of W.
+A target layer computes (W + (alpha / rank) B A) x, where only A [rank, in] and B [out, rank] are
+trained. Engines and exported models get the same sum, rounded to the dtype of W in the same way,
+under the name of W.
 """
 
 from collections.abc import Iterator
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.configs.schema import LoraConfig
 from keel.model.routing import router_modules
-from keel.model.transformers_internals import switch_adapter
+from keel.model.transformers_internals import override_methods, switch_adapter
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 """Layers that get no adapters in a mixture of experts, because peft treats layers with these names
@@ -35,6 +37,52 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(_peft_config(model, config, ""), model)
+    for _, layer in _adapted_layers(model):
+        override_methods(layer, _MergedForward)
+
+
+class _MergedForward:
+    """Forward method of adapted layers. peft adds B A x to W x instead, which an engine with merged
+    weights does not compute: it has lost what rounding to bfloat16 takes from W + B A."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.disable_adapters:
+            return self.base_layer(x)
+        base, a, b = _parts(self)
+        return _MergedLinear.apply(x, base.weight, base.bias, a, b, self.scaling[_NAME])
+
+
+class _MergedLinear(torch.autograd.Function):
+    """Computes x (W + s B A)ᵀ + bias. The merged weight is computed again in the backward pass, so
+    no layer keeps a second copy of its weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return F.linear(x, _merge(weight, a, b, scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        x, weight, a, b = ctx.saved_tensors
+        rows, outputs = x.flatten(0, -2), gradient.flatten(0, -2)
+        of_a = ctx.scale * ((outputs @ b).T @ rows)
+        of_b = ctx.scale * (outputs.T @ (rows @ a.T))
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ _merge(weight, a, b, ctx.scale)
+        return of_x, None, None, of_a, of_b, None
+
+
+def _parts(layer: Any) -> tuple[Any, Tensor, Tensor]:
+    return layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+
+
+def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return torch.addmm(weight, b, a, alpha=scale)  # one GEMM that rounds once
 
 
 def _peft_config(model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
@@ -61,12 +109,11 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
-    """Return the weight and bias of the layer `prefix` with the adapter merged. The sum is computed
-    in float32 and rounded once to the dtype of the base weights."""
-    base, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    """Return the weight and bias of the layer `prefix` with the adapter merged, as the trainer
+    computes with them."""
+    base, a, b = _parts(layer)
     with torch.no_grad():
-        update = layer.scaling[_NAME] * (b.float() @ a.float())
-        weight = (base.weight.float() + update).to(base.weight.dtype)
+        weight = _merge(base.weight, a, b, layer.scaling[_NAME])
     bias = {} if base.bias is None else {f"{prefix}.bias": base.bias}
     return {f"{prefix}.weight": weight, **bias}
 
