@@ -134,7 +134,7 @@ def _find_mismatch(
     names = [*model.state_dict()]
     if missing := sorted(report["missing_keys"]):
         return f"{len(missing)} of {len(names)} tensors are missing, such as {missing[0]}"
-    for name, found, expected in report["mismatched_keys"]:
+    for name, found, expected in sorted(report["mismatched_keys"]):
         return f"{name} has shape {list(found)}, not {list(expected)}"
     layers = {match[0] for name in names if (match := _LAYER.match(name))}
     unexpected: dict[str, list[str]] = {}
