@@ -154,47 +154,60 @@ def clip_apart(optimizer: Any, apart: Set[nn.Parameter]) -> None:
 # Memory held between two steps
 
 
-def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Return the float32 gradient buffers. They are unused between an optimizer update and the next
-    backward pass."""
-    zero_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
-    return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if zero_3 is None else [zero_3]
+class HeldTensors:
+    """The tensors that a DeepSpeed engine holds between two steps."""
 
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._module: Any = engine.module
+        self._optimizer: Any = engine.optimizer
 
-def buckets(optimizer: Any) -> list[Tensor]:
-    ipg_buckets = getattr(optimizer, "ipg_buckets", {}).values()
-    return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
+    def weights(self) -> list[Tensor]:
+        return list(weights_of(self._module))
 
+    def gradient_sums(self) -> list[Tensor]:
+        """Return the float32 gradient buffers. They are unused between an optimizer update and the
+        next backward pass."""
+        zero_3: Tensor | None = getattr(self._optimizer, "grad_partitions_flat_buffer", None)
+        if zero_3 is not None:
+            return [zero_3]
+        return [*getattr(self._optimizer, "fp32_groups_gradients_flat", ())]
 
-def _list_master_tensors(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
-    """Return all tensors that can hold master weights, and the optimizer's state. Under ZeRO-3, the
-    parameter groups contain the master weights only during an update."""
-    groups = [p for group in optimizer.param_groups for p in group["params"]]
-    zero_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
-    state = getattr(optimizer, "optimizer", optimizer).state
-    return [*groups, *zero_3, *state], state
+    def buckets(self) -> list[Tensor]:
+        ipg_buckets = getattr(self._optimizer, "ipg_buckets", {}).values()
+        return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
 
+    def optimizer_state(self) -> list[Tensor]:
+        """Return the master weights and moments, which are only needed during an update."""
+        masters, state = self._masters()
+        moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
+        weights = set(map(_storage, self.weights()))
+        return [t.data for t in (*masters, *moments) if _storage(t) not in weights]
 
-def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return the master weights and moments, which are only needed during an update."""
-    masters, state = _list_master_tensors(optimizer)
-    moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
-    weights = set(map(_storage, weights_of(module)))
-    return [t.data for t in (*masters, *moments) if _storage(t) not in weights]
+    def missing_moment_bytes(self, device: torch.device) -> int:
+        """Return the size in bytes of the moments that the next update will allocate on
+        `device`."""
+        masters, state = self._masters()
+        sizes = {id(m): 8 * m.numel() for m in masters if m.device == device}
+        return sum(sizes.values()) - sum(sizes.get(id(m), 0) for m in state)
 
+    def other_state(self) -> list[Tensor]:
+        """Return all other tensors reachable from the optimizer, such as gradient shards."""
+        named = (self.weights(), self.buckets(), self.gradient_sums(), self.optimizer_state())
+        listed = {_storage(tensor) for part in named for tensor in part}
+        return [t for t in _tensors(self._optimizer, set()) if _storage(t) not in listed]
 
-def missing_moment_bytes(optimizer: Any, device: torch.device) -> int:
-    """Return the size in bytes of the moments that the next update will allocate on `device`."""
-    masters, state = _list_master_tensors(optimizer)
-    sizes = {id(m): 8 * m.numel() for m in masters if m.device == device}
-    return sum(sizes.values()) - sum(sizes.get(id(m), 0) for m in state)
+    def drop_gathered(self) -> None:
+        if hasattr(self._optimizer, "empty_partition_cache"):
+            self._optimizer.empty_partition_cache()
 
-
-def other_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return all other tensors reachable from the optimizer, such as gradient shards."""
-    named = (buckets(optimizer), gradient_sums(optimizer), optimizer_state(module, optimizer))
-    listed = {_storage(t) for part in (weights_of(module), *named) for t in part}
-    return [tensor for tensor in _tensors(optimizer, set()) if _storage(tensor) not in listed]
+    def _masters(self) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
+        """Return all tensors that can hold master weights, and the optimizer's state. Under ZeRO-3,
+        the parameter groups contain the master weights only during an update."""
+        optimizer = self._optimizer
+        groups = [p for group in optimizer.param_groups for p in group["params"]]
+        zero_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
+        state = getattr(optimizer, "optimizer", optimizer).state
+        return [*groups, *zero_3, *state], state
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
@@ -204,11 +217,6 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
         yield parameter.data
         if hasattr(parameter, "ds_tensor"):
             yield parameter.ds_tensor.data
-
-
-def drop_gathered(optimizer: Any) -> None:
-    if hasattr(optimizer, "empty_partition_cache"):
-        optimizer.empty_partition_cache()
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -41,9 +41,9 @@ from keel.rl.types import TokenNumbers
 from keel.trainer.engine import zero
 from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import (
+    HeldTensors,
     check_libraries,
     clip_apart,
-    gradient_sums,
     sum_in_one_pass,
     trainable,
     whole_shape,
@@ -329,7 +329,7 @@ class TrainerEngine:
         alone = self._world_size == 1 and outside_zero and not self._updated
         if alone:
             self._network.zero_grad(set_to_none=True)
-            for total in gradient_sums(self._engine.optimizer):
+            for total in HeldTensors(self._engine).gradient_sums():
                 if total.untyped_storage().nbytes():  # it may be offloaded
                     total.zero_()
             torch.cuda.empty_cache()

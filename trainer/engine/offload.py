@@ -7,7 +7,7 @@ policy.
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -115,11 +115,10 @@ class Offload:
     def __init__(
         self, engine: DeepSpeedEngine, reference: nn.Module, device: torch.device, config: Config
     ) -> None:
-        self._module: Any = engine.module
-        self._optimizer: Any = engine.optimizer
+        self._held, module = internals.HeldTensors(engine), cast(Any, engine.module)
         self._reference, self._device = reference, device
         gpu = device.type == "cuda"
-        planned = trainer_memory(config, facts_of(self._module.model.config), gpu=gpu).parts
+        planned = trainer_memory(config, facts_of(module.model.config), gpu=gpu).parts
         # All sizes are bytes of device memory.
         self._room = _max_resident_bytes(config, device)
         """Maximum memory of this rank while an engine samples. If infinite, only scratch memory is
@@ -141,14 +140,14 @@ class Offload:
     def offload(self, *, weights: bool) -> None:
         """Free memory until this rank uses at most `_max_resident_bytes`. Weights are offloaded
         last, and only if `weights` is set."""
-        self._gradients.offload(internals.gradient_sums(self._optimizer))
-        self._buckets.offload(internals.buckets(self._optimizer))
-        internals.drop_gathered(self._optimizer)
+        self._gradients.offload(self._held.gradient_sums())
+        self._buckets.offload(self._held.buckets())
+        self._held.drop_gathered()
         parts = [
             (self._frozen, [*internals.weights_of(self._reference)]),
-            (self._rest, internals.other_state(self._module, self._optimizer)),
-            (self._state, self._optimizer_state()),
-            (self._weights, [*internals.weights_of(self._module)]),
+            (self._rest, self._held.other_state()),
+            (self._state, self._held.optimizer_state()),
+            (self._weights, self._held.weights()),
         ]
         held = [tensor for _, tensors in parts for tensor in tensors]
         for _ in range(_TRIES):
@@ -172,7 +171,7 @@ class Offload:
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
         need = SPARE + _SLACK * self._activations + sum(b.offloaded_bytes for b in needed)
         if self._room < math.inf:
-            self._state.offload(self._optimizer_state(), need - self._free())
+            self._state.offload(self._held.optimizer_state(), need - self._free())
             self._empty_cache()
         for buffer in needed:
             buffer.load()
@@ -186,11 +185,11 @@ class Offload:
             self._activations = max(self._activations, float(peak))
         if self._room == math.inf:
             return
-        moments = internals.missing_moment_bytes(self._optimizer, self._device)
+        moments = self._held.missing_moment_bytes(self._device)
         need = self._state.offloaded_bytes + moments + self._update_bytes
         if need + SPARE > self._free():
-            internals.drop_gathered(self._optimizer)
-            self._buckets.offload(internals.buckets(self._optimizer))
+            self._held.drop_gathered()
+            self._buckets.offload(self._held.buckets())
             self._frozen.offload(internals.weights_of(self._reference))
         self._empty_cache()  # avoids fragments left by activations
         self._state.load()
@@ -198,9 +197,6 @@ class Offload:
     def mark_crowded(self) -> None:
         """From now on, keep all optimizer state offloaded during forward and backward passes."""
         self._activations = math.inf
-
-    def _optimizer_state(self) -> list[Tensor]:
-        return internals.optimizer_state(self._module, self._optimizer)
 
     def _reserved(self, tensors: Iterable[Tensor]) -> float:
         if self._device.type != "cuda":
