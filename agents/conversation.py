@@ -19,7 +19,7 @@ from keel.rl.turns import (
     message_of,
     seed_of,
 )
-from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
+from keel.rl.types import Recordings, Segment, StoredRecordings, join_recordings
 
 
 class SegmentRecord:
@@ -77,7 +77,7 @@ class SegmentRecord:
         ):
             if values is not None and len(values) != expected:
                 raise ValueError(f"{name}: {field} has {len(values)} entries, expected {expected}")
-        if self._turns and (routes is None) != (self._turns[0][1].routes_RLK is None):
+        if self._turns and _has_routes(result) != _has_routes(self._turns[0][1]):
             raise ValueError(f"{name}: only some of its turns have routes")
         self._turns.append((context, result))
         self.ids += result.token_ids_N.tolist()
@@ -101,39 +101,32 @@ class SegmentRecord:
         tokens = spans[-1][0] + len(spans[-1][1].token_ids_N)
         trainable, logp = np.zeros(tokens, np.bool_), np.zeros(tokens, np.float32)
         versions = np.full(tokens, -1, np.int32)
-        masks: list[SamplingMasks] = []
-        end = 0
         for start, result in spans:
-            masks.append(SamplingMasks.empty(start - end))
-            end = start + len(result.token_ids_N)
-            masks.append(result.sampling_mask or SamplingMasks.empty(end - start))
-            part = slice(start, end)
+            part = slice(start, start + len(result.token_ids_N))
             trainable[part], logp[part] = True, result.logp_old_N
             versions[part] = result.version_N
-        has_masks = any(result.sampling_mask is not None for _, result in spans)
-        routes = None
-        parts = [r.routes_RLK for _, r in self._turns if r.routes_RLK is not None]
-        if parts:
-            rows = np.concatenate(parts)[: tokens - 1].astype(np.int16)
-            routes = np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
-        selected = None
-        if bitmaps := [r.selected_RLb for _, r in self._turns if r.selected_RLb is not None]:
-            selected = np.zeros((tokens, bitmaps[0].shape[1], bitmaps[-1].shape[2]), np.uint8)
-            start = 0
-            for bitmap in bitmaps:
-                part = selected[start : min(start + len(bitmap), tokens - 1)]
-                part[..., : bitmap.shape[2]] = bitmap[: len(part)]
-                start += len(bitmap)
+        stored = [(start, r.stored) for start, r in self._turns if r.stored is not None]
         return Segment(
             prompt_id=self._prompt_id,
             token_ids_T=np.array(self.ids[:tokens], np.int32),
             trainable_T=trainable,
             logp_old_T=logp,
             version_T=versions,
-            routes_TLK=routes,
-            sampling_mask=SamplingMasks.concat(masks) if has_masks else None,
-            selected_TLb=selected,
+            stored=StoredRecordings.concat(stored, tokens) if stored else None,
+            **join_recordings([(start, _recordings_of(r)) for start, r in self._turns], tokens),
         )
+
+
+def _has_routes(turn: TurnResult) -> bool:
+    return turn.routes_RLK is not None or bool(turn.stored and turn.stored.routes)
+
+
+def _recordings_of(turn: TurnResult) -> Recordings:
+    return Recordings(
+        routes_RLK=turn.routes_RLK,
+        sampling_mask=turn.sampling_mask,
+        selected_RLb=turn.selected_RLb,
+    )
 
 
 def segments_of(records: Iterable[SegmentRecord]) -> tuple[Segment, ...]:

@@ -188,12 +188,12 @@ def _dump_bad_batch(
     findings: Sequence[str],
 ) -> None:
     """Save the batch of a step with a non-finite gradient, so that `keel replay` can repeat the
-    step. A full disk does not end the run."""
+    step. A full disk or a lost node does not end the run."""
     for line in findings[:SHOWN_FINDINGS]:
         say(f"step {step}: no finite gradient: {line}")
     try:
         path = save_batch(folder, step, groups, findings)
-    except OSError as error:
+    except (OSError, LookupError) as error:
         say(f"warning: step {step}: its batch could not be saved in {folder} ({error})")
         return
     replay = shlex.join(["keel", "replay", str(folder), str(step)])

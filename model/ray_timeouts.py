@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -221,6 +222,20 @@ def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], 
 def put(value: Any) -> Any:
     """Call `ray.put` with a deadline."""
     return bounded(lambda: ray.put(value), _PUT_S, "store an object")
+
+
+def fetch(refs: Sequence[Any], *, seconds: float) -> dict[Any, Any]:
+    """Fetch the objects that arrive within `seconds`, all at the same time. Objects that are lost,
+    because their node died, are missing in the result."""
+    found: dict[Any, Any] = {}
+
+    def wait_for_all() -> list[Any]:
+        return ray.wait(list(refs), num_returns=len(refs), timeout=seconds)[0] if refs else []
+
+    for ref in bounded(wait_for_all, seconds + _GRACE_S, "fetch recordings"):
+        with suppress(ObjectLostError):
+            found[ref] = ray.get(ref, timeout=_PUT_S)
+    return found
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:

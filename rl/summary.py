@@ -147,8 +147,8 @@ def _mean_length(trajectories: Sequence[Trajectory]) -> Mean:
 def _mean_mask_size(trajectories: Sequence[Trajectory]) -> Mean:
     total = count = 0
     for segment in _segments(trajectories):
-        if segment.sampling_mask is not None:
-            sizes = segment.sampling_mask.sizes()[segment.trainable_T]
+        if (sizes := segment.mask_sizes_T) is not None:
+            sizes = sizes[segment.trainable_T]
             total += int(sizes.sum())
             count += int(np.count_nonzero(sizes))
     return Mean(total, count)

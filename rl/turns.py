@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # reward workers start without numpy
     import numpy as np
     from numpy.typing import NDArray
 
-    from keel.rl.types import SamplingMasks
+    from keel.rl.types import SamplingMasks, StoredRecordings
 
 Message = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, and optionally `reasoning_content`,
@@ -219,6 +219,8 @@ class TurnResult:
     selected_RLb: NDArray[np.uint8] | None = None
     """[R, L, b] Bitmaps of the positions that sparse attention selected, with the same rows as
     `routes_RLK` (`keel.rl.types.Segment.selected_TLb`). None if nothing was recorded."""
+    stored: StoredRecordings | None = None
+    """Where the three arrays above are, or None if they are here."""
     cached_tokens: int = 0
     """Number of context tokens read from the prefix cache."""
     sampling_s: float = 0.0

@@ -16,7 +16,7 @@ in `keel.trainer.engine.policy` for routes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -160,6 +160,88 @@ class SamplingMasks:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recordings:
+    """The large arrays recorded for a turn, or for a segment without its last row. See `TurnResult`
+    for the fields."""
+
+    routes_RLK: NDArray[Any] | None = None
+    sampling_mask: SamplingMasks | None = None
+    selected_RLb: NDArray[np.uint8] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        masks = self.sampling_mask
+        masks_bytes = 0 if masks is None else masks.ids.nbytes + masks.offsets.nbytes
+        arrays = (self.routes_RLK, self.selected_RLb)
+        return masks_bytes + sum(array.nbytes for array in arrays if array is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRecordings:
+    """Stands for the recordings of a turn or segment that stay on the node that made them until a
+    rank packs them."""
+
+    parts: tuple[tuple[int, Any], ...]
+    """The `Recordings` in the order of the turns, as keys (object references of Ray) or, if they
+    are small, themselves. Each comes with the position of the first token that its sampling masks
+    describe."""
+    routes: tuple[int, int] | None = None
+    """(L, K) of the routes, or None if there are none."""
+    selected: tuple[int, int] | None = None
+    """(L, b) of the selections, or None if there are none."""
+    mask_sizes_T: NDArray[Any] | None = None
+    """Number of ids in each sampling mask, or None if there are no masks."""
+    prefix_hash_P: NDArray[np.uint64] | None = None
+    """Hash of the routes of each token before the first sampled one, or None without routes."""
+
+    @staticmethod
+    def concat(turns: Sequence[tuple[int, StoredRecordings]], tokens: int) -> StoredRecordings:
+        """Concatenate those of the turns of a segment with `tokens` tokens. Each turn comes with
+        the position of its first sampled token."""
+        masked = [(start, one.mask_sizes_T) for start, one in turns if one.mask_sizes_T is not None]
+        sizes = np.zeros(tokens, np.result_type(np.uint8, *(sizes for _, sizes in masked)))
+        for start, part in masked:
+            sizes[start : start + len(part)] = part
+        return StoredRecordings(
+            parts=tuple((start, key) for start, one in turns for _, key in one.parts),
+            routes=turns[0][1].routes,
+            selected=next((one.selected for _, one in reversed(turns) if one.selected), None),
+            mask_sizes_T=sizes if masked else None,
+            prefix_hash_P=turns[0][1].prefix_hash_P,
+        )
+
+
+def join_recordings(turns: Sequence[tuple[int, Recordings]], tokens: int) -> dict[str, Any]:
+    """Join the recordings of turns to the fields `routes_TLK`, `sampling_mask` and `selected_TLb`
+    of a `Segment` with `tokens` tokens. Each turn comes with the position of the first token that
+    its sampling masks describe."""
+    masks: list[SamplingMasks] = []
+    end = 0
+    for start, turn in turns:
+        if turn.sampling_mask:  # not without tokens
+            masks += [SamplingMasks.empty(start - end), turn.sampling_mask]
+            end = start + len(turn.sampling_mask)
+    routes = selected = None
+    if parts := [turn.routes_RLK for _, turn in turns if turn.routes_RLK is not None]:
+        rows = np.concatenate(parts)[: tokens - 1].astype(np.int16)
+        routes = np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
+    if bitmaps := [turn.selected_RLb for _, turn in turns if turn.selected_RLb is not None]:
+        selected = np.zeros((tokens, bitmaps[0].shape[1], bitmaps[-1].shape[2]), np.uint8)
+        start = 0
+        for bitmap in bitmaps:
+            part = selected[start : min(start + len(bitmap), tokens - 1)]
+            part[..., : bitmap.shape[2]] = bitmap[: len(part)]
+            start += len(bitmap)
+    if masks:
+        masks.append(SamplingMasks.empty(max(0, tokens - end)))
+    return {
+        "routes_TLK": routes,
+        "sampling_mask": SamplingMasks.concat(masks) if masks else None,
+        "selected_TLb": selected,
+    }
+
+
 _PER_TOKEN = (
     *("trainable_T", "logp_old_T", "version_T"),
     *("routes_TLK", "sampling_mask", "selected_TLb"),
@@ -191,6 +273,8 @@ class Segment:
     """[T, L, b] Positions in this segment that sparse attention selected, input-aligned, as
     bitmaps: bit j % 8 of byte j // 8 is set if the token attends to position j. A row of zeros
     means that nothing was recorded for that token. None if nothing was recorded at all."""
+    stored: StoredRecordings | None = None
+    """Where the three arrays above are, or None if they are here."""
 
     def __post_init__(self) -> None:
         tokens, owner = len(self.token_ids_T), f"segment of {self.prompt_id}"
@@ -208,6 +292,46 @@ class Segment:
         sampled = self.logp_old_T[self.trainable_T]
         if not np.isfinite(sampled).all() or (sampled > 1e-3).any():
             raise ValueError(f"{owner}: logp_old_T of sampled tokens must be finite and <= 0")
+
+    @property
+    def routes_shape(self) -> tuple[int, ...] | None:
+        """(L, K) of the recorded routes, or None if there are none."""
+        if self.stored is not None:
+            return self.stored.routes
+        return None if self.routes_TLK is None else self.routes_TLK.shape[1:]
+
+    @property
+    def selected_shape(self) -> tuple[int, ...] | None:
+        """(L, b) of the recorded selections, or None if there are none."""
+        if self.stored is not None:
+            return self.stored.selected
+        return None if self.selected_TLb is None else self.selected_TLb.shape[1:]
+
+    @property
+    def mask_sizes_T(self) -> NDArray[Any] | None:
+        """[T] Number of ids in each sampling mask, or None if there are no masks."""
+        if self.stored is not None:
+            return self.stored.mask_sizes_T
+        return None if self.sampling_mask is None else self.sampling_mask.sizes()
+
+    @property
+    def keys(self) -> list[Any]:
+        """Keys of its stored recordings."""
+        parts = () if self.stored is None else self.stored.parts
+        return [key for _, key in parts if not isinstance(key, Recordings)]
+
+    def loaded(self, recordings: Mapping[Any, Recordings]) -> Segment:
+        """Return the segment with its stored recordings, looked up by key. Raises LookupError if
+        one is missing."""
+        if self.stored is None:
+            return self
+        if not set(self.keys) <= recordings.keys():
+            raise LookupError(f"segment of {self.prompt_id}: its recordings are lost")
+        turns = [
+            (start, part if isinstance(part, Recordings) else recordings[part])
+            for start, part in self.stored.parts
+        ]
+        return replace(self, stored=None, **join_recordings(turns, len(self.token_ids_T)))
 
     def selection(self, layers: int, width: int) -> NDArray[np.uint8]:
         """Pad `selected_TLb` with zeros to [T, layers, width]. Raises `ValueError` if the number of
@@ -361,6 +485,12 @@ class ScoredGroup:
             numbers = getattr(self, name)
             if not np.isfinite(numbers).all():
                 raise ValueError(f"{owner}: {name} must be finite, is {numbers}")
+
+    @property
+    def keys(self) -> set[Any]:
+        """Keys of the stored recordings of its trajectories."""
+        segments = (s for one in self.group.trajectories for s in one.segments)
+        return {key for segment in segments for key in segment.keys}
 
     @property
     def uniform(self) -> bool:

@@ -9,6 +9,8 @@ from keel.model.hub import from_anywhere
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Prompt
 
+STORED_BYTES = 16_384
+"""Recordings of at least this size stay in Ray's object store on the engine's node."""
 WIDEST_MASK = 1024
 """The top_k of evaluation requests that do not set one, because an engine that returns masks needs
 a limit on their size. Also the largest top_k of the kernels in `keel.rollout.vllm_fast`."""
@@ -110,6 +112,8 @@ def env_vars(config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False)
         "DO_NOT_TRACK": "1",
         # FlashInfer's fused sampler returns neither sampling masks nor their probabilities.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # Ray sends smaller results to the driver instead of storing them (by default 100 KB).
+        "RAY_max_direct_call_object_size": str(STORED_BYTES),
     }
     if gpu and batch_invariant:
         # vLLM would split its CUDA graphs at GEMMs of compiled layers, which Keel does not compile.

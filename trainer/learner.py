@@ -1,11 +1,13 @@
 """Run the trainer's ranks as Ray actors. If ranks fail, find out which error to raise."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from keel.model import ray_timeouts
 from keel.model.batch_invariant import variables
 from keel.model.ray_timeouts import Deadline
 from keel.rl.futures import done
-from keel.rl.metrics import Metric, merge
+from keel.rl.metrics import Metric, Sum, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
@@ -28,13 +30,14 @@ from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
+from keel.trainer.run.trajectory_files import watched_segments
 from keel.trainer.worker import (
     RankLocation,
     StepReport,
     TrainerWorker,
     last_lines,
     merge_tokens,
-    pack_shares,
+    plan_shares,
 )
 from keel.weights.sync import Outcome, Receiver
 
@@ -43,6 +46,9 @@ _LOST_S = 90.0
 """Seconds to wait for the other ranks' reports if a lost rank could have caused the failure. Ray
 takes 65 s to declare an unresponsive node dead."""
 STEP = "an optimizer step"
+PACKING = "packing"
+_GONE = "their recordings were lost with the node that sampled them"
+_LOG = logging.getLogger(__name__)
 _OWN_FAILURES = ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
 """Errors of a rank that cannot be a consequence of another rank's death."""
 _SLOWDOWN, _MIN_S = 10.0, 300.0
@@ -173,10 +179,32 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
+        """Take the optimizer steps on a batch. Each rank fetches the recordings of its share and
+        packs it. Groups whose recordings are lost are left out and counted as dropped. Small
+        batches are packed here, which is faster."""
         asleep = self._put_to_sleep()
-        shares = pack_shares(groups, self._config)
+        watched, kept = watched_segments(groups, self._config.run), groups
+        shares = plan_shares(groups, self._config, watched)
+        if all(plan.small for plan in chain(*shares)):
+            packed = [[plan.pack() for plan in share] for share in shares]
+            ray_timeouts.await_future(asleep)
+            return self.train(packed, groups)
+        while True:
+            lost = set[Any]().union(*self._call_with_shares("pack", shares, PACKING))
+            if not lost:
+                break
+            kept = [group for group in kept if lost.isdisjoint(group.keys)]
+            _LOG.warning(
+                "%d of %d groups are left out: %s", len(groups) - len(kept), len(groups), _GONE
+            )
+            if not any(group.group.trajectories for group in kept):
+                raise WorkerLost(f"no group is left: {_GONE}")
+            shares = plan_shares(kept, self._config, watched)
         ray_timeouts.await_future(asleep)
-        return self.train(shares, groups)
+        result = self._take_steps([()] * len(shares), len(shares[0]), kept)
+        before, after = (sum(len(g.group.trajectories) for g in each) for each in (groups, kept))
+        dropped = {"rollout/dropped_completions": Sum(before - after)}
+        return replace(result, metrics={**result.metrics, **dropped}) if after < before else result
 
     def train(
         self,
@@ -186,7 +214,14 @@ class Learner:
         """Take one optimizer step per batch. `shares` has a list of batches for each group of
         ranks. `groups` are the groups in these batches, used in messages about non-finite values.
         Raises OutOfMemory if a step does not fit on a rank's GPU."""
-        updates = max(map(len, shares), default=1)
+        return self._take_steps(shares, max(map(len, shares), default=1), groups)
+
+    def _take_steps(
+        self,
+        shares: Sequence[Sequence[TrainBatch]],
+        updates: int,
+        groups: Sequence[ScoredGroup | SftExample],
+    ) -> StepResult:
         reports: list[StepReport] = self._call_with_shares("step", shares, STEP, updates)
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)

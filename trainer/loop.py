@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from keel.configs.schema import Config, RunConfig
 from keel.rl.futures import then
-from keel.rl.metrics import Mean, Metric, Sum
+from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.summary import evaluation, sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream, SamplingProgress, never_abort, wait_for
@@ -130,8 +130,9 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                     stream.track_adoption(step, parts.push(result.version))
                     if evaluating or algorithm.max_lag == 0:
                         stream.wait_for_adoption(should_abort)
-            metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
-            metrics |= {**batch.metrics, **result.metrics, **parts.rewards.metrics()}
+            sampled = summarize(batch.groups, version=version, discarded=batch.discarded)
+            metrics = merge([sampled, batch.metrics, result.metrics])  # both can drop completions
+            metrics |= parts.rewards.metrics()
             metrics |= clock.metrics(sampled_tokens(batch.groups)) | guard.saver.metrics()
             if evaluating and guard.continues(result):
                 with guard.deferred_errors("evaluating"):

@@ -1,5 +1,5 @@
 """The Ray actor for a trainer rank, a thin wrapper around `TrainerEngine`. The driver also imports
-this module, for example to pack a step's groups for the ranks (`pack_shares`)."""
+this module, for example to divide a step's groups among the ranks (`plan_shares`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from keel.model import ray_timeouts
 from keel.model.imports import heavy_imports
 from keel.rl.buffer import split_updates
 from keel.rl.metrics import Metric
-from keel.rl.packing import TrainBatch, pack
-from keel.rl.types import ScoredGroup, TokenNumbers
+from keel.rl.packing import PackPlan, TrainBatch, plan_packing
+from keel.rl.types import ScoredGroup, Segment, TokenNumbers
 from keel.trainer.nonfinite import Finding
 from keel.trainer.placement.memory import reading_ranks
 from keel.trainer.placement.processes import available_cores
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.trajectory_files import watched_segments
 from keel.weights.sync import Outcome, Receiver
 
 if TYPE_CHECKING:
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
     from keel.trainer.engine.engine import TrainerEngine
     from keel.weights.sender import Sender
 
+FETCH_S = 240.0
+"""Seconds after which recordings that have not arrived count as lost. Ray takes 65 s to declare an
+unresponsive node dead."""
 _LOG_LINES = 15
 _PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """Allocator settings that speed up pinning of host memory: 8.4 instead of 2.1 GiB/s on a machine
@@ -80,17 +82,18 @@ def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Token
     }
 
 
-def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
-    """Divide groups of completions among the groups of ranks. Returns a list of packed batches for
-    each group of ranks, one batch per optimizer step."""
+def plan_shares(
+    groups: Sequence[ScoredGroup], config: Config, watched: Sequence[Segment] = ()
+) -> list[list[PackPlan]]:
+    """Divide groups of completions among the groups of ranks. Returns a list of plans for each
+    group of ranks, one per optimizer step. `watched` are the segments to be saved."""
     algorithm, trainer = config.algorithm, config.trainer
-    shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
-    watched = watched_segments(groups, config.run)
+    shares: list[list[PackPlan]] = [[] for _ in range(trainer.groups)]
     models = config.data.references
     teachers = config.data.teachers_by_domain  # some of domains that are not trained on
     references = {name: models.index(t) for name, t in teachers.items() if t in models}
     for part in split_updates(groups, algorithm.updates_per_batch):
-        packed = pack(
+        plans = plan_packing(
             part,
             ranks=trainer.groups,
             micro_batch_tokens=trainer.micro_batch_tokens,
@@ -100,8 +103,8 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
             watched=watched,
             references=references,
         )
-        for share, batch in zip(shares, packed, strict=True):
-            share.append(batch)
+        for share, plan in zip(shares, plans, strict=True):
+            share.append(plan)
     return shares
 
 
@@ -124,6 +127,7 @@ class TrainerWorker:
         self._engine: TrainerEngine | None = None
         self._store: Store | None = None
         self._sender: Sender | None = None
+        self._packed: list[TrainBatch] = []
 
     def prepare(self) -> None:
         """Import and check the libraries. Takes seconds, but no GPU memory."""
@@ -212,9 +216,20 @@ class TrainerWorker:
         self._sender = Sender(rendezvous, self._engine.device, timeout_s=timeout_s)
         return self._engine.notes
 
-    def step(self, batches: Sequence[TrainBatch]) -> StepReport:
+    def pack(self, plans: Sequence[PackPlan]) -> set[Any]:
+        """Fetch the recordings of this rank's share and pack it for the next `step`. Returns the
+        keys of recordings that are lost, in which case nothing is packed."""
+        keys = set[Any]().union(*(plan.keys for plan in plans))
+        found = ray_timeouts.fetch([*keys], seconds=FETCH_S)
+        lost = keys - found.keys()
+        self._packed = [] if lost else [plan.pack(found) for plan in plans]
+        return lost
+
+    def step(self, batches: Sequence[TrainBatch] = ()) -> StepReport:
+        """Train on `batches`, or on those of the last `pack` if there are none."""
         import torch  # noqa: PLC0415  (as above)
 
+        batches, self._packed = batches or self._packed, []
         try:
             metrics = self.engine.step(batches)
         except torch.OutOfMemoryError as error:

@@ -3,9 +3,11 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +21,17 @@ from keel.rl.packing.prefix_sharing import (
     share_prefixes,
     split_long,
 )
-from keel.rl.types import NO_ROUTE, SamplingMasks, ScoredGroup, Segment
+from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks, ScoredGroup, Segment
 
 T = TypeVar("T", bound=np.generic)
 
 
-def pack(
+def pack(groups: Sequence[ScoredGroup], **options: Any) -> list[TrainBatch]:
+    """Pack the groups of one optimizer step into one `TrainBatch` per rank. See `plan_packing`."""
+    return [plan.pack() for plan in plan_packing(groups, **options)]
+
+
+def plan_packing(
     groups: Sequence[ScoredGroup],
     *,
     ranks: int,
@@ -34,10 +41,10 @@ def pack(
     share_prompts: bool = False,
     watched: Sequence[Segment] = (),
     references: Mapping[str, int] | None = None,
-) -> list[TrainBatch]:
-    """Pack the groups of one optimizer step into one `TrainBatch` per rank. A micro-batch holds at
-    most `micro_batch_tokens` tokens. A longer segment gets its own micro-batch. All ranks have the
-    same number of micro-batches, so that their collectives match. Ranks with too few get extra
+) -> list[PackPlan]:
+    """Divide the groups of one optimizer step among the ranks. A micro-batch holds at most
+    `micro_batch_tokens` tokens. A longer segment gets its own micro-batch. All ranks have the same
+    number of micro-batches, so that their collectives match. Ranks with too few get extra
     micro-batches that contain a single untrained token. The same `groups` always give the same
     result.
 
@@ -74,7 +81,7 @@ def pack(
     if total_sequences == 0:
         raise ValueError(f"none of the {len(groups)} groups has a trajectory to learn from")
     sampled = sum(bool(group.group.trajectories) for group in groups)
-    batch_format = BatchFormat.of(groups, watched)
+    batch_format = BatchFormat.of(groups)
     items, split = split_long(
         [
             [
@@ -99,24 +106,72 @@ def pack(
     prefix_groups = group_individually(flat)
     if share_prompts:
         prefix_groups = share_prefixes(items, ranks=ranks, capacity=micro_batch_tokens)
-    trained = assemble(prefix_groups, batch_format, ranks=ranks, capacity=micro_batch_tokens)
-    scored: list[tuple[MicroBatch, ...]] = [()] * ranks
+    trained = _divide(prefix_groups, ranks=ranks, capacity=micro_batch_tokens)
+    scored: list[_Share] = [()] * ranks
     maskable = [item for item in flat if item.split >= 0 and item.advantage < 0]
     if sequence_mask and maskable:
-        scored = assemble(
-            group_individually(maskable), batch_format, ranks=ranks, capacity=micro_batch_tokens
-        )
+        scored = _divide(group_individually(maskable), ranks=ranks, capacity=micro_batch_tokens)
+    numbers = {id(segment): number for number, segment in enumerate(watched)}
     return [
-        TrainBatch(
-            micro_batches=micro_batches,
-            total_sequences=total_sequences,
-            total_tokens=sum(group.tokens for group in prefix_groups),
-            split_sequences=split,
+        PackPlan(
+            micro_batches=share,
             scored_first=first,
-            signal=any(group.group.trajectories and not group.idle for group in groups),
+            batch_format=batch_format,
+            watched=tuple(
+                (numbers[id(s)], s) for s in _segments(chain(*share)) if id(s) in numbers
+            ),
+            totals={
+                "total_sequences": total_sequences,
+                "total_tokens": sum(group.tokens for group in prefix_groups),
+                "split_sequences": split,
+                "signal": any(g.group.trajectories and not g.idle for g in groups),
+            },
         )
-        for micro_batches, first in zip(trained, scored, strict=True)
+        for share, first in zip(trained, scored, strict=True)
     ]
+
+
+_FEW_TOKENS = 2**20
+_Share = tuple[tuple[PrefixGroup, ...], ...]
+"""The contents of the micro-batches of one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlan:
+    """What one rank trains on in an optimizer step. The rank packs it itself, so that recordings do
+    not pass through the driver."""
+
+    micro_batches: _Share
+    scored_first: _Share
+    batch_format: BatchFormat
+    watched: tuple[tuple[int, Segment], ...]
+    """The watched segments among them and their indices in `watched`."""
+    totals: Mapping[str, Any]
+    """The fields of `TrainBatch` that are the same on all ranks."""
+
+    @property
+    def keys(self) -> set[Any]:
+        """Keys of the stored recordings that `pack` needs."""
+        parts = chain(*self.micro_batches, *self.scored_first)
+        return {key for segment in _segments(parts) for key in segment.keys}
+
+    @property
+    def small(self) -> bool:
+        """True if the plan has no stored recordings and few tokens."""
+        return not self.keys and self.totals["total_tokens"] < _FEW_TOKENS
+
+    def pack(self, recordings: Mapping[Any, Recordings] = MappingProxyType({})) -> TrainBatch:
+        """Build the micro-batches. `recordings` maps `keys` to the stored recordings."""
+        numbers = {id(segment): number for number, segment in self.watched}
+        trained, scored = (
+            tuple(_join(members, self.batch_format, recordings, numbers) for members in share)
+            for share in (self.micro_batches, self.scored_first)
+        )
+        return TrainBatch(micro_batches=trained, scored_first=scored, **self.totals)
+
+
+def _segments(groups: Iterable[PrefixGroup]) -> Iterator[Segment]:
+    return (segment for group in groups for item in group.items for segment in item.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,31 +184,27 @@ class BatchFormat:
     selected: tuple[int, int] | None = None
     """(L, b) of the recorded sparse attention selections, or None if there are none."""
     loss: Loss = "grpo"
-    watched: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Maps a watched segment's `id()` to its index in the `watched` argument of `pack`."""
 
     @staticmethod
-    def of(groups: Sequence[ScoredGroup], watched: Sequence[Segment]) -> BatchFormat:
+    def of(groups: Sequence[ScoredGroup]) -> BatchFormat:
         segments = [
             segment
             for group in groups
             for trajectory in group.group.trajectories
             for segment in trajectory.segments
         ]
-        routes = next((s.routes_TLK.shape[1:] for s in segments if s.routes_TLK is not None), None)
+        routes = next((s.routes_shape for s in segments if s.routes_shape is not None), None)
         for segment in segments:
-            shape = None if segment.routes_TLK is None else segment.routes_TLK.shape[1:]
-            if shape != routes:
+            if (shape := segment.routes_shape) != routes:
                 raise ValueError(
                     f"segment of {segment.prompt_id}: routes_TLK has (L, K) = {shape}, but another "
                     f"segment of the batch has {routes}. Record routes for all or for none"
                 )
-        shapes = [s.selected_TLb.shape[1:] for s in segments if s.selected_TLb is not None]
+        shapes = [s.selected_shape for s in segments if s.selected_shape is not None]
         return BatchFormat(
             routes=None if routes is None else (routes[0], routes[1]),
-            sampling_mask=any(segment.sampling_mask is not None for segment in segments),
+            sampling_mask=any(segment.mask_sizes_T is not None for segment in segments),
             selected=(shapes[0][0], max(width for _, width in shapes)) if shapes else None,
-            watched={id(segment): number for number, segment in enumerate(watched)},
         )
 
 
@@ -161,11 +212,13 @@ def assemble(
     groups: Sequence[PrefixGroup], batch_format: BatchFormat, *, ranks: int, capacity: int
 ) -> list[tuple[MicroBatch, ...]]:
     """Build the micro-batches of each rank."""
+    shares = _divide(groups, ranks=ranks, capacity=capacity)
+    return [tuple(_join(members, batch_format) for members in share) for share in shares]
+
+
+def _divide(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[_Share]:
     plan = assign(groups, ranks=ranks, capacity=capacity)
-    return [
-        tuple(_join([groups[i] for i in members], batch_format) for members in bins)
-        for bins in plan
-    ]
+    return [tuple(tuple(groups[i] for i in members) for members in bins) for bins in plan]
 
 
 class _Span(NamedTuple):
@@ -194,17 +247,22 @@ def _spans(groups: Sequence[PrefixGroup]) -> tuple[list[_Span], list[PackItem]]:
     return spans or [_Span(_PADDING, 0, 1, 0)], items
 
 
-def _join(groups: Sequence[PrefixGroup], batch_format: BatchFormat) -> MicroBatch:
+def _join(
+    groups: Sequence[PrefixGroup],
+    batch_format: BatchFormat,
+    recordings: Mapping[Any, Recordings] = MappingProxyType({}),
+    numbers: Mapping[int, int] = MappingProxyType({}),
+) -> MicroBatch:
+    """Build a micro-batch. `numbers` are those of watched segments by `id()`."""
     spans, items = _spans(groups)
     lengths = [span.stop - span.start for span in spans]
     owners = [(items or [_PADDING_ITEM])[span.sequence] for span in spans]
     watched = [
         # A shared prefix is not the watched segment.
-        batch_format.watched.get(id(span.segment), -1)
-        if span.stop == len(span.segment.token_ids_T)
-        else -1
+        numbers.get(id(span.segment), -1) if span.stop == len(span.segment.token_ids_T) else -1
         for span in spans
     ]
+    spans = [span._replace(segment=span.segment.loaded(recordings)) for span in spans]
 
     def joined(per_token: Callable[[Segment], NDArray[T]]) -> NDArray[T]:
         return np.concatenate([per_token(one.segment)[one.start : one.stop] for one in spans])

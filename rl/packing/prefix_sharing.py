@@ -268,12 +268,19 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
 
 
 def _common_prefix_length(one: Segment, other: Segment, limit: int) -> int:
-    if one.selected_TLb is not None or other.selected_TLb is not None:
+    if one.selected_shape is not None or other.selected_shape is not None:
         return 0
     limit = _count_equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
-    if one.routes_TLK is not None and other.routes_TLK is not None:
-        limit = _count_equal_rows(one.routes_TLK[:limit], other.routes_TLK[:limit])
+    ours, theirs = (s.stored.prefix_hash_P if s.stored else s.routes_TLK for s in (one, other))
+    if ours is not None and theirs is not None:
+        limit = _count_equal_rows(ours[:limit], theirs[:limit])
     return limit
+
+
+def hash_rows(values: NDArray[Any]) -> NDArray[np.uint64]:
+    """Hash each row of [R, …] integers. Equal rows have equal hashes in every process."""
+    rows = values.reshape(len(values), -1).astype(np.uint64)
+    return rows @ np.random.default_rng(0).integers(2**64 - 1, size=rows.shape[1], dtype=np.uint64)
 
 
 def _count_equal_rows(one: NDArray[Any], other: NDArray[Any]) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from keel.configs.schema import SamplingConfig
 from keel.model import ray_timeouts
 from keel.model.imports import heavy_imports
+from keel.rollout.engine.storage import detach
 from keel.rollout.spec import EngineError, EngineProgress, EngineSpec, SampleRequest
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class RolloutWorker:
         """Sample a group or a turn. Cancelling the call aborts it."""
         future = self._engine.sample(request, sampling=sampling, record=record)
         return await asyncio.wrap_future(future)
+
+    async def record(self, request: SampleRequest, sampling: SamplingConfig) -> list[Any]:
+        """Sample a group or a turn. Returns the result and, as separate objects, the recordings of
+        each completion (see `detach`)."""
+        return detach(request, await self.sample(request, sampling, record=True))
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:
         """Load new weights, one bucket at a time. `buckets` contains object references."""

@@ -13,6 +13,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from keel.configs.schema import SamplingConfig
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import GONE
+from keel.rollout.engine.storage import attach, count_completions
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.spec import (
@@ -63,7 +64,11 @@ class _RayEngine:
     def sample(
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
-        return self._call("sample", request, sampling, record, gone=_RESULT_LOST)
+        if not record:
+            return self._call("sample", request, sampling, record, gone=_RESULT_LOST)
+        method = self._actor.record.options(num_returns=1 + count_completions(request))
+        ref, *keys = ray_timeouts.call(method, request, sampling)
+        return as_future(ref, _RESULT_LOST, lambda result: attach(result, keys))
 
     def translate(self, delivery: Future[int]) -> Future[int]:
         return _with_engine_errors(delivery)
@@ -96,10 +101,14 @@ def ray_pool(
     )
 
 
-def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
+def as_future(
+    ref: ObjectRef,
+    gone: tuple[type[RayError], ...] = GONE,
+    convert: Callable[[Any], Any] = lambda result: result,
+) -> Future[Any]:
     """Convert an actor call to a future. Cancelling the future cancels the call. The errors in
-    `gone` and timeouts inside the actor become `EngineError`."""
-    future = _with_engine_errors(ref.future(), gone)
+    `gone` and timeouts inside the actor become `EngineError`. The result is passed to `convert`."""
+    future = _with_engine_errors(ref.future(), gone, convert)
 
     def cancelled(outer: Future[Any]) -> None:
         if outer.cancelled():
@@ -109,7 +118,11 @@ def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future
     return future
 
 
-def _with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
+def _with_engine_errors(
+    inner: Future[Any],
+    gone: tuple[type[RayError], ...] = GONE,
+    convert: Callable[[Any], Any] = lambda result: result,
+) -> Future[Any]:
     """Convert errors of a future to `EngineError` if a dead or late engine caused them."""
     outer: Future[Any] = Future()
 
@@ -118,7 +131,7 @@ def _with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = G
             return
         error = inner.exception()
         if error is None:
-            outer.set_result(inner.result())
+            outer.set_result(convert(inner.result()))
             return
         error = ray_timeouts.cause(error)
         if isinstance(error, (*gone, TimeoutError)):

@@ -29,6 +29,7 @@ from keel.configs.schema import Config, SamplingConfig
 from keel.data.dataset import Dataset
 from keel.examples.small.__main__ import main as make_tasks
 from keel.examples.small.__main__ import make
+from keel.model import ray_timeouts
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.rl.metrics import Metric, merge
@@ -53,7 +54,8 @@ from keel.trainer.nonfinite import describe_findings
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import SftTask, Task
 from keel.trainer.run.manifest import Entry, find_damage
-from keel.trainer.worker import pack_shares
+from keel.trainer.run.trajectory_files import watched_segments
+from keel.trainer.worker import plan_shares
 from keel.weights.sync import push_weights
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
@@ -76,7 +78,11 @@ class LocalLearner:
         return self.engine.version
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        return self.train(pack_shares(groups, self._config), groups)
+        watched = watched_segments(groups, self._config.run)
+        (plans,) = plan_shares(groups, self._config, watched)
+        keys = {key for plan in plans for key in plan.keys}
+        found = ray_timeouts.fetch([*keys], seconds=PATIENCE_S)
+        return self.train([[plan.pack(found) for plan in plans]], groups)
 
     def train(
         self,

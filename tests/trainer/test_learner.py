@@ -35,7 +35,7 @@ from keel.trainer.nonfinite import (
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.worker import (
     StepReport,
-    pack_shares,
+    plan_shares,
 )
 from keel.weights.sync import Receiver
 from tests.rl.rollouts import scored, segment, trajectory
@@ -172,7 +172,7 @@ def scored_first(config: Config) -> list[list[int]]:
         assert batch.split_sequences in (0, 2)
         return len(batch.scored_first)
 
-    return [[passes(batch) for batch in share] for share in pack_shares(groups, config)]
+    return [[passes(plan.pack()) for plan in share] for share in plan_shares(groups, config)]
 
 
 def test_split_trajectories_are_scored_first() -> None:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from keel.configs.paths import write_whole
 from keel.configs.schema import RunConfig
+from keel.model import ray_timeouts
 from keel.rl.types import (
     Group,
     Prompt,
@@ -185,8 +186,8 @@ class TokenFile:
                 log_ratio = np.clip(seen.logp_T[here] - logp, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
                 run["ratio"] = _round_values(np.exp(log_ratio), 5)
                 run["overlap"] = _round_values(seen.overlap_T[here], 3)
-            if segment.sampling_mask is not None:
-                run["kept"] = segment.sampling_mask.sizes()[here].tolist()
+            if (sizes := segment.mask_sizes_T) is not None:
+                run["kept"] = sizes[here].tolist()
             run["version"] = segment.version_T[here].tolist()
             runs.append({name: value for name, value in run.items() if value})
         return runs
@@ -258,7 +259,8 @@ def _finite(value: Any) -> Any:
 def save_batch(
     run: Path, step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]
 ) -> Path:
-    """Save the batch of `step` and return its file. Only the newest files are kept."""
+    """Save the batch of `step` and return its file. Only the newest files are kept. Raises
+    LookupError if recordings of the batch are lost."""
     path = run / BATCHES / f"step_{step:06d}.npz"
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, NDArray[Any]] = {}
@@ -301,6 +303,8 @@ def _encode(value: Any, arrays: dict[str, NDArray[Any]]) -> Any:
         arrays[name] = value
         return {"array": name}
     if dataclasses.is_dataclass(value):
+        if isinstance(value, Segment) and value.stored:
+            value = value.loaded(ray_timeouts.fetch(value.keys, seconds=ray_timeouts.CALL_S))
         names = [field.name for field in dataclasses.fields(value)]
         fields = {name: _encode(getattr(value, name), arrays) for name in names}
         return {"type": type(value).__name__, "fields": fields}

@@ -282,13 +282,13 @@ def in_domain(groups: list[ScoredGroup], domain: str) -> list[ScoredGroup]:
 
 def kl_of(ranks: Ranks, teachers: dict[str, str], domains: str) -> float:
     """Return the KL metric of one step on a group of each domain."""
-    from keel.trainer.worker import pack_shares  # noqa: PLC0415
+    from keel.trainer.worker import plan_shares  # noqa: PLC0415
 
     config, groups = config_for(teachers), list[ScoredGroup]()
     for number, domain in enumerate(domains):
         groups += in_domain(Rollouts(number).groups(1, 4, kl_coef=1.0), domain)
-    ((batch,),) = pack_shares(groups, config)
-    return values(ranks.engine(config, "dense").step([batch]))["kl/ref"]
+    ((plan,),) = plan_shares(groups, config)
+    return values(ranks.engine(config, "dense").step([plan.pack()]))["kl/ref"]
 
 
 def compared(ranks: Ranks) -> dict[str, float]:
@@ -307,15 +307,15 @@ def test_each_domain_is_compared_with_its_teacher(results: dict[str, Any]) -> No
 
 
 def test_teachers_of_untrained_domains_are_not_loaded() -> None:
-    from keel.trainer.worker import pack_shares  # noqa: PLC0415
+    from keel.trainer.worker import plan_shares  # noqa: PLC0415
 
     config = config_for({"a": "t", "b": "u"})
     sources = tuple(replace(each, holdout=2) for each in config.data.sources)
     config = replace(config, data=replace(config.data, sources=sources, train_on=("b",)))
     assert config.data.references == ("", "u")
     groups = in_domain(Rollouts(0).groups(1, 3, kl_coef=1.0), "b")
-    ((batch,),) = pack_shares(groups, config)
-    kinds = [micro.reference_S for micro in batch.micro_batches]
+    ((plan,),) = plan_shares(groups, config)
+    kinds = [micro.reference_S for micro in plan.pack().micro_batches]
     assert all(kind is not None and set(kind) == {1} for kind in kinds)
 
 
