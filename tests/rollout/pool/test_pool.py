@@ -169,9 +169,6 @@ def test_shutdown_kills_engines_and_fails_requests() -> None:
             late.result(timeout=PATIENCE_S)
 
 
-# Silent engines.
-
-
 # Turns of conversations.
 
 OPEN = "stays open"
