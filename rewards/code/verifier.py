@@ -82,7 +82,7 @@ _LANGUAGES: dict[str, _Language] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CodeTest:
-    """A test that checks what a program prints or, if `call` is set, what a function returns."""
+    """A test of the output of a program or, if `call` is set, of the value of a function."""
 
     stdin: bytes = b""
     stdout: str = ""

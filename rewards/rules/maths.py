@@ -405,7 +405,7 @@ def _complement(region: _Region) -> _Region:
 def _combine_regions(
     rule: Callable[[list[bool]], bool], regions: Sequence[_Region]
 ) -> _Region | None:
-    """Combine several regions into one. For each number, `rule` is told which regions contain it,
+    """Combine several regions into one. For each number, `rule` gets the regions that contain it,
     and decides whether the result does. Returns None if an end contains a symbol or there are too
     many ends."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])

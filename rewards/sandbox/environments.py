@@ -305,7 +305,7 @@ _PYTHON = re.compile(r"python[0-9.]*t?")
 
 class _Runtime(NamedTuple):
     executable: str  # absolute, with the links by which Python recognizes a virtual environment
-    paths: tuple[Path, ...]  # what it reads outside /usr, and the links to that
+    paths: tuple[Path, ...]  # the files that it reads outside /usr, and the links to them
 
 
 @lru_cache(maxsize=64)
