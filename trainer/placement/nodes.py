@@ -34,16 +34,7 @@ from ray.util.scheduling_strategies import (
 from keel.configs.schema import Config, ConfigError
 from keel.model import ray_timeouts
 from keel.model.hub import download, is_hub_name
-from keel.model.ray_timeouts import (
-    CALL_S,
-    Unanswered,
-    bounded,
-    clean_up,
-    lost_reason,
-    mark_lost,
-    new_session,
-    shut_down,
-)
+from keel.model.ray_timeouts import CALL_S, bounded
 from keel.trainer.placement import ray_internals
 from keel.trainer.placement.hardware import (
     RANK,
@@ -94,7 +85,7 @@ def start_ray() -> None:
             "this process already uses Ray, which Keel starts or joins itself (RAY_ADDRESS). Call "
             "ray.shutdown() first, or run Keel in a separate process"
         )
-    new_session()
+    ray_timeouts.new_session()
     ray_internals.silence_ray()
     if address := os.environ.get("RAY_ADDRESS"):
         _join(address)
@@ -147,8 +138,8 @@ def _join(address: str) -> None:
         with signals_blocked():
             bounded(join, _JOIN_S, "take this process into the cluster")
     except (OSError, ValueError, RayError) as error:
-        if isinstance(error, Unanswered):
-            mark_lost(str(error))
+        if isinstance(error, ray_timeouts.Unanswered):
+            ray_timeouts.mark_lost(str(error))
         raise ConfigError(
             f"RAY_ADDRESS = {address}: Ray cannot join a cluster there ({error}). If it asks for a "
             "token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or ~/.ray/auth_token); else "
@@ -162,10 +153,10 @@ def stop_ray() -> None:
     with signals_deferred():
         for kind, pids in ray_internals.own_processes().items():
             if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
-                mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
+                ray_timeouts.mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
         with ray_internals.kill_own_processes_on_shutdown():
-            shut_down(ray.shutdown, _STOP_S, "end")
-        if lost_reason():
+            ray_timeouts.shut_down(ray.shutdown, _STOP_S, "end")
+        if ray_timeouts.lost_reason():
             atexit.unregister(ray.shutdown)
 
 
@@ -409,7 +400,9 @@ def _is_granted(group: PlacementGroup, end: float) -> bool:
 
 def _remove_groups(groups: Sequence[tuple[Sequence[Seat], PlacementGroup]]) -> None:
     for _, group in groups:
-        clean_up(partial(remove_placement_group, group), CALL_S, "give up a reservation")
+        ray_timeouts.clean_up(
+            partial(remove_placement_group, group), CALL_S, "give up a reservation"
+        )
 
 
 class _Downloader:

@@ -166,7 +166,7 @@ def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch)
         signal.raise_signal(signal.SIGHUP)
         ended.append("Ray")
 
-    monkeypatch.setattr(nodes, "shut_down", leave)
+    monkeypatch.setattr(ray_timeouts, "shut_down", leave)
     with watching(), pytest.raises(Preempted):
         nodes.stop_ray()
     assert ended == ["Ray"]
