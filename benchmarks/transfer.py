@@ -40,7 +40,7 @@ from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
 from keel.trainer.placement.nodes import start_ray
 from keel.weights.buckets import checkpoint_names
-from keel.weights.sync import push_weights
+from keel.weights.sync import WeightSync
 
 GB = 1e9
 TIMEOUT_S = 300.0
@@ -110,7 +110,7 @@ def timed(
         pool.start()
         for _ in range(options.rounds + 1):
             began = time.perf_counter()
-            push_weights(learner, pool, 0, direct=True).result(timeout=TIMEOUT_S)
+            WeightSync(learner, pool, direct=True).push(0).result(timeout=TIMEOUT_S)
             times.append(time.perf_counter() - began)
         actor = pool._supervisor.slots[0].engine.receiver.actor
         return times, ray.get(actor.__ray_call__.remote(ways_of_workers), timeout=TIMEOUT_S)

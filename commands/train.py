@@ -160,7 +160,7 @@ def run_loop(
             rollouts=runtime,
             rewards=runtime.scorer,
             learner=trained,
-            push=runtime.push,
+            push=runtime.weights.push,
             journal=journal,
             heldout=heldout,
             save=save,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -49,12 +49,12 @@ from keel.trainer.prepare import SftTask, Task, length_rules
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.work_nodes import WorkNodes
-from keel.weights.sync import push_weights
+from keel.weights.sync import WeightSync
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Runtime:
     """The running engines, trainer ranks and scorer of a task. The training loop samples through it
     (see `Rollouts`)."""
@@ -76,11 +76,10 @@ class Runtime:
         assert self.ranks is not None, "started without trainer ranks"
         return self.ranks
 
-    def push(self, version: int) -> Future[None]:
-        """Send the learner's current weights, with this version, to every engine."""
-        before = self.agents.updating if self.agents is not None else lambda _: None
-        learner = self.learner
-        return push_weights(learner, self.pool, version, direct=learner.direct, before=before)
+    @cached_property
+    def weights(self) -> WeightSync:
+        sync = partial(WeightSync, self.learner, self.pool, self.learner.direct)
+        return sync(self.agents.updating) if self.agents is not None else sync()
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """Sample a group of `size` completions, or of the recipe's group size if `size` is 0."""
@@ -94,7 +93,7 @@ class Runtime:
 
     def wake(self) -> None:
         """Wake the sleeping engines (`rollout.time_share`) and send them the current weights."""
-        await_future(self.push(self.learner.version))
+        await_future(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
         """Return a version of `should_abort` that first checks that no process of the run is lost

@@ -1,2 +1,2 @@
-"""Send new weights from the trainer to the engines. `push_weights` runs on the driver, `Sender` on
+"""Send new weights from the trainer to the engines. `WeightSync` runs on the driver, `Sender` on
 the trainer ranks, and `WeightsExtension` inside vLLM."""

@@ -2,7 +2,7 @@
 
 An update makes these calls:
 
-    Runtime.push                      push_weights, once per weight update of the loop
+    WeightSync.push                   once per weight update of the loop
       Learner.put_engines_to_sleep    waits until the weights fit on the GPUs
       Learner.put_weights             waits until all buckets are in the object store; not if direct
       RolloutPool.update              EngineSupervisor on the pool's thread
@@ -54,30 +54,35 @@ class _WeightTarget(Protocol):
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
-def push_weights(
-    source: _WeightSource,
-    engines: _WeightTarget,
-    version: int,
-    *,
-    direct: bool,
-    before: Callable[[int], None] = lambda _: None,
-) -> Future[None]:
-    """Start sending the trainer's current weights, which are at `version`, to every engine.
+@dataclass(frozen=True, slots=True)
+class WeightSync:
+    """Sends the trainer's weights to every engine: directly from the ranks if `direct` is set,
+    otherwise through Ray's object store."""
 
-    Blocks until the weights fit on the GPUs and, unless `direct` is set, until all of them are in
-    Ray's object store. `before(version)` is called just before the engines receive weights. Returns
-    the future from `RolloutPool.update`.
-    """
-    source.put_engines_to_sleep()
-    transfer = source.send if direct else _through_store(version, list(source.put_weights()))
-    before(version)
-    return engines.update(version, transfer)
+    source: _WeightSource
+    engines: _WeightTarget
+    direct: bool
+    before: Callable[[int], None] = lambda _: None
+    """Called with the version just before the engines receive weights."""
 
+    def push(self, version: int) -> Future[None]:
+        """Start sending the trainer's current weights, which are at `version`. Returns the future
+        from `RolloutPool.update`.
 
-def _through_store(version: int, buckets: list[Any]) -> Transfer:
-    def transfer(receivers: Sequence[Receiver]) -> list[Future[int]]:
-        # Ray copies each bucket to a node once.
-        updates = [receiver.actor.update for receiver in receivers]
-        return [ray_timeouts.call(update, version, buckets).future() for update in updates]
+        Blocks until the weights fit on the GPUs and, unless sent directly, until all of them are in
+        the object store.
+        """
+        self.source.put_engines_to_sleep()
+        transfer = self.source.send if self.direct else self._through_store(version)
+        self.before(version)
+        return self.engines.update(version, transfer)
 
-    return transfer
+    def _through_store(self, version: int) -> Transfer:
+        buckets = list(self.source.put_weights())
+
+        def transfer(receivers: Sequence[Receiver]) -> list[Future[int]]:
+            # Ray copies each bucket to a node once.
+            updates = [receiver.actor.update for receiver in receivers]
+            return [ray_timeouts.call(update, version, buckets).future() for update in updates]
+
+        return transfer

@@ -56,7 +56,7 @@ from keel.trainer.prepare import SftTask, Task
 from keel.trainer.run.manifest import Entry, find_damage
 from keel.trainer.run.trajectory_files import watched_segments
 from keel.trainer.worker import plan_shares
-from keel.weights.sync import push_weights
+from keel.weights.sync import WeightSync
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
 
@@ -147,7 +147,7 @@ class Engines:
             )
             self._pools[kind].start()
         pool = self._pools[kind]
-        push_weights(learner, pool, learner.version, direct=False).result()
+        WeightSync(learner, pool, direct=False).push(learner.version).result()
         return pool
 
     def close(self) -> None:
