@@ -23,8 +23,8 @@ from keel.rl.types import Recordings, Segment, StoredRecordings, join_recordings
 
 
 class SegmentRecord:
-    """A growing context and the turns sampled in it. Each turn returns the expert routes of the
-    tokens that no earlier turn has processed. Its own last token is processed by the next turn."""
+    """A growing context and the turns sampled from it. Each turn returns expert routes only for
+    tokens that no earlier turn has processed. A turn's last token is processed by the next turn."""
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id
@@ -62,7 +62,7 @@ class SegmentRecord:
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
         """Append a turn to the segment. Raises ValueError if the result is incomplete or was
-        sampled from a different context."""
+        sampled from another context."""
         context, sampled = len(self.ids), len(result.token_ids_N)
         name, routes = f"conversation {request.conversation}", result.routes_RLK
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
@@ -88,7 +88,7 @@ class SegmentRecord:
         del self.ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Extend the context to `ids`. Raises ValueError if `ids` does not start with the current
+        """Extend the context to `ids`. Raises ValueError if `ids` doesn't start with the current
         context."""
         if list(ids[: len(self.ids)]) != self.ids:
             raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
@@ -180,8 +180,8 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Build the request for the next turn. Repeated calls return equal requests until a turn
-        is appended, so a turn can be retried after an engine failure."""
+        """Build the request for the next turn. Repeated calls return equal requests until a turn is
+        appended, so a turn can be retried if an engine fails."""
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]
@@ -211,8 +211,7 @@ class Conversation:
         return parsed
 
     def append_messages(self, messages: Sequence[Message]) -> None:
-        """Append the messages that follow a turn, and tokenize all messages added since that
-        turn."""
+        """Append the messages that follow a turn, and tokenize all messages added since then."""
         record, extended = self._records[-1], None
         unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
@@ -242,8 +241,8 @@ class Conversation:
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Start a new segment with `messages` as its context. `added` lists those messages that are
-        not yet in the transcript."""
+        """Start a new segment with `messages` as its context. `added` lists those of them that
+        aren't in the transcript yet."""
         self.transcript += added
         self.view = list(messages)
         self._begin_segment()

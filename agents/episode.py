@@ -49,8 +49,8 @@ class Budget:
 
     @property
     def characters(self) -> int:
-        """Maximum number of characters to tokenize. Longer texts are assumed to exceed the context
-        window, because tokenizing them would block all other episodes."""
+        """Maximum number of characters to tokenize. Anything longer is assumed to exceed the
+        context window, because tokenizing it would block all other episodes."""
         return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
     def truncate(self, text: str) -> str:
@@ -66,8 +66,8 @@ class Budget:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def turn_limit(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
-        """Return the limit that the next turn will reach first, and the number of tokens left
-        before it is reached. A number below 1 means that it has already been reached."""
+        """Return the limit that the next turn will hit first, and how many tokens are left before
+        it does. A number below 1 means that the limit has already been reached."""
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:
@@ -81,8 +81,8 @@ class Budget:
 
 
 def add_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Return a copy of `usage` that includes one more turn. `repeated` is the number of context
-    tokens that an earlier turn already processed."""
+    """Return a copy of `usage` with one more turn added. `repeated` is the number of context tokens
+    that an earlier turn already processed."""
     return replace(
         usage,
         turns=usage.turns + 1,
@@ -101,7 +101,7 @@ POLICY_PHASES = ("call", "reply")
 
 @dataclass(kw_only=True)
 class Episode:
-    """One episode. It can only be run once."""
+    """A single episode. It can only be run once."""
 
     environment: Environment
     task: Prompt
@@ -125,7 +125,7 @@ class Episode:
 
     async def run(self) -> Trajectory | str:
         """Run the episode and close its environment. Returns the trajectory, or the reason if the
-        episode is dropped. Raises NodeLost if the node of the environment was lost."""
+        episode is dropped. Raises NodeLost if the environment's node was lost."""
         try:
             return await self._run()
         except NodeLost:
@@ -344,7 +344,7 @@ class ContextManager:
     def rewrite(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
     ) -> Rewrite | None:
-        """Decide how to shorten the context `view`, which has `tokens` tokens, before the next
+        """Decide how to shorten the context `view`, which is `tokens` tokens long, before the next
         turn. Returns None if it still fits or nothing can be removed."""
         spent = 0 < self.most <= rewrites
         if self.method == "none" or spent or tokens < _FULL * self.window:

@@ -49,8 +49,8 @@ class McpServer:
 
 
 class McpEpisode:
-    """An episode on an MCP server. There are no user messages and no grading, because MCP has
-    neither."""
+    """An episode that uses an MCP server's tools. It has no user messages and no grading, because
+    MCP supports neither."""
 
     def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
         self._server = server

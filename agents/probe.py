@@ -55,8 +55,9 @@ async def probe(
     prompt: SystemPrompt = lambda _: "",
 ) -> _Probe:
     """Open an episode for `task`, request a verdict and close it again. A failed verdict is only
-    logged, because the environment may need a turn first. Raises ValueError if the environment does
-    not open, its tools are invalid, or its opening exceeds the context window."""
+    logged, because the environment may need a turn first. Raises ValueError if the environment
+    can't be opened, its tools are invalid, or its opening messages don't fit in the context
+    window."""
     fork_server, disabled_reason = None, ""
     if isinstance(program, Program):
         name, where = program.target, f"interpreter {program.python}, "
@@ -165,9 +166,9 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> str:
-    """Run a program for one episode, with a scripted model in place of the policy, and describe how
-    it went. Raises ValueError if the program fails to start or never requests a turn, or if the
-    task has no grader."""
+    """Run a program for one episode, with a scripted model standing in for the policy, and return a
+    description of what happened. Raises ValueError if the program fails to start or never requests
+    a turn, or if the task has no grader."""
     contexts: list[int] = []
 
     async def sample(request: TurnRequest) -> TurnResult:

@@ -34,8 +34,9 @@ TurnSampler = Callable[[TurnRequest, Purpose], Future[TurnResult]]
 
 
 class _EngineRefused(RuntimeError):
-    """Raised in an episode when an engine rejects a request. The group then fails with the
-    ValueError that caused it, because a ValueError of the episode itself only drops the episode."""
+    """Raised inside an episode when an engine rejects a request. The whole group then fails with
+    the original ValueError, whereas a ValueError from the episode itself drops only that
+    episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,13 @@ class EpisodeKind:
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
-    """Return the environment seed for a prompt. All episodes of the prompt in a run share it."""
+    """Return the environment seed for a prompt. It is the same for all of the prompt's episodes in
+    a run."""
     return seed_of(seed, "environment", prompt.prompt_id)
 
 
 class EpisodeRunner:
-    """Runs groups of episodes on a separate thread. Use it as a context manager."""
+    """Runs groups of episodes in a separate thread. Use it as a context manager."""
 
     def __init__(
         self,
@@ -65,9 +67,9 @@ class EpisodeRunner:
         most_open: int,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        """Start the thread, and the endpoint if there are agent programs. At most `most_open`
+        """Start the thread, and the endpoint if there are agent programs. Up to `most_open`
         episodes run concurrently for training, and the same number for evaluation. The functions in
-        `closing` are called at the end to release resources that the environments share."""
+        `closing` are called at the end to release resources shared by the environments."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         raise_file_limit(len(PURPOSES) * most_open, programs=has_programs)
         self._kinds, self._sample, self._seed = kinds, sample, seed
@@ -95,8 +97,8 @@ class EpisodeRunner:
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
         """Start `group_size` episodes for a prompt and return a future for the group. Cancelling
-        the future cancels the episodes. Reasons for dropped episodes are in `Group.dropped`. If an
-        engine fails, the future raises its error."""
+        the future cancels the episodes. `Group.dropped` holds the reasons for dropped episodes. If
+        an engine fails, the future raises its error."""
         if prompt.environment not in self._kinds:
             raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
         with self._gate:
@@ -108,7 +110,7 @@ class EpisodeRunner:
         return asyncio.run_coroutine_threadsafe(group, self._loop)
 
     def updating(self, version: int) -> None:
-        """Set the weight version, from which the sampling seeds of later groups are derived."""
+        """Set the weight version. It determines the sampling seeds of later groups."""
         with self._gate:
             if version != self._version:
                 self._version = version
@@ -235,8 +237,8 @@ _SPARE_FILES = 512
 
 
 def raise_file_limit(episodes: int, *, programs: bool = False) -> None:
-    """Raise the limit on open files for `episodes` concurrent episodes. Set `programs` if some of
-    them are driven by agent programs. Raises ValueError if the hard limit is too low."""
+    """Raise the limit on open files to allow `episodes` concurrent episodes. Set `programs` if some
+    of them are driven by agent programs. Raises ValueError if the hard limit is too low."""
     files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
     files += _connection_limit(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

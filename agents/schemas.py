@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ArgumentValidator:
-    """Validates the arguments of tool calls. A schema must not refer to other documents."""
+    """Validates tool call arguments. Schemas must not refer to other documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
         self._validators: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class ArgumentValidator:
 
 
 def argument_validator(tools: Sequence[ToolSpec]) -> ArgumentValidator:
-    """Return the validator for `tools`, from a cache shared by episodes with the same tools."""
+    """Return the validator for `tools` from a cache shared by all episodes with the same tools."""
     return _arguments_of(json.dumps([[t.name, t.description, dict(t.parameters)] for t in tools]))
 
 
@@ -125,7 +125,8 @@ def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
 
 
 def _hashable(value: Any) -> Any:
-    """Convert a JSON value to a hashable key. Equal values such as 1 and 1.0 get the same key."""
+    """Convert a JSON value to a hashable key. Equal values such as 1 and 1.0 map to the same
+    key."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return frozenset((key, _hashable(item)) for key, item in pairs)

@@ -33,8 +33,8 @@ after its end."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Returned instead of a verdict when the environment cannot grade. The trajectory is then
-    dropped, unlike one with a score of 0."""
+    """Returned instead of a verdict if the environment can't grade the trajectory. The trajectory
+    is then dropped rather than scored 0."""
 
     reason: str
     fault: Fault | None = None
@@ -42,14 +42,14 @@ class Unscored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """The messages and finish reason of a trajectory, for the environment to grade."""
+    """A trajectory's messages and finish reason, for the environment to grade."""
 
     messages: Sequence[Message]
     finish_reason: str
 
 
 class EnvironmentLost(RuntimeError):
-    """Raised when the episode cannot continue. By then, all processes of the environment are
+    """Raised when the episode can't continue. By then, all of the environment's processes are
     dead."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
@@ -70,13 +70,13 @@ class NodeLost(EnvironmentLost):
 
 
 class Environment(Protocol):
-    """The environment of one episode. `open`, `call` and `reply` raise `EnvironmentLost` if it
-    cannot continue. `verdict` returns `Unscored` instead, and `close` never raises."""
+    """An episode's environment. `open`, `call` and `reply` raise `EnvironmentLost` if it can't
+    continue. `verdict` returns `Unscored` instead, and `close` never raises."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Run a tool call. A call that violates its schema is not run and counts as failed."""
+        """Run a tool call. A call that violates its schema isn't run and counts as failed."""
         ...
 
     async def reply(self, turn: Message) -> Message | None:
@@ -87,13 +87,13 @@ class Environment(Protocol):
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored: ...
 
     async def close(self) -> None:
-        """Release all resources. Can be called repeatedly, and after any failure."""
+        """Release all resources. Can be called more than once, and after any failure."""
         ...
 
 
 class NoEnvironment:
-    """Opens a task with the prompt's own messages and without tools, for agent programs that bring
-    their own environment."""
+    """An empty environment for agent programs that bring their own. It opens each task with the
+    prompt's messages and offers no tools."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         return Opening(messages=task.messages)
@@ -116,7 +116,7 @@ SystemPrompt = Callable[[Sequence[str]], str]
 
 
 class WithSystemPrompt:
-    """Wraps an environment and prepends a system prompt to its first messages."""
+    """Wraps an environment and prepends a system prompt to its opening messages."""
 
     def __init__(self, environment: Environment, prompt: SystemPrompt) -> None:
         self._prompt = prompt

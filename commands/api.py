@@ -58,7 +58,7 @@ _RESUME = "progress is saved; the same call resumes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The metrics and the trained model returned by `keel.train`."""
+    """The metrics and trained model returned by `keel.train`."""
 
     folder: Path
     metrics: Sequence[Mapping[str, float]]
@@ -249,8 +249,8 @@ def _as_jsonl(prompts: Any) -> str:
 
 
 def _drop_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the null values (None, NaN, pandas NaT and NA) that tabular formats use for missing
-    columns, and convert numpy values to Python objects."""
+    """Drop the nulls (None, NaN, pandas NaT and NA) that tabular formats use for missing columns,
+    and convert numpy values to Python objects."""
     columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
     return {
         key: one
@@ -276,8 +276,8 @@ def _write_hashed(folder: Path, text: str, name: str) -> Path:
 
 
 class _CallbackView:
-    """A progress view that also calls the callbacks after each training step. Standalone
-    evaluations do not trigger them."""
+    """A progress view that also runs the callbacks after each training step, but not after
+    standalone evaluations."""
 
     view: View
 

@@ -186,9 +186,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 on success, 1 if it fails while running, 2 for an
-    invalid recipe or invalid data, 130 for Ctrl-C before the start or a second Ctrl-C, and 143
-    after SIGTERM, SIGHUP or SIGUSR1 (repeat the command to resume).
+    """Run a command and return its exit status: 0 on success, 1 if it fails while running, 2 if the
+    recipe or data is invalid, 130 for Ctrl-C before the start or a second Ctrl-C, and 143 after
+    SIGTERM, SIGHUP or SIGUSR1. After 143, rerun the command to resume.
 
     If `argv` is None, parse `sys.argv` and exit the process.
     """
@@ -347,7 +347,7 @@ def _escape_control_characters(message: object) -> str:
 
 
 def _check_recipe(arguments: argparse.Namespace) -> int:
-    """Check the recipe and print its error. Returns the exit status, which is 0 if the recipe is
+    """Check the recipe and print any error. Returns the exit status, which is 0 if the recipe is
     valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return 0

@@ -101,10 +101,10 @@ def _stages(config: DistillConfig) -> list[_Stage]:
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
     """Run the unfinished stages and return an exit status. Commands are executed by `run` if given,
-    otherwise each in its own process.
+    or else each in its own process.
 
     Stops at the first stage that fails or is interrupted by a signal. Raises ConfigError before
-    running anything if the recipe of an unfinished stage is invalid.
+    running anything if the recipe for an unfinished stage is invalid.
     """
     lessons, auto = _checked(config)
     stages, root = _stages(config), Path(config.dir).expanduser()
@@ -316,8 +316,8 @@ def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> lis
     """Write the selected completions to `out`, one per line, and return a report for the user.
     `sampled` maps each specialist to its `keel eval` folder for the training prompts.
 
-    Raises ConfigError if a folder cannot be read, a reward part named in the config never occurs,
-    or no completion is selected.
+    Raises ConfigError if a folder can't be read, if a reward part named in the config never occurs,
+    or if no completions are selected.
     """
     least, most = config.least_parts, config.most_parts
     bounds = [(n, least.get(n, -math.inf), most.get(n, math.inf)) for n in {**least, **most}]
@@ -377,8 +377,8 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
 def _balance_kinds(
     chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
 ) -> list[_Candidate]:
-    """Limit each kind to `balance` times the number of completions of the rarest kind. The first
-    completions of each prompt are preferred."""
+    """Limit each kind to `balance` times as many completions as the rarest kind has. Each prompt's
+    first completions are preferred."""
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return [one for _, one in chosen]

@@ -221,7 +221,7 @@ def _step() -> Iterator[_Finding]:
 
 
 def _check_step_metrics(metrics: Mapping[str, float], seconds: float) -> _Finding:
-    """Check whether engine and trainer agree, given the metrics of a training step
+    """Check whether the engine and trainer agree, based on the metrics of a training step
     (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
@@ -240,7 +240,7 @@ _CHECKS = (_versions, _processor, _gpus, _files, _network, _sandbox, _ray, _step
 
 
 def doctor() -> int:
-    """Run all checks and print their findings. Returns 1 if there is a problem, otherwise 0."""
+    """Run all checks and print their findings. Returns 1 if there is a problem and 0 if not."""
     absent = {_ray, _step} if find_spec("ray") is None else set[Any]()  # reported by `_versions`
     if not any(any(metadata.distributions(name=name)) for name in _ENGINES):
         absent.add(_step)

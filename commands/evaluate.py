@@ -57,7 +57,7 @@ _Runtime = Runtime | RemoteRuntime
 
 @dataclass(frozen=True, kw_only=True)
 class _SampledPolicy:
-    """The policy to sample from, and its prompts."""
+    """The policy to sample from, along with its prompts."""
 
     config: Config
     dataset: Dataset
@@ -96,8 +96,8 @@ class _SampledPolicy:
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
-    """Score a checkpoint, the base model or an endpoint on the held-out or the training prompts,
-    once for each variant in `eval.variants`."""
+    """Score a checkpoint, the base model or an endpoint on the held-out or training prompts, once
+    for each variant in `eval.variants`."""
     config = load_config(recipe, overrides)
     variants = config.eval.each_variant
     for variant in variants:
@@ -228,7 +228,7 @@ def _variant_runtime(config: Config, runtime: _Runtime, variant: EvalVariant) ->
 
 def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
     """Measure how often a checkpoint, the base model or an endpoint solves each training prompt,
-    and keep the prompts worth training on."""
+    and keep the prompts that are worth training on."""
     config = load_config(recipe, overrides)
     policy = _choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
     with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:
@@ -253,8 +253,8 @@ def _check_prompts_fit(
     sets: Mapping[str, Sequence[Prompt]],
     count_tokens: Callable[[Prompt], int],
 ) -> None:
-    """Raise ConfigError for the first prompt that does not fit in the context once the variant's
-    extra line and token limit are applied."""
+    """Raise ConfigError for the first prompt that doesn't fit in the context with the variant's
+    extra line and token limit."""
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"
@@ -284,9 +284,8 @@ def _as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
 def _choose_policy(
     recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
 ) -> _SampledPolicy:
-    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`. Error
-    messages about the checkpoint mention the setting `knob`. Raises ConfigError if the policy
-    cannot be used."""
+    """Return the recipe's endpoint if it has one, or else the model at `checkpoint`. Error messages
+    about the checkpoint name the setting `knob`. Raises ConfigError if the policy can't be used."""
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
         return _endpoint_policy(config)
@@ -391,8 +390,8 @@ def _endpoint_policy(config: Config) -> _SampledPolicy:
 
 
 def _max_prompts_in_flight(config: Config, samples: int) -> int:
-    """Return the number of prompts to sample concurrently: twice the capacity of all engines or of
-    the endpoint, and at least 2."""
+    """Return how many prompts to sample concurrently: twice the capacity of all engines or of the
+    endpoint, and at least 2."""
     capacity = config.rollout.engines * config.rollout.max_num_seqs
     if config.endpoint.base_url:
         capacity = config.endpoint.max_concurrent
@@ -422,12 +421,12 @@ def _sample_prompts(
     note: Callable[[], str],
     stop: Callable[[], bool],
 ) -> None:
-    """Sample and score `samples` completions per prompt, until all are done or `stop` returns true.
+    """Sample and score `samples` completions per prompt until all are done or `stop` returns True.
 
     `record` is called on this thread for each finished prompt. Prompts that lost completions to an
-    overloaded endpoint are not recorded, so they are sampled again when the command is repeated.
-    `note` returns text for the progress line. Raises TimeoutError if no group finishes within the
-    sum of all timeouts.
+    overloaded endpoint aren't recorded, so they are sampled again when the command is rerun. `note`
+    returns text for the progress line. Raises TimeoutError if no group finishes within the sum of
+    all timeouts.
     """
     should_stop = runtime.with_watchdog(stop)
     count_steps = None if isinstance(runtime, RemoteRuntime) else lambda: runtime.pool.steps
@@ -486,7 +485,7 @@ def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
 
 def extract_answer(trajectory: Trajectory) -> str:
     """Extract the marked answer from a completion. If there is none, return the final text if it is
-    short, and otherwise ""."""
+    short, or "" if it isn't."""
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:

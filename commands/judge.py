@@ -38,7 +38,7 @@ _MAX_ROWS = 50
 
 
 def judge(options: argparse.Namespace) -> None:
-    """Score the answers in a file with the judge and print the results."""
+    """Score the answers in a file using the judge and print the results."""
     recipe = load_config(options.recipe) if options.recipe else None
     settings = recipe.rewards.judge if recipe else JudgeConfig()
     hang_timeout_s = (recipe.run if recipe else RunConfig()).hang_timeout_s
@@ -83,8 +83,8 @@ class _Answer:
 
 
 def _read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
-    """Read answers from a JSONL file. `rubric` is a file with criteria for the lines that have
-    none. Raises ValueError naming the file and the line."""
+    """Read answers from a JSONL file. `rubric` is a file with criteria for lines that don't have
+    their own. Raises ValueError naming the file and the line."""
     common: Mapping[str, Any] | None = None
     if rubric is not None:
         try:

@@ -127,7 +127,7 @@ _WORD = re.compile(r"(?<!\\)\b(?!sqrt|frac|pi|sin|cos|tan|log|ln|exp|cm|km|kg)[^
 
 
 def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
-    """Write a recipe, run `keel check` on it and return the exit status of the check.
+    """Write a recipe, run `keel check` on it and return the check's exit status.
 
     Raises ConfigError if the file already exists, or if a required value is missing and there is no
     terminal to ask for it.
@@ -169,7 +169,7 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
 
 
 def _values(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) -> dict[str, Any]:
-    """Return the values of the template."""
+    """Return the values to fill into the recipe template."""
     here = _count_gpus()
     gpus = ask("GPUs (0: none)", here, _at_least(0)) if flags.gpus is None else flags.gpus
     if gpus < 0 or flags.nodes < 1:
@@ -221,8 +221,8 @@ def _values(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) 
 def _choose_source(
     flags: argparse.Namespace, ask: Callable[..., Any], *, tiny: bool, terminal: bool
 ) -> tuple[str, str]:
-    """Return the data (a path or a name of the hub) and the task of reasoning_gym. At most one of
-    them is set; if neither is, the environment generates the tasks."""
+    """Return the data (a path or the name of a hub dataset) and the reasoning_gym task. At most one
+    of the two is set. If neither is, the environment generates the tasks."""
     if tiny and (flags.data or flags.environment):
         flag = f"--data {flags.data}" if flags.data else f"--environment {flags.environment}"
         raise ConfigError(f"{flag}: the tiny model knows some --task only. Name a --model")
@@ -262,7 +262,7 @@ def _generated_source(task: str, flags: argparse.Namespace, holdout: int) -> dic
 def _data_source(
     data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, holdout: int
 ) -> dict[str, Any]:
-    """Describe a file, a folder or a hub dataset after reading its first rows."""
+    """Describe a file, a folder or a hub dataset based on its first rows."""
     # Imported late: it takes half a second.
     from keel.data.rows import BadLine, data_extension, read_source_rows  # noqa: PLC0415
 
@@ -333,7 +333,7 @@ def _detect_judge(
     records: Sequence[Mapping[str, Any]], names: Sequence[str], answer: str
 ) -> tuple[str, str, str]:
     """Return how to judge completions ("mathematics", "text", a column in `_JUDGES`, or "" if
-    unknown), the answer column, and the marker before the answer."""
+    unknown), along with the answer column and the marker that precedes the answer."""
     if not answer and "answer" not in names:
         for name in _JUDGES:
             if name in names:
@@ -352,7 +352,8 @@ def _detect_judge(
 
 
 def _columns(names: Sequence[str], prompt: str, answer: str, judge: str) -> dict[str, str]:
-    """Map the columns, and exclude the others that would be a second prompt or a second judge."""
+    """Map the columns to Keel's names, excluding any others that would be read as a second prompt
+    or judge."""
     columns = {} if prompt in ("prompt", "messages") else {"prompt": prompt}
     if answer and answer != "answer":
         columns["answer"] = answer
@@ -369,7 +370,7 @@ def _mostly(flags: Sequence[bool]) -> bool:
 
 
 def _flatten(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the values of nested objects under dotted names such as `reward_model.ground_truth`."""
+    """Add the values in nested objects under dotted names such as `reward_model.ground_truth`."""
     inner = {
         f"{name}.{key}": each
         for name, value in record.items()
@@ -419,7 +420,8 @@ def _free(path: str) -> str:
 
 
 def _filled(values: Mapping[str, Any]) -> str:
-    """Fill the template: values as YAML, and the words of comments on one line."""
+    """Fill in the recipe template. Values are written as YAML, and text in comments is kept on one
+    line."""
     texts = {key: " ".join(str(value).split()) for key, value in values.items()}
     lines: list[str] = []
     for line in _TEMPLATE.splitlines():

@@ -28,7 +28,7 @@ def check_quickly(config: Config, command: str, later: Collection[Path] = ()) ->
     ConfigError as the full checks.
 
     Skips hub models, large files and the user's reward functions. `later` holds absolute paths that
-    do not exist yet because an earlier command of a pipeline will write them.
+    don't exist yet because an earlier command in a pipeline will write them.
     """
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
@@ -74,8 +74,8 @@ def check_quickly(config: Config, command: str, later: Collection[Path] = ()) ->
 
 def check_resume(config: Config, auto: Collection[str]) -> None:
     """Check that `keel train` can resume the run in `run.dir` with the current knobs. Raises
-    ConfigError if a knob that must stay the same has changed. `auto` lists the knobs chosen for the
-    hardware."""
+    ConfigError if a knob that must stay the same has changed. `auto` lists the knobs that were
+    chosen for the hardware."""
     folder = Path(config.run.dir).expanduser()
     saved = folder / "config.yaml"
     begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
@@ -88,7 +88,7 @@ def check_resume(config: Config, auto: Collection[str]) -> None:
 
 
 def _can_check_part(part: str) -> bool:
-    """Return whether a reward part can be checked without importing the user's code."""
+    """Return whether a reward part can be checked without importing any user code."""
     module, dot, _ = part.partition(".")
     if not dot or not module.isidentifier():
         return True

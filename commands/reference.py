@@ -119,7 +119,7 @@ class _Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Metric:
-    """A metric, or a family of metrics with a placeholder `<…>` in the name."""
+    """A metric, or a family of metrics with a placeholder `<…>` in its name."""
 
     name: str
     text: str
@@ -157,7 +157,7 @@ def _metrics() -> list[_Metric]:
 
 
 def find_metric(name: str) -> _Metric | None:
-    """Look up the metric `name`. If several families match, return the most specific one."""
+    """Look up the metric `name`. If it matches several families, return the most specific one."""
     matches = [
         metric
         for metric in _metrics()
@@ -292,8 +292,8 @@ def _normalize_name(name: str) -> str:
 
 
 def describe(name: str = "") -> str:
-    """Describe a section, knob or metric, or everything whose name contains `name`. Raises
-    ConfigError with a suggestion if nothing matches."""
+    """Describe a section, knob or metric, or everything with `name` in its name. Raises ConfigError
+    with a suggestion if nothing matches."""
     query = _normalize_name(name)
     if not query:
         return _overview()
@@ -396,8 +396,8 @@ the applicable metrics of this page. `<set>`, `<domain>` and `<part>` stand for 
 
 
 def pages() -> Mapping[str, str]:
-    """Generate the reference pages in docs/, keyed by file name. `coming-from.md` keeps its text
-    before the first table."""
+    """Generate the reference pages in docs/, keyed by file name. In `coming-from.md`, any text
+    before the first table is kept."""
     knobs, recipe = [_KNOBS], "train"
     for section in sections():
         if section.recipe != recipe:

@@ -28,7 +28,8 @@ from keel.trainer.run.trajectory_files import BATCHES, list_batches, read_batch,
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
-    """Repeat the training step on a saved batch and print the findings. Writes nothing to disk."""
+    """Rerun the training step on a saved batch and print the findings. Doesn't write anything to
+    disk."""
     folder = Path(run).expanduser()
     path = _find_batch(folder, step)
     groups, findings = read_batch(path)
@@ -89,7 +90,7 @@ def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
 
 def _find_batch(folder: Path, step: int | None) -> Path:
     """Find the batch saved at `step`, or the newest batch if no step is given. Raises ConfigError
-    if there is none."""
+    if there isn't one."""
     batches = {step_of(path): path for path in list_batches(folder)}
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: is not a run folder (no config.yaml)")

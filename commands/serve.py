@@ -35,8 +35,8 @@ them."""
 
 
 def _server_options(folder: Path, words: Sequence[str] = ()) -> dict[str, Any]:
-    """Return vLLM's options for the model in a run folder or model folder. A run's model uses the
-    sampling parameters of its recipe, and `words` are the user's `key=value` changes. Raises
+    """Return the vLLM options for the model in a run folder or model folder. A run's model uses the
+    sampling parameters from its recipe, and `words` holds the user's `key=value` overrides. Raises
     ConfigError if there is no exported model or an argument is invalid."""
     exported = (folder / "config.json").exists()
     run, path = (folder.resolve().parent, folder) if exported else (folder, folder / "model")
@@ -164,16 +164,16 @@ _HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D e
 
 
 class _ChatSession:
-    """A conversation with one model behind an OpenAI-compatible endpoint."""
+    """A conversation with a single model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, client: OpenAI, model: str) -> None:
         self._client, self._model = client, model
         self.messages: list[Any] = []
 
     def ask(self, text: str) -> None:
-        """Stream the answer to the terminal and append question and answer to the conversation.
-        Ctrl-C stops the answer and keeps the received part. If the endpoint fails, the question is
-        dropped and openai.OpenAIError is raised."""
+        """Stream the answer to the terminal, and append both the question and the answer to the
+        conversation. Ctrl-C stops the answer but keeps what has been received so far. If the
+        endpoint fails, the question is dropped and openai.OpenAIError is raised."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         try:
@@ -193,8 +193,8 @@ class _ChatSession:
 
 @contextmanager
 def _open_chat(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSession]:
-    """Open a chat with the model at `url`. Without a URL, serve the model in `folder` until the
-    context exits."""
+    """Open a chat with the model at `url`. If there is no URL, serve the model in `folder` until
+    the context exits."""
     if url:
         key = os.environ.get("VLLM_API_KEY", "none")
         with OpenAI(base_url=url, api_key=key, timeout=_REPLY_S, max_retries=0) as client:
@@ -228,11 +228,11 @@ def chat(
     gpu: bool,
     read: Callable[[str], str] = input,
 ) -> None:
-    """Answer `prompt` if given, otherwise every line that the user types until Ctrl-D. Without a
-    `url`, the model in `folder` is served during the chat.
+    """Answer `prompt` if given, or else every line the user types until Ctrl-D. Without a `url`,
+    the model in `folder` is served for the duration of the chat.
 
-    `read` returns the next line or raises EOFError. Raises ConfigError, or RuntimeError if the
-    server or the answer to `prompt` fails.
+    `read` returns the next line or raises EOFError. Raises ConfigError if the model can't be served
+    or reached, and RuntimeError if the server fails or `prompt` can't be answered.
     """
     with _open_chat(folder, url, gpu=gpu) as conversation:
         if prompt is not None:

@@ -35,8 +35,8 @@ async def _make_all(
     say: Callable[[str], object],
     stop: asyncio.Event,
 ) -> str:
-    """Create all tasks that are not in the ledger yet. Returns the reason for stopping early, or ""
-    if all were processed."""
+    """Create all tasks that aren't in the ledger yet. Returns the reason for stopping early, or ""
+    if all of them were processed."""
     remaining = [key for key in keys if key not in ledger.outcomes]
     if made := len(keys) - len(remaining):
         say(f"{made:,} of {len(keys):,} tasks already made")
@@ -107,7 +107,7 @@ async def _make_all(
 
 
 class _Pipeline(Protocol):
-    """Creates the tasks of one family. Used as an async context manager."""
+    """Creates one family of tasks. Used as an async context manager."""
 
     keys: Sequence[str]
     """Keys of all tasks, in order. The same settings always give the same keys."""
@@ -146,7 +146,7 @@ def _open_pipeline(
 
 def synthesize(config: SynthesisConfig) -> int:
     """Create the tasks. Returns exit status 0 if all are done, or 1 if it stopped early. Raises
-    ConfigError if the recipe or folder cannot be used."""
+    ConfigError if the recipe or folder can't be used."""
     return asyncio.run(_synthesize(config))
 
 
@@ -201,8 +201,8 @@ def _leave(number: int, _: object) -> None:
 
 
 def _task_settings(config: SynthesisConfig) -> dict[str, Any]:
-    """Return the settings that affect the tasks: all except authors and budget, which can change
-    when the command is repeated."""
+    """Return the settings that affect the tasks, which are all except authors and budget. Those can
+    change when the command is rerun."""
     section = asdict(getattr(config, config.family))
     return {"family": config.family, "seed": config.seed, **section}
 

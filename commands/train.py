@@ -44,8 +44,9 @@ _Drive = Callable[[Runtime, RunFolder, View, int], int]
 def train(
     recipe: str, overrides: Sequence[str], *, drive: _Drive | None = None, again: str = ""
 ) -> None:
-    """Train on the recipe, or resume its run. The loop is `drive` if given, otherwise `run_loop`.
-    `again` is text that tells the user how to resume if repeating the command is not enough."""
+    """Run the training that the recipe describes, or resume it. `drive` runs the training loop
+    (`run_loop` by default). `again` is the hint printed for resuming, if rerunning the command
+    isn't enough."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     _run_task(
@@ -65,8 +66,8 @@ def _run_task(
     *,
     again: str = "",
 ) -> None:
-    """Run a prepared task in its folder: `start` starts its actors and `drive` runs its loop. After
-    a failure, restart the task with a layout that fits the cluster's remaining resources."""
+    """Run a prepared task in its folder. `start` starts its actors, and `drive` runs its loop.
+    After a failure, restart the task with a layout that fits the cluster's remaining resources."""
     layouts = ElasticLayouts(
         task.config,
         Path(task.config.run.dir).expanduser(),
@@ -97,8 +98,8 @@ def run_loop(
     *,
     should_end: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run `keel.trainer.loop.train` on the started actors and return the last finished step. If
-    `should_end` returns true after a step, save a checkpoint and end the run."""
+    """Run `keel.trainer.loop.train` on the started actors and return the last completed step. If
+    `should_end` returns True after a step, save a checkpoint and end the run."""
     config, dataset, learner = runtime.task.config, runtime.task.dataset, runtime.learner
     failures: list[Exception] = []
 
@@ -106,8 +107,8 @@ def run_loop(
         return interrupt() or bool(journal.ends) or should_end() or bool(failures)
 
     def handle_failure(error: Exception) -> bool:
-        """Record the error and end the run with a checkpoint. Return False without recording it if
-        the learner was lost and can no longer save one."""
+        """Record the error and end the run with a checkpoint. Returns False, without recording it,
+        if the learner was lost and can no longer save one."""
         if isinstance(error, LOST) or lost_reason():
             return False
         failures.append(error)
@@ -297,7 +298,7 @@ def _check_writable(task: Task | SftTask) -> list[str]:
 
 def _run_folder(tasks: Sequence[Task | SftTask]) -> RunFolder:
     """Return the run folder of the first task in `tasks` that can resume it. If none can, raise the
-    first task's ConfigError."""
+    ConfigError from the first task."""
     errors: list[ConfigError] = []
     for task in tasks:
         folder = RunFolder(task.config, task.tokenizer_digest)

@@ -45,11 +45,11 @@ def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return a recipe without its `auto` knobs, and the names of these knobs. The schema's defaults
-    apply to these knobs until Keel chooses their values.
+    """Return a recipe without its `auto` knobs, along with their names. The schema's defaults apply
+    to these knobs until Keel chooses values for them.
 
-    If the recipe's other knobs rule out a default, the smallest valid value is set instead, so that
-    the config is valid.
+    If the recipe's other knobs rule out a default, the smallest valid value is used instead, so
+    that the config is valid.
     """
     rest, auto = dict(tree), set[str]()
     for knob in AUTO_KNOBS:
@@ -65,7 +65,7 @@ def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str
 
 
 def _smallest_valid(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the smallest value of each `auto` knob that the other knobs permit."""
+    """Return the smallest value of each `auto` knob that the other knobs allow."""
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
     widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
     ranks = math.lcm(*(n for n in widths if type(n) is int and n > 0))

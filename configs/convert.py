@@ -70,13 +70,13 @@ _INVALID: Any = object()
 
 @cache
 def knob_types(section: type) -> Mapping[str, Any]:
-    """Map the knobs of a section to their types. Cached because evaluating annotations is slow."""
+    """Map a section's knobs to their types. Cached because evaluating annotations is slow."""
     return get_type_hints(section)
 
 
 def section_type(hint: Any) -> type | None:
-    """Return the dataclass in the type `X`, `X | None` or `tuple[X, ...]`, or None if there is no
-    dataclass."""
+    """Return the dataclass in the type `X`, `X | None` or `tuple[X, ...]`, or None if there isn't
+    one."""
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
     if get_origin(hint) in (Union, UnionType):
@@ -85,7 +85,7 @@ def section_type(hint: Any) -> type | None:
 
 
 def _knob_paths(section: type, prefix: str = "") -> Iterator[str]:
-    """Yield the full path of every knob, with list entries as `[]`: `sources[].name`."""
+    """Yield the full path of every knob. List entries are written as `[]`: `sources[].name`."""
     for name, hint in knob_types(section).items():
         nested = section_type(hint)
         if nested is None or get_origin(hint) in (Union, UnionType):
@@ -95,7 +95,7 @@ def _knob_paths(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def split_section(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
-    """Split the value of a section into its knobs. Yields any other value unchanged."""
+    """Split a section's value into its knobs. Any other value is yielded unchanged."""
     hint: Any = root
     for step in steps:
         section = section_type(hint)
@@ -142,9 +142,9 @@ def build_config(
 ) -> T:
     """Build a config of type `root` from plain data.
 
-    `where` maps each dotted key to the "file:line" or the override that set it; errors in all other
-    keys refer to `recipe`. Raises ConfigError with one line per wrong key or type, or with the
-    first broken rule if all keys and types are right.
+    `where` maps each dotted key to the "file:line" or override that set it. Errors about any other
+    key refer to `recipe`. Raises ConfigError with one line per wrong key or type. If all keys and
+    types are right, the error reports the first rule that is broken.
     """
     builder = _Builder(root, where, recipe)
     built = builder.section(root, tree, "", "")
@@ -154,10 +154,10 @@ def build_config(
 
 
 class _Builder:
-    """Builds the dataclasses of a recipe and collects errors.
+    """Builds a recipe's dataclasses and collects errors.
 
-    Methods take two names for each position: `at` for messages, and `key` for looking up its
-    origin. The names differ for list entries: `sources[sums]` and `sources.0`.
+    Methods take two names for each position: `at` for error messages, and `key` for looking up
+    where it was set. The two differ for list entries: `sources[sums]` and `sources.0`.
     """
 
     def __init__(self, root: type, where: Mapping[str, str], recipe: str) -> None:
@@ -285,8 +285,8 @@ def _joined(path: str, name: str) -> str:
 
 
 def _as_float(value: Any) -> float | None:
-    """Convert a value to a float. YAML reads some numbers as text, such as `1e-6`, which has no
-    dot."""
+    """Convert a value to a float. YAML reads some numbers as text, such as `1e-6`, because it has
+    no dot."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -324,7 +324,7 @@ def other_frameworks() -> dict[str, dict[str, Any]]:
 
 @cache
 def foreign_names(kind: Literal["words", "metrics"]) -> tuple[_ForeignName, ...]:
-    """Return the names of all knobs (`words`) or `metrics` of other frameworks."""
+    """Return all names that other frameworks use for knobs (`words`) or `metrics`."""
     names: list[_ForeignName] = []
     for framework, table in other_frameworks().items():
         for name, value in table.get(kind, {}).items():
@@ -336,8 +336,8 @@ def foreign_names(kind: Literal["words", "metrics"]) -> tuple[_ForeignName, ...]
 
 
 def foreign_hint(path: str) -> str:
-    """Return the Keel equivalent of another framework's knob with the dotted `path`, or "" if the
-    knob is unknown."""
+    """Return Keel's equivalent of another framework's knob at the dotted `path`, or "" if the knob
+    is unknown."""
     names, key = foreign_names("words"), path.rpartition(".")[2]
     matches = [name for name in names if name.name in (path, key)]
     matches = matches or [name for name in names if name.name.endswith(f".{key}")]

@@ -44,7 +44,7 @@ _ABSENT = "(absent)"
 
 
 def is_resumable(knob: str) -> bool:
-    """Return whether this knob can change when a run resumes."""
+    """Return whether this knob may be changed when a run resumes."""
     return knob in RESUMABLE_KNOBS or knob.startswith(_IGNORED_SECTIONS)
 
 
@@ -71,13 +71,14 @@ def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
 
 
 def diff_configs(a: Config, b: Config) -> list[str]:
-    """Return the paths of all knobs with different values, in schema order."""
+    """Return the paths of all knobs whose values differ, in schema order."""
     left, right = flatten_config(a), flatten_config(b)
     return [k for k in left | right if left.get(k, _ABSENT) != right.get(k, _ABSENT)]
 
 
 def learning_rate_changes(saved: Config, new: Config) -> list[str]:
-    """Describe changes to the learning rate, one per line, such as `trainer.lr 1e-06 → 5e-07`."""
+    """Describe any changes to the learning rate, one per line, such as `trainer.lr 1e-06 →
+    5e-07`."""
     old, now = flatten_config(saved), flatten_config(new)
     return [f"{knob} {old[knob]} → {now[knob]}" for knob in _STEPPING if old[knob] != now[knob]]
 
@@ -85,9 +86,9 @@ def learning_rate_changes(saved: Config, new: Config) -> list[str]:
 def check_resumable(
     saved: Config, new: Config, folder: str, *, of: tuple[str, ...] = ("",)
 ) -> None:
-    """Check that the run in `folder` would still optimise the same objective with the new config.
-    Only knobs with a prefix in `of` are compared. Raises ConfigError with the old and new value of
-    each knob that must not change."""
+    """Check that the run in `folder` would still optimize the same objective with the new config.
+    Only knobs that start with one of the prefixes in `of` are compared. Raises ConfigError with the
+    old and new values of each knob that must not change."""
     old, now = flatten_config(saved), flatten_config(new)
     # Sources that neither config trains on, such as the one from `eval.file`, may change.
     sources = [(config, source) for config in (saved, new) for source in config.data.sources]

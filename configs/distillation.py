@@ -11,7 +11,7 @@ from keel.configs.sections.base import Section, knob, require, require_unique
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialistConfig(Section):
-    """Settings for a model that is trained with `recipe` on some of the recipe's sources."""
+    """Settings for a model trained with `recipe` on some of the recipe's sources."""
 
     name: str
     """Name of the specialist's folder. It may contain letters, digits, `_`, `+` and `-`."""
@@ -32,7 +32,8 @@ class SpecialistConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectConfig(Section):
-    """Settings for selecting the specialists' completions for supervised distillation."""
+    """Settings for selecting which of the specialists' completions to use for supervised
+    distillation."""
 
     PATH = "select"
 
@@ -56,7 +57,7 @@ class SelectConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(Section):
-    """The recipe for `keel distill`. It trains specialists, selects their completions, distills
+    """The recipe for `keel distill`, which trains specialists, selects their completions, distills
     them into one model, runs mixed RL, and evaluates each model by domain (DeepSeek-V3.2, section
     3)."""
 

@@ -12,7 +12,7 @@ from keel.configs.schema import Config
 
 
 def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
-    """Return every knob of `config` as YAML. Loading it with `load_config` gives an equal `Config`.
+    """Return every knob in `config` as YAML. Loading it with `load_config` gives an equal `Config`.
     Knobs in `auto` are written as `auto` (`keel.configs.auto`)."""
     tree = escape_references(asdict(config))
     for section, _, name in (knob.partition(".") for knob in auto):
@@ -37,7 +37,7 @@ _SafeDumper = cast(type[yaml.SafeDumper], getattr(yaml, "CSafeDumper", yaml.Safe
 
 
 class _Dumper(_SafeDumper):
-    """A YAML dumper that also quotes strings which only recipes read as numbers, such as 1e-6."""
+    """A YAML dumper that also quotes strings that only recipes read as numbers, such as 1e-6."""
 
     def text(self, data: str) -> yaml.Node:
         style = "'" if data and data[0] in "+-.0123456789" else None
@@ -49,7 +49,7 @@ _Dumper.add_representer(str, _Dumper.text)
 
 
 def escape_references(value: Any) -> Any:
-    """Escape every literal `${` in a value, so that it is not read as a reference."""
+    """Escape every literal `${` in a value so that it isn't read as a reference."""
     if isinstance(value, dict):
         return {k: escape_references(v) for k, v in cast(dict[str, Any], value).items()}
     if isinstance(value, (list, tuple)):

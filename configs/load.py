@@ -55,7 +55,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load the recipe at `path` and apply `key=value` overrides in order. `path` is a file, or the
     bare name of a recipe that comes with Keel.
 
-    Keys of overrides are dotted. List entries are addressed by index or name:
+    Override keys are dotted. List entries are addressed by index or name:
     `data.sources[chain_sum].size=64`. The dotted name of a reward function is a single key:
     `data.sources.0.rewards.my_rewards.brief=0.5`. Values are YAML.
 
@@ -65,8 +65,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
-    """Load a recipe like `load_config`, and also return the names of its `auto` knobs
-    (`keel.configs.auto`). In the config, these knobs have their defaults for a CPU."""
+    """Load a recipe like `load_config`, but also return the names of its `auto` knobs
+    (`keel.configs.auto`). In the config, these knobs have their CPU defaults."""
     tree, where, recipe = _tree(Config, Path(path), overrides)
     tree, auto = without_auto(tree)
     return build_config(Config, tree, where, recipe), auto
@@ -151,10 +151,11 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge `above` into `below`. Sections are merged recursively, and all other values replaced.
+    """Merge `above` into `below`. Sections are merged recursively, and all other values are
+    replaced.
 
-    OmegaConf's own merge is not used because it fails if a section replaces a list. The schema
-    reports that error clearly.
+    OmegaConf's own merge isn't used because it fails when a section replaces a list. Keel reports
+    this mistake more clearly when it checks the recipe against the schema.
     """
     both = dict(below)
     for key, value in above.items():
@@ -193,7 +194,7 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
 def _read_layers(
     path: Path, trail: tuple[Path, ...], folder: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the layers of a recipe (base recipes first) and the origin of each key."""
+    """Return a recipe's layers (base recipes first) and where each key comes from."""
     path, real = resolved(path)
     if real in trail:
         raise ConfigError(f"{path}: `defaults` is circular")
@@ -229,8 +230,8 @@ def _read_layers(
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as in Python: 1e-6 is a number, and 1:30, 010 and dates are text. Duplicate
-    keys are errors."""
+    """Reads numbers the way Python does: 1e-6 is a number, but 1:30, 010 and dates are text.
+    Duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set[str]()
@@ -249,8 +250,8 @@ for _first in "-+.0123456789":
 
 
 def _parse_yaml(text: str) -> tuple[Any, yaml.Node | None]:
-    """Parse YAML to plain data and its root node. Raises yaml.YAMLError if the YAML is invalid, and
-    ValueError if a number is too long."""
+    """Parse YAML into plain data and its root node. Raises yaml.YAMLError if the YAML is invalid,
+    and ValueError if a number is too long."""
     loader: Any = _Loader(text)
     root: yaml.Node | None = loader.get_single_node()
     return root and loader.construct_document(root), root
@@ -259,7 +260,7 @@ def _parse_yaml(text: str) -> tuple[Any, yaml.Node | None]:
 # Cached, because parsing dominates loading and tests load the same recipes many times.
 @lru_cache(maxsize=64)
 def _parse_recipe(text: str) -> tuple[Any, Sequence[tuple[str, yaml.Node, int]]]:
-    """Parse a recipe to plain data, and the dotted key, node and line of each value."""
+    """Parse a recipe into plain data, along with the dotted key, node and line of each value."""
     data, root = _parse_yaml(text)
     nodes = list(islice(_nodes(root), _MOST_VALUES))
     if len(nodes) == _MOST_VALUES:
@@ -285,7 +286,7 @@ def _reason(error: Exception) -> str:
 
 
 def _explain_reference(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
-    """Return an error message for a reference that cannot be resolved, or for a value left as
+    """Return an error message for a reference that can't be resolved, or for a value left as
     `???`."""
     key = error.full_key or ""
     reason = str(error).strip().partition("\n")[0]
@@ -293,8 +294,8 @@ def _explain_reference(error: OmegaConfBaseException, where: Mapping[str, str], 
 
 
 def split_overrides(overrides: Sequence[str]) -> list[str]:
-    """Split each override of a whole section into one per knob: `run={steps: 3, seed: 1}` becomes
-    `run.steps=3` and `run.seed=1`. Raises ConfigError if an override is malformed."""
+    """Split each override of a whole section into one override per knob: `run={steps: 3, seed: 1}`
+    becomes `run.steps=3` and `run.seed=1`. Raises ConfigError if an override is malformed."""
     parts: list[str] = []
     for override in overrides:
         steps, value, _ = _parse_override(override)

@@ -16,7 +16,7 @@ _JINJA = ("{{", "{%")
 
 def data_path(text: str) -> Path:
     """Resolve the path of a data file in a recipe, whether or not the file exists. Relative paths
-    start in the current folder. If `configs/…` does not exist there, it can refer to a file that
+    start from the current folder. If `configs/…` doesn't exist there, it can refer to a file that
     comes with Keel. Raises ConfigError if `~name` refers to an unknown user."""
     try:
         path = Path(text).expanduser()
@@ -29,7 +29,7 @@ def data_path(text: str) -> Path:
 
 def read_template(value: str, knob: str) -> str:
     """Return the Jinja template in a knob, which holds either its text or the path of a file.
-    Raises ConfigError if the file cannot be read."""
+    Raises ConfigError if the file can't be read."""
     if not value or any(mark in value for mark in _JINJA):
         return value
     try:
@@ -45,7 +45,8 @@ def read_template(value: str, knob: str) -> str:
 
 
 def unwritable(folder: Path) -> str:
-    """Return the reason why a run cannot write to its folder, or "" if it can. Creates nothing."""
+    """Return the reason why a run can't write to its folder, or "" if it can. Doesn't create
+    anything."""
     path = folder.absolute()
     try:
         parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())
@@ -81,17 +82,16 @@ _NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", 
 
 
 def shipped_recipes(folder: str = "") -> dict[str, Path]:
-    """Return the recipes that come with Keel for a command, as a mapping from bare names to
-    files."""
+    """Return the recipes that come with Keel for a command, mapping bare names to files."""
     folders = (folder,) if folder else (folder, _HARDWARE)
     files = sorted(file for each in folders for file in _RECIPES.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
 
 
 def find_recipe(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
-    """Resolve a recipe path: a run folder to its config.yaml, and a bare name to the recipe that
-    comes with Keel, unless a file with that name exists. Returns any other path unchanged, or
-    `otherwise` if given."""
+    """Resolve a recipe path: a run folder becomes its config.yaml, and a bare name becomes the
+    recipe that comes with Keel, unless a file with that name exists. Any other path is returned
+    unchanged, or replaced by `otherwise` if given."""
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
     known = None if path.exists() else shipped_recipes(folder).get(str(path))
@@ -99,7 +99,7 @@ def find_recipe(path: Path, folder: str = "", otherwise: Path | None = None) -> 
 
 
 def resolved(path: Path) -> tuple[Path, Path]:
-    """Return a path with `~` expanded, before and after resolving symbolic links. Raises
+    """Expand `~` in a path and return it both before and after resolving symbolic links. Raises
     ConfigError if the path is invalid."""
     try:
         path = path.expanduser()
@@ -109,7 +109,7 @@ def resolved(path: Path) -> tuple[Path, Path]:
 
 
 def read_recipe(path: Path, folder: str) -> str:
-    """Read a recipe file. Raises ConfigError with a suggestion if it does not exist."""
+    """Read a recipe file. Raises ConfigError with a suggestion if the file doesn't exist."""
     if not path.is_file():
         problem = "is a folder; name a YAML file" if path.is_dir() else "no such file"
         raise ConfigError(f"{path}: {problem}{_hint(path, folder)}")
@@ -132,7 +132,7 @@ def _hint(path: Path, folder: str) -> str:
 
 
 def list_recipes(name: str = "") -> str:
-    """List all recipes with one line each, or return the text of the recipe `name`. Raises
+    """List all recipes, each with a description, or return the text of the recipe `name`. Raises
     ConfigError if it is unknown."""
     if name:
         for folder in _FOLDERS:

@@ -171,10 +171,10 @@ class Config(Section):
         self.require(ok, "agents.summary_tokens", rule)
 
     def calls_in_thinking(self, source: SourceConfig) -> bool:
-        """Return whether episodes of this source call tools inside the thinking.
+        """Return whether this source's episodes call tools inside the thinking.
 
-        True if the `system_template` is tools-in-thinking, or if `agents.tools_in_thinking` is set
-        and the template is not tools. Always False for a source without thinking.
+        True if `system_template` is `tools-in-thinking`, or if `agents.tools_in_thinking` is set
+        and the template isn't `tools`. Always False for a source without thinking.
         """
         template = source.system_template
         inside = self.agents.tools_in_thinking and template != "tools"
@@ -187,7 +187,7 @@ class Config(Section):
 
     @property
     def window(self) -> int:
-        """Maximum number of tokens in an episode's context window, including sampled tokens."""
+        """Maximum number of tokens in an episode's context window, including sampled ones."""
         return self.agents.window or self._longest_completion
 
     @property
@@ -229,8 +229,8 @@ class Config(Section):
         return self.rollout.dtype or self.model.dtype
 
     def budget(self, domain: str) -> BudgetConfig:
-        """Return the limits of a domain with defaults filled in. Only max_sampled_tokens can still
-        be 0, which means no limit."""
+        """Return a domain's limits with defaults filled in. Only max_sampled_tokens can still be 0,
+        which means no limit."""
         limits, agents = self.data.budgets_by_domain[domain], self.agents
         return BudgetConfig(
             max_tokens=limits.max_tokens or self.rollout.sampling.max_tokens,
@@ -273,7 +273,7 @@ class Config(Section):
 
     def sampling(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
         """Return the sampling parameters for training or evaluation, with the completion limit of
-        `domain` if given. Limits of single turns are in `budget`."""
+        `domain` if given. For limits on single turns, see `budget`."""
         most = self.budget(domain).max_tokens if domain else self.rollout.sampling.max_tokens
         sampling = replace(self.rollout.sampling, max_tokens=most)
         if purpose == "train":
@@ -297,8 +297,8 @@ class Config(Section):
 
     @property
     def group_timeout_s(self) -> float:
-        """Maximum time in seconds to wait for the next group to finish, including the time to
-        replace an unresponsive engine and sample its groups again."""
+        """Maximum time in seconds to wait for the next group to finish, including the time it takes
+        to replace an unresponsive engine and resample its groups."""
         silent = 2 * self.rollout.silent_s
         started = self.run.startup_timeout_s + self.sending_timeout_s
         return silent + started + self.scoring_timeout_s + self._environment_timeout_s
@@ -306,7 +306,8 @@ class Config(Section):
     @property
     def _environment_timeout_s(self) -> float:
         """Maximum time in seconds that an environment adds to an episode: opening, replies and
-        grading, plus the wait for an engine if there are more open episodes than engine slots."""
+        grading, plus waiting for an engine if more episodes are open than there are engine
+        slots."""
         times = [
             source.environment.open_s
             + source.environment.verdict_s
@@ -321,6 +322,6 @@ class Config(Section):
     @property
     def sending_timeout_s(self) -> float:
         """Maximum time in seconds for a trainer rank to send weights. The rank's engines finish
-        their requests at the same time, then receive the weights one after another."""
+        their requests at the same time but receive the weights one after another."""
         engines_per_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
         return (1 + engines_per_rank) * self.rollout.update_timeout_s

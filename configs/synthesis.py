@@ -15,7 +15,7 @@ _MOST_ANSWERERS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSourceConfig(Section):
-    """Settings for a git repository from which to make tasks."""
+    """Settings for a git repository to make tasks from."""
 
     PATH = "code.sources[]"
 
@@ -51,7 +51,7 @@ class CodeSourceConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTasksConfig(Section):
-    """Settings for tasks made from code changes with tests. Candidates outside a limit are
+    """Settings for tasks made from code changes with tests. Candidates that exceed a limit are
     rejected."""
 
     PATH = "code"
@@ -102,7 +102,7 @@ class CodeTasksConfig(Section):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralConfig(Section):
     """Settings for general agent tasks: a database, tools for it, and tasks of increasing
-    difficulty. DeepSeek-V3.2 (2025), section 3.2.3."""
+    difficulty (DeepSeek-V3.2 (2025), section 3.2.3)."""
 
     PATH = "general"
 
@@ -156,8 +156,8 @@ def slug(category: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswererConfig:
-    """Settings for an agent that attempts each question. Questions that one of these agents answers
-    correctly are too easy and are rejected."""
+    """Settings for an agent that attempts each question. Questions that any of these agents answers
+    correctly are too easy and get rejected."""
 
     system: str = ""
     """Additional system prompt."""
@@ -171,8 +171,8 @@ class AnswererConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTasksConfig(Section):
     """Settings for questions about rare entities. A question is kept if every answering agent gets
-    it wrong and a verification agent confirms its reference answer. DeepSeek-V3.2 (2025), section
-    3.2.3."""
+    it wrong and a verification agent confirms the reference answer. See DeepSeek-V3.2 (2025),
+    section 3.2.3."""
 
     PATH = "search"
 
@@ -235,8 +235,8 @@ class SearchTasksConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthorConfig(Section):
-    """Settings for a model behind an OpenAI-compatible endpoint that writes, solves or checks
-    tasks."""
+    """Settings for a model that writes, solves or checks tasks, served by an OpenAI-compatible
+    endpoint."""
 
     PATH = "author"
 
@@ -270,7 +270,7 @@ class AuthorConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig(Section):
-    """Limits for all calls together, including earlier starts in the same folder."""
+    """Limits on all calls combined, including those from earlier starts in the same folder."""
 
     PATH = "budget"
 
@@ -337,6 +337,6 @@ class SynthesisConfig(Section):
 
 
 def affects_tasks(knob: str) -> bool:
-    """Return whether this knob affects the tasks. If so, it must not change for an existing
+    """Return whether this knob affects the tasks. Knobs that do can't be changed for an existing
     folder."""
     return knob.partition(".")[0] in {"family", "seed", *get_args(_Family)}

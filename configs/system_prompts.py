@@ -41,9 +41,9 @@ def system_prompt(
 ) -> str:
     """Return a built-in system prompt, or "" for the template "none".
 
-    `tools` holds the names of the available tools. If `python` is one of them, a paragraph explains
-    it. `calls` is the maximum number of calls inside the thinking block, and `seconds` the time
-    limit per cell.
+    `tools` lists the names of the available tools. If `python` is among them, the prompt includes a
+    paragraph that explains it. `calls` is the maximum number of calls inside the thinking block,
+    and `seconds` is the time limit per cell.
     """
     prompt = {
         "none": "",
@@ -56,7 +56,8 @@ def system_prompt(
 
 
 def with_system(text: str, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Add `text` as a system message at the start, or prepend it to an existing one."""
+    """Insert `text` as a system message at the start, or prepend it to the existing system
+    message."""
     if not text:
         return tuple(messages)
     if messages and messages[0].get("role") == "system":

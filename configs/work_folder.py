@@ -17,11 +17,11 @@ _SETTINGS = "settings.json"
 
 
 class WorkFolder:
-    """A context manager that creates and locks the output folder of a command."""
+    """A context manager that creates and locks a command's output folder."""
 
     def __init__(self, path: Path, knob: str, work: str) -> None:
         """Set up the object without creating the folder. Error messages name the setting `knob` and
-        describe the command's activity as `work`."""
+        use `work` to describe what the command does."""
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:
@@ -45,8 +45,8 @@ class WorkFolder:
         return ConfigError(f"{self._label}: {reason}")
 
     def changed(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return one line per difference from the recorded settings, or [] if nothing is recorded.
-        Raises ConfigError if the recorded settings cannot be read."""
+        """Return one line for each difference from the recorded settings, or [] if nothing has been
+        recorded. Raises ConfigError if the recorded settings can't be read."""
         path = self.path / _SETTINGS
         if not path.exists():
             return []
@@ -72,8 +72,8 @@ class WorkFolder:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
 
     def lines(self, name: str) -> _JsonLines:
-        """Open a JSON-lines file for appending, after removing an incomplete last line. Raises
-        ConfigError if the file cannot be opened."""
+        """Open a JSON Lines file for appending, after removing any incomplete last line. Raises
+        ConfigError if the file can't be opened."""
         try:
             file = self._stack.enter_context((self.path / name).open("a+b"))
             file.seek(0)
@@ -84,7 +84,7 @@ class WorkFolder:
 
 
 class _JsonLines:
-    """A JSON-lines file that is flushed after every line."""
+    """A JSON Lines file that is flushed after every line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

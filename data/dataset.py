@@ -30,7 +30,7 @@ class _SourceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """All prompts of a run, split into training and held-out prompts."""
+    """All of a run's prompts, split into training and held-out prompts."""
 
     train: Stream[Prompt]
     heldout: Mapping[str, tuple[Prompt, ...]]
@@ -57,10 +57,10 @@ def load_dataset(
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Dataset:
     """Read every source, remove duplicate questions, and split off the held-out prompts. A question
-    held out by one source is not used for training in any other.
+    held out by one source isn't used for training in any other.
 
     `count_tokens` returns the length of a rendered prompt. `check_reward` and `hub_answers` are
-    passed to `load_jsonl`. Raises ConfigError if a source cannot be read or has too few distinct
+    passed on to `load_jsonl`. Raises ConfigError if a source can't be read or has too few distinct
     questions, or if a prompt is too long (under `long_prompts: error`).
     """
 
@@ -195,7 +195,7 @@ def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
 
 
 def source_warnings(config: Config, dataset: Dataset) -> list[str]:
-    """Return warnings about unused columns and about prompts that appear more than once in a
+    """Return warnings about unused columns and about prompts that occur more than once in a
     batch."""
     lines: list[str] = []
     for source in config.data.sources:
@@ -216,7 +216,7 @@ def source_warnings(config: Config, dataset: Dataset) -> list[str]:
 
 
 def source_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Describe each source, its prompts and its limits, as lines of text."""
+    """Describe each source along with its prompts and limits, as lines of text."""
     lines: list[str] = []
     for source in config.data.sources:
         report = dataset.report[source.name]

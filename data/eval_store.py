@@ -41,7 +41,7 @@ RIGHT = "(right)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledPrompt:
-    """A prompt with the completions sampled for it in one variant."""
+    """A prompt and the completions sampled for it in one variant."""
 
     variant: str
     source: str
@@ -71,7 +71,7 @@ class SampledPrompt:
 
     @property
     def steps(self) -> list[int | None]:
-        """Number of turns in each completion, or None if it did not finish or has no turns."""
+        """Number of turns in each completion, or None if it didn't finish or has no turns."""
         ended = [s.get("turns") if s["finish_reason"] == "stop" else None for s in self.samples]
         return ended + [None] * len(self.missing)
 
@@ -91,13 +91,13 @@ def collect_samples(
     *,
     tokenizer: str = "",
 ) -> SampledPrompt:
-    """Collect the completions of one prompt. `answer` extracts a completion's final answer in a
-    comparable form, or "". `thinking` returns its thinking length, and `tokenizer` is a digest of
-    the policy's tokenizer, if known."""
+    """Collect a prompt's completions. `answer` extracts a completion's final answer in a form that
+    can be compared, or "". `thinking` returns the length of its thinking. `tokenizer` is a digest
+    of the policy's tokenizer, if known."""
 
     def messages_and_record(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
-        """Return the messages of a completion and its record for `keel sft`. The record also holds
-        the prompt's messages (`asked`), or all conversations of an agent program."""
+        """Return a completion's messages and its record for `keel sft`. The record also holds the
+        prompt's messages (`asked`), or all conversations of an agent program."""
         record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
         if trajectory.dialogues:
             return {"messages": [dict(m) for m in trajectory.messages], "record": record}
@@ -134,7 +134,7 @@ def collect_samples(
 
 
 def read_evaluation(folder: Path) -> list[SampledPrompt]:
-    """Read `samples.jsonl`. Raises ConfigError with the file and line number of a malformed
+    """Read `samples.jsonl`. Raises ConfigError with the file name and line number of a malformed
     line."""
     return read_records(
         folder / "samples.jsonl", parse_sample, "an evaluation (a folder of keel eval)"
@@ -142,7 +142,7 @@ def read_evaluation(folder: Path) -> list[SampledPrompt]:
 
 
 def to_trajectory_record(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a completion to a trajectory record for `keel sft`."""
+    """Convert a completion into a trajectory record for `keel sft`."""
     record = dict(sample["record"])
     prompt = record.pop("asked", [])
     messages = record.pop("messages", None) or [*prompt, *sample["messages"]]
@@ -151,7 +151,7 @@ def to_trajectory_record(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_sample(line: Any) -> SampledPrompt:
-    """Parse one line of `samples.jsonl`. Raises ValueError if it is malformed."""
+    """Parse a line of `samples.jsonl`. Raises ValueError if it is malformed."""
     try:
         return SampledPrompt(**line)
     except TypeError as error:
@@ -159,7 +159,7 @@ def parse_sample(line: Any) -> SampledPrompt:
 
 
 class EvaluationFolder:
-    """The results folder of an evaluation, locked while used as a context manager."""
+    """The results folder of an evaluation. Use it as a context manager to keep it locked."""
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
         self._given = bool(config.eval.dir)
@@ -203,8 +203,8 @@ class EvaluationFolder:
         self._opened.close()
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts that have not been sampled in this variant yet. Raises ConfigError if
-        a sampled prompt has the same ID but different text."""
+        """Return the prompts not yet sampled in this variant. Raises ConfigError if a sampled
+        prompt has the same ID but different text."""
         known = {one.id: one.digest for one in self.asked if one.variant == variant}
         for prompt in prompts:
             if known.get(prompt.prompt_id, prompt_digest(prompt)) != prompt_digest(prompt):

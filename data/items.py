@@ -17,7 +17,7 @@ MAX_MALFORMED = 1000  # number of malformed lines after which reading stops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A prompt and its location in the data."""
+    """A prompt and where it comes from in the data."""
 
     prompt: Prompt
     origin: str  # location of the prompt for messages: `file:line`, or the task and index
@@ -27,8 +27,8 @@ class Item:
 
     @property
     def question(self) -> str:
-        """Digest of the question, ignoring ID, source, template, system message and white space.
-        Prompts with the same question are either all used for training or all held out."""
+        """A digest of the question, ignoring ID, source, template, system message and whitespace.
+        Prompts that share a question are either all used for training or all held out."""
         return question_digest(self.bare or self.prompt.messages)
 
     @property
@@ -38,7 +38,7 @@ class Item:
 
 
 def question_digest(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest of the messages, ignoring system messages and white space."""
+    """Return a digest of the messages, ignoring system messages and whitespace."""
     question = [dict(m) for m in messages if m.get("role") != "system"]
     for message in question:
         message["content"] = " ".join(str(message.get("content") or "").split())
@@ -54,13 +54,13 @@ class Loaded:
 
 
 def first_lines(lines: Sequence[str], limit: int = 10) -> list[str]:
-    """Return the first `limit` lines. If there are more, another line says how many."""
+    """Return the first `limit` lines. If there are more, add a line saying how many."""
     more = len(lines) - limit
     return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
 
 def malformed_error(lines: Sequence[str], knob: str) -> ConfigError:
-    """Create an error that lists malformed lines with their locations."""
+    """Create an error that lists the malformed lines and their locations."""
     cure = "repair it, or set on_bad_line: skip"
     if len(lines) == 1:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")
@@ -70,7 +70,7 @@ def malformed_error(lines: Sequence[str], knob: str) -> ConfigError:
 
 def read_records(path: Path, parse: Callable[[Any], _R], kind: str) -> list[_R]:
     """Parse the lines of a file written by Keel, ignoring an incomplete last line. Raises
-    ConfigError with the file and line number of a malformed line."""
+    ConfigError with the file name and line number of a malformed line."""
     records: list[_R] = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -90,7 +90,7 @@ def make_prompt(
     messages: Sequence[Mapping[str, Any]],
     reward: Mapping[str, Any],
 ) -> Prompt:
-    """Create a prompt for a source. `label` makes its ID unique in the source."""
+    """Create a prompt for a source. `label` makes its ID unique within the source."""
     return Prompt(
         prompt_id=f"{source.name}/{label}",
         domain=source.domain_name,
@@ -124,7 +124,7 @@ def remove_source_system(
 
 
 def digest(text: str) -> str:
-    """Return a short hash that is the same in every process, unlike Python's `hash`."""
+    """Return a short hash that, unlike Python's `hash`, is the same in every process."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

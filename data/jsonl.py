@@ -77,11 +77,12 @@ def load_jsonl(
     check_reward: _CheckReward = lambda spec: None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
-    """Read up to `source.size` prompts from `source.path` (0: all).
+    """Read up to `source.size` prompts from `source.path` (0 means all).
 
-    `check_reward` raises ValueError for an invalid reward spec. If `hub_answers` returns False, hub
-    datasets are read from the local cache. Raises ConfigError if the file is missing or has no
-    prompt, or for malformed lines, unless `on_bad_line: skip` is set.
+    `check_reward` raises ValueError if a reward spec is invalid. If `hub_answers` returns False,
+    hub datasets are read from the local cache. Raises ConfigError if the file is missing or
+    contains no prompts. A malformed line also raises ConfigError, unless `on_bad_line: skip` is
+    set.
     """
     knob = f"data.sources[{source.name}]"
     rows = read_source_rows(source, hub_answers, f"{knob}.path")
@@ -274,8 +275,8 @@ class _Reader:
         return messages
 
     def _fill_template(self, row: _Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Fill the prompt template with the last message and the row's columns, and replace that
-        message with the result. Raises BadLine if the last message is not the user's."""
+        """Fill in the prompt template with the last message and the row's columns, and replace that
+        message with the result. Raises BadLine if the last message isn't a user message."""
         *before, last = messages or [{"role": "user", "content": None}]
         if last["role"] != "user":
             raise BadLine(f"ends with a message of the {last['role']}; a template needs the user's")

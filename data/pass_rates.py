@@ -27,7 +27,7 @@ from keel.rl.types import Prompt, ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PassRate:
-    """How often the policy solves one prompt."""
+    """How often the policy solves a prompt."""
 
     id: str
     source: str
@@ -46,7 +46,7 @@ class _PassRate:
 
     @property
     def known(self) -> bool:
-        """Whether any completion has a score. Otherwise, a pass rate of 0 says nothing about the
+        """Whether any completion has a score. If none does, a pass rate of 0 says nothing about the
         prompt."""
         return self.unscored < self.samples
 
@@ -84,8 +84,8 @@ def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup
 
 
 def read_pass_rates(path: Path) -> dict[str, _PassRate]:
-    """Read a table of pass rates. If an ID occurs more than once, its last line counts. Raises
-    ConfigError with the file and line number of a malformed line."""
+    """Read a table of pass rates. If an ID occurs more than once, the last line wins. Raises
+    ConfigError with the file name and line number of a malformed line."""
 
     def parse(line: dict[str, Any]) -> _PassRate:
         line.pop("pass_rate", None)
@@ -110,7 +110,7 @@ _MAX_REASONS = 5  # maximum number of reasons for missing completions to list in
 
 
 class FilterFolder:
-    """The results folder of `keel filter`, locked while used as a context manager."""
+    """The results folder of `keel filter`. Use it as a context manager to keep it locked."""
 
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
@@ -134,8 +134,8 @@ class FilterFolder:
         self._number = 0  # running total of kept prompts: progress is logged after each prompt
 
     def __enter__(self) -> Self:
-        """Lock the folder and read its pass rates. Raises ConfigError if the folder is not
-        writable, is in use, or was created with another policy, other settings or other prompts."""
+        """Lock the folder and read its pass rates. Raises ConfigError if the folder isn't writable,
+        is in use, or was created with a different policy, settings or prompts."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
             if changed := folder.changed(self._settings):

@@ -39,8 +39,8 @@ words."""
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
-    """Generate items 0 to size − 1 of a task. The seed is `params.seed` if set, and otherwise the
-    run's. Item i does not depend on `size`. Raises ConfigError for an unknown task or option."""
+    """Generate items 0 to size − 1 of a task. The seed is `params.seed` if set, otherwise the run's
+    seed. Item i doesn't depend on `size`. Raises ConfigError if a task or option is unknown."""
     knob = f"data.sources[{source.name}]"
     if source.task in _REFUSED_TASKS:
         raise ConfigError(f"{knob}.task = {source.task!r}: {_REFUSED_TASKS[source.task]}")
@@ -51,7 +51,7 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
 
 def build_task(task: str, params: Mapping[str, Any], size: int, seed: int, knob: str) -> Any:
     """Build a reasoning_gym dataset with `size` entries. A seed in `params` takes precedence over
-    `seed`. Raises ConfigError about the setting `knob` for an unknown task or option."""
+    `seed`. Raises ConfigError naming the setting `knob` if a task or option is unknown."""
     # Imported late: it takes a second and builds a hundred tasks.
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
@@ -123,11 +123,11 @@ def load_episodes(source: SourceConfig) -> Loaded:
 
 
 def _to_jsonable(value: Any, path: str = "value") -> Any:
-    """Encode a Python value as JSON without losing its types: verifiers distinguish `(1,)` from
-    `[1]` and `{1: …}` from `{"1": …}`.
+    """Encode a Python value as JSON without losing its types, because verifiers distinguish `(1,)`
+    from `[1]` and `{1: …}` from `{"1": …}`.
 
-    Such values become `{"~tuple": […]}` and the like, and `keel.rewards.code.call_driver` decodes
-    them. Raises TypeError with the path of an unsupported value.
+    Such values become `{"~tuple": […]}` and so on, and `keel.rewards.code.call_driver` decodes
+    them. Raises TypeError with the path of any unsupported value.
     """
 
     def each(items: Any) -> list[Any]:

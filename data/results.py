@@ -58,9 +58,8 @@ def scores_by_steps(asked: Sequence[SampledPrompt]) -> tuple[dict[int, float], d
     """Compute scores as a function of the mean number of steps (turns), as in Figure 6 of
     DeepSeek-V3.2 (2025).
 
-    The first result allows one trajectory a growing number of steps; the second runs a growing
-    number of trajectories in parallel (`_fewest_steps_at_k`). Both are empty for completions
-    without turns.
+    The first result gives one trajectory more and more steps; the second runs more and more
+    trajectories in parallel (`_fewest_steps_at_k`). Both are empty for completions without turns.
     """
     samples = [sample for one in asked for sample in one.samples]
     if not samples or not all("turns" in sample for sample in samples):
@@ -88,8 +87,8 @@ def _select_submissions(
     samples: Sequence[Mapping[str, Any]], submissions: int
 ) -> list[Mapping[str, Any]]:
     """Return the completions to submit, in submission order: longest thinking first (DeepSeek-V3.2,
-    appendix D). A completion is not submitted if it fails a test shown in the task, was cut off,
-    has no score or declines the task."""
+    appendix D). Completions aren't submitted if they fail a test shown in the task, were cut off,
+    have no score or decline the task."""
     fit = [
         sample
         for sample in samples
@@ -102,13 +101,13 @@ def _select_submissions(
 
 
 def _count_submissions(samples: Sequence[Mapping[str, Any]], submissions: int) -> int | None:
-    """Return the number of submissions until one is accepted, or None if none is."""
+    """Return how many submissions it takes until one is accepted, or None if none is."""
     accepted = (passed(sample["correct"]) for sample in _select_submissions(samples, submissions))
     return next((number for number, right in enumerate(accepted, start=1) if right), None)
 
 
 def _contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
-    """Score a prompt from 0 to 1 by the best submission for each subtask."""
+    """Score a prompt from 0 to 1, using the best submission for each subtask."""
     best: dict[str, float] = {}
     for sample in _select_submissions(samples, submissions):
         worths = {k: v for k, v in sample["parts"].items() if k.startswith("subtask/")}
@@ -132,8 +131,8 @@ def results(
 
 
 def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
-    """Return the domains to report: all except those with a single source of the same name.
-    `domain_of` maps each source to its domain."""
+    """Return the domains to report: all except those that consist of a single source of the same
+    name. `domain_of` maps each source to its domain."""
     domains = {d: {s for s in domain_of if domain_of[s] == d} for d in domain_of.values()}
     return sorted(domain for domain, sources in domains.items() if sources != {domain})
 
@@ -175,7 +174,7 @@ def format_results(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the columns of a text table: the first to the left, all others to the right."""
+    """Align the columns of a text table, the first to the left and all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -189,9 +188,9 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _compare_pass_rates(
     first: Sequence[SampledPrompt], second: Sequence[SampledPrompt]
 ) -> dict[str, dict[str, tuple[int, _Difference]]]:
-    """Compare pass@1 on the prompts that two evaluations share. Returns the number of shared
-    prompts and the difference for each variant and prompt set. Raises ValueError if no prompt is
-    shared, or if prompts with the same name differ."""
+    """Compare pass@1 on the prompts that two evaluations have in common. Returns the number of
+    shared prompts and the difference for each variant and prompt set. Raises ValueError if they
+    share no prompts, or if prompts with the same name differ."""
     earlier = {(one.variant, one.id): one for one in first}
     pairs = [(earlier[key], one) for one in second if (key := (one.variant, one.id)) in earlier]
     if not pairs:
@@ -237,7 +236,7 @@ def comparison_lines(first: Sequence[SampledPrompt], second: Sequence[SampledPro
 
 
 def compare(first: str, second: str) -> str:
-    """Compare two `keel eval` folders and return a table. Raises ConfigError if a folder cannot be
+    """Compare two `keel eval` folders and return a table. Raises ConfigError if either can't be
     compared."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
@@ -276,7 +275,7 @@ def _pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
-    """Difference of two measurements on the same prompts: the second mean minus the first."""
+    """The difference between two measurements on the same prompts: second mean minus first mean."""
 
     mean: float
     low: float

@@ -48,7 +48,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 
 class BadLine(ValueError):
-    """Raised if a row cannot be used."""
+    """Raised if a row can't be used."""
 
 
 class Row(NamedTuple):
@@ -62,13 +62,13 @@ class Row(NamedTuple):
 
 
 def data_extension(path: Path) -> str:
-    """Return the extension of a file without `.gz`, or "" if it is unknown."""
+    """Return a file's extension without `.gz`, or "" if it is unknown."""
     name = path.name.lower().removesuffix(".gz")
     return next((kind for kind in KINDS if name.endswith(kind)), "")
 
 
 def json_type(value: object) -> str:
-    """Name the type of a JSON value for messages."""
+    """Return the name of a JSON value's type, for error messages."""
     if value is None:
         return "missing or null"
     if isinstance(value, str):
@@ -83,7 +83,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def check_file(path: Path, knob: str) -> None:
-    """Raise ConfigError about the setting `knob` if the file does not exist."""
+    """Raise ConfigError naming the setting `knob` if the file doesn't exist."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
         if _SMALL_TASKS in path.parts and not path.parent.exists():
@@ -92,8 +92,8 @@ def check_file(path: Path, knob: str) -> None:
 
 
 def read_lines(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines of a file with their numbers. Raises ConfigError about the setting
-    `knob` if the file cannot be read."""
+    """Yield a file's non-blank lines along with their line numbers. Raises ConfigError naming the
+    setting `knob` if the file can't be read."""
     check_file(path, knob)
     try:
         with open_file(path) as file:
@@ -112,9 +112,9 @@ def parse_object(
     """Parse a line as a JSON object and return two versions: one parsed normally, and one that
     keeps numbers as written, because `match: exact` distinguishes 0.10 from 0.1.
 
-    A policy can sample lone surrogates. If `replace_surrogates` is true, they become replacement
-    characters, as in tokenizers (`keel.rollout.chat.render`). Raises BadLine if the line is not an
-    object.
+    A policy can sample lone surrogates. If `replace_surrogates` is true, they are replaced with
+    replacement characters, as tokenizers do (`keel.rollout.chat.render`). Raises BadLine if the
+    line isn't an object.
     """
     try:
         text = line.decode(errors="surrogatepass") if replace_surrogates else line.decode()
@@ -149,7 +149,7 @@ def _checked(record: Any) -> dict[str, Any]:
 
 
 def _read_jsonl_rows(path: Path, knob: str) -> Iterator[Row]:
-    """Yield the rows of a JSON-lines file, whatever its extension."""
+    """Yield the rows of a JSON Lines file, whatever its extension."""
     for number, line in read_lines(path, knob):
         at = f"{path}:{number}"
         try:
@@ -159,8 +159,8 @@ def _read_jsonl_rows(path: Path, knob: str) -> Iterator[Row]:
 
 
 def read_file_rows(paths: list[Path], knob: str) -> Iterator[Row]:
-    """Yield the rows of all files in order. Raises ConfigError with `knob` and the file name if one
-    cannot be read."""
+    """Yield the rows of all files in order. Raises ConfigError with `knob` and the file name if a
+    file can't be read."""
     number = 0
     for path in paths:
         check_file(path, knob)
@@ -217,8 +217,8 @@ def _json_rows(path: Path, knob: str) -> Iterator[Row]:
 
 
 def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file with the number of the line on which each begins. The separator
-    can also be `;`, which spreadsheets use where the decimal mark is a comma."""
+    """Yield the rows of a CSV file, each with the number of its first line. The separator can also
+    be `;`, which spreadsheets use in countries with a decimal comma."""
     csv.field_size_limit(1 << 30)
     with open_file(path) as file:
         lines = (line.decode("utf-8-sig", "replace") for line in file)
@@ -302,14 +302,14 @@ def check_keys(columns: Mapping[str, str], known: Collection[str], knob: str) ->
 
 
 def select_columns(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the keys in `columns` that are present and not null."""
+    """Return the values of those keys in `columns` that are present and not null."""
     values = {key: look_up(record, name) for key, name in columns.items() if name}
     return {key: value for key, value in values.items() if value is not None}
 
 
 def look_up(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or of a dotted path into nested objects. Returns None if it
-    does not exist."""
+    """Return the value of a column, or of a dotted path into nested objects. Returns None if there
+    is no such value."""
     if name in record or "." not in name:
         return record.get(name)
     value: Any = record
@@ -327,8 +327,8 @@ def parse_json(key: str, text: str) -> Any:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Remove null values from nested objects. Tables have them for keys that occur only in other
-    rows."""
+    """Remove null values from nested objects. Tables contain nulls for keys that occur only in
+    other rows."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return {key: drop_nulls(each) for key, each in pairs if each is not None}
@@ -351,16 +351,16 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 
 
 class _FilesNotFound(ValueError):
-    """Raised if the split or subset has no files, or if the user must choose one of several
-    subsets."""
+    """Raised if the split or subset has no files, or if there are several subsets and the user has
+    to choose one."""
 
 
 _Source = SourceConfig | ConversationsConfig
 
 
 def read_source_rows(source: _Source, hub_answers: Callable[[], bool], knob: str) -> Iterator[Row]:
-    """Yield the rows of a source. `knob` is the name of the setting with its path. Raises
-    ConfigError with the available splits or subsets if no file matches."""
+    """Yield a source's rows. `knob` is the name of the setting that holds the source's path. Raises
+    ConfigError listing the available splits or subsets if no file matches."""
     if source.source == "jsonl":
         return _read_jsonl_rows(data_path(source.path), knob)
     return read_file_rows(_files_of(source, hub_answers, knob), knob)
@@ -420,7 +420,7 @@ def _choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
 
 
 def cached_places() -> list[Path]:
-    """Return the local folders in which hub datasets are cached."""
+    """Return the local folders where hub datasets are cached."""
     return sorted(Path(constants.HF_HUB_CACHE).glob("datasets--*"))
 
 

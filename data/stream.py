@@ -18,10 +18,10 @@ _T = TypeVar("_T", bound=_Streamed)
 class Stream(Generic[_T]):
     """An endless stream of prompts or conversations from weighted sources.
 
-    Each source yields every prompt once per epoch, in a new order. Sources are interleaved so that
-    the count of each stays within one of its share (slightly more with three or more sources). The
-    position consists of one count per source. A batch that spans two epochs can contain a prompt
-    twice.
+    Each source yields every prompt once per epoch, in a new order each time. Sources are
+    interleaved so that the number of prompts taken from each stays within one of its share
+    (slightly more with three or more sources). The position is one count per source. A batch that
+    spans two epochs can contain the same prompt twice.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class Stream(Generic[_T]):
         seed: int,
         content: Callable[[_T], str],
     ) -> None:
-        """Start at the beginning of the stream, ignoring sources with weight 0. `content` returns
-        the text of a prompt, which must be the same when a run resumes."""
+        """Start at the beginning of the stream, ignoring sources with weight 0. `content` returns a
+        prompt's text, which must still be the same when a run resumes."""
         self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
         total = sum(weights[name] for name in self._sources)
@@ -55,8 +55,8 @@ class Stream(Generic[_T]):
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
     def state(self, unfinished: Sequence[_T] = ()) -> dict[str, Any]:
-        """Return the position as JSON data. The `unfinished` prompts have already been taken, and
-        come first after a restore."""
+        """Return the position in the stream as JSON data. The `unfinished` prompts have already
+        been taken, and come first after a restore."""
         return {
             "drawn": dict(self._drawn),
             "unfinished": [prompt.prompt_id for prompt in (*unfinished, *self._requeued)],
@@ -99,8 +99,8 @@ class Stream(Generic[_T]):
         return self._order(name, epoch)[position]
 
     def _order(self, name: str, epoch: int) -> tuple[_T, ...]:
-        """Return a source's prompts in the order for `epoch`. A seeded hash makes it independent of
-        Python and numpy versions."""
+        """Return a source's prompts in the order for `epoch`. The order is based on a seeded hash,
+        so it doesn't depend on the Python or numpy version."""
         cached = self._orders.get(name)
         if cached is None or cached[0] != epoch:
             key = f"{self._seed}/{name}/{epoch}/"

@@ -30,9 +30,9 @@ from keel.rl.types import Prompt
 
 
 def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
-    """Reward agreement between the policy's verdicts and the labels: the mean of 1 − |v − label|
-    over the criteria, where met is 1, partly 0.5 and missed 0. An evaluation of a proof gets 1 −
-    |score − label|, and an invalid response gets 0."""
+    """Reward agreement between the policy's verdicts and the labels. The reward is 1 − |verdict −
+    label| averaged over the criteria, where met is 1, partly 0.5 and missed 0. An evaluation of a
+    proof gets 1 − |score − label|, and an invalid response gets 0."""
     labels: Mapping[str, Any] = prompt.reward["columns"]["labels"]
     answer = trajectory.answer.strip()
     try:

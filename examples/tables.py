@@ -33,7 +33,7 @@ class _Answer:
 
     @property
     def clear(self) -> bool:
-        """False if the answer is so close to 0 that the tolerance for its last decimal would accept
+        """False if the answer is so close to 0 that the tolerance on its last decimal would accept
         wrong values."""
         if isinstance(self.value, str) or not self.decimals:
             return True
@@ -41,7 +41,7 @@ class _Answer:
 
     @property
     def rule(self) -> dict[str, Any]:
-        """Return the answer rule for JSONL. It accepts the last decimal rounded up or down."""
+        """Return the answer rule for JSONL, which accepts the last decimal rounded up or down."""
         if isinstance(self.value, str):
             return {"answer": self.value, "match": "exact"}
         text = f"{self.value:.{self.decimals}f}"

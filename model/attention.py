@@ -83,8 +83,8 @@ class Contexts:
     def build(
         lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
     ) -> Contexts:
-        """Build the contexts of segments. `follows` has the index of the earlier segment that each
-        segment continues, or −1."""
+        """Build the contexts of segments. `follows` holds the index of the earlier segment that
+        each segment continues, or −1 if there is none."""
         local, before = np.asarray(lengths), np.asarray(follows)
         started = np.where(before >= 0, local[before], 0)
         whole = started + local
@@ -131,8 +131,7 @@ def _(x: Tensor, rows: Tensor, *rest: Tensor) -> Tensor:
 def _gather(
     slope: Tensor, places: Tensor, shared: Tensor, others: Tensor, counts: Tensor
 ) -> Tensor:
-    """Sum the gradients of all positions [M, …] over the copies of each packed token, giving [N,
-    …]."""
+    """Sum the gradients [M, …] of all copies of each packed token. Returns [N, …]."""
     grads = slope.index_select(0, places)
     exact = torch.promote_types(slope.dtype, torch.float32)
     copies = slope.index_select(0, others).to(exact).flatten(1)
@@ -159,7 +158,7 @@ _spread.register_autograd(_slope, setup_context=_keep)
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of a packed row, and their arrangement in right-padded blocks."""
+    """The segments of a packed row, and how they are arranged in right-padded blocks."""
 
     offsets: Tensor
     """[S+1] int32. Segment s consists of the tokens offsets[s] … offsets[s+1]−1."""
@@ -217,9 +216,9 @@ class Segments:
 
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
-    """Restrict attention in `model` to the segments that its forward pass receives as `segments`.
-    Set `flash4` only if `layers.flash4.missing` and `flash4_disagreement` found no problem. Raises
-    `ValueError` if the model has layers that would mix segments."""
+    """Restrict attention in `model` to the segments passed to its forward pass as `segments`. Set
+    `flash4` only if neither `layers.flash4.missing` nor `flash4_disagreement` found a problem.
+    Raises `ValueError` if the model has layers that would mix segments."""
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
@@ -244,14 +243,14 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
 
 
 def disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep a function out of the graphs of layers compiled with torch.compile."""
+    """Exclude a function from torch.compile, even when it is called from a compiled layer."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts for activation checkpointing (`context_fn`) that save attention outputs on
-    GPUs instead of recomputing them. These outputs are no larger than those of other operations,
-    but take the longest to recompute. The time grows quadratically with the length."""
+    GPUs instead of recomputing them. They are no larger than the outputs of other operations, but
+    take the longest to recompute, because the time grows quadratically with the length."""
     return create_selective_checkpoint_contexts([varlen_operator(), torch.ops.keel.flash4.default])
 
 
@@ -308,8 +307,9 @@ def _packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
-    """Compute attention for a whole row. Takes query [N, Hq, D], key and value [N, Hkv, D], the
-    scaling (None for the default) and the window (None if unlimited). Returns [N, Hq, Dv]."""
+    """Compute attention for a whole row. `query` is [N, Hq, D], and `key` and `value` are [N, Hkv,
+    D]. `rest` holds the scaling (None for the default) and the window (None if unlimited). Returns
+    [N, Hq, Dv]."""
     operator = _varlen_attention if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, *rest)
 
@@ -322,9 +322,8 @@ def _attend4(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *res
 def _gather_contexts(
     key: Tensor, value: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the keys and values of all contexts, the offsets of the contexts and their maximum
-    length. The queries of a segment are at the last positions of its context, as flash attention
-    assumes."""
+    """Return the keys and values of all contexts, their offsets and their maximum length. A
+    segment's queries are at the end of its context, as flash attention assumes."""
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
     return contexts.expand(key), contexts.expand(value), contexts.offsets, contexts.longest
@@ -343,8 +342,8 @@ def _varlen_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute attention with PyTorch's variable-length kernel. This function is compiled with its
-    layer, so its code must not depend on a particular row."""
+    """Compute attention with PyTorch's variable-length kernel. This function is compiled as part of
+    its layer, so its code must work for any row."""
     # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
@@ -404,8 +403,8 @@ def _apply_in_blocks(
 
 @lru_cache(maxsize=2)
 def _make_segments(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Build the contexts of a row. They are cached for all layers of a micro-batch and work with or
-    without gradients."""
+    """Build a row's segments. They are cached for all layers of a micro-batch and work both with
+    and without gradients."""
     with torch.inference_mode(False):
         return Segments.of(lengths, device)
 
@@ -425,11 +424,11 @@ def _use_packed_linear_attention(model: PreTrainedModel) -> None:
     """Restrict the gated delta rule layers in `model` to the `segments` that its forward pass
     receives.
 
-    Two functions of such a layer mix tokens: a causal convolution and the delta rule itself.
+    Two functions in such a layer mix tokens: a causal convolution and the delta rule itself.
     transformers calls both by name, so this replaces them. On GPUs, flash-linear-attention's
-    kernels take the offsets of the segments. Without that package, and on CPUs, segments are padded
-    on the right and run as batches with transformers' own functions. Neither function lets a token
-    see later ones, so the padding changes nothing.
+    kernels take the segment offsets directly. Without that package, and on CPUs, segments are
+    right-padded and run as batches with transformers' own functions. Neither function lets a token
+    see later ones, so the padding has no effect.
     """
     module = sys.modules[type(model).__module__]
     for name, patch in (

@@ -61,12 +61,14 @@ _CODED = "｜DSML｜"
 
 
 def from_anywhere(path: str) -> str:
-    """Make a folder's path absolute, because Ray actors run in other working directories."""
+    """Make the path to a folder absolute, because Ray actors run in different working
+    directories."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def is_hub_name(path: str) -> bool:
-    """Return True if `path` could be a hub model (`owner/model`, or an old name without owner)."""
+    """Return True if `path` could be a hub model (`owner/model`, or a legacy name with no
+    owner)."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.startswith(".")
 
 
@@ -80,8 +82,8 @@ def local_folder(path: str) -> Path | None:
 
 @cache
 def hub_answers() -> bool:
-    """Return True if the hub answers within `_HUB_S` seconds. The result is cached in
-    the process."""
+    """Return True if the hub responds within `_HUB_S` seconds. The result is cached for the
+    lifetime of the process."""
     if constants.HF_HUB_OFFLINE:
         return False
 
@@ -101,15 +103,15 @@ def hub_answers() -> bool:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options for transformers' loaders. They disable code from the model, and select the
-    local cache if the hub does not answer."""
+    """Return options for transformers' loaders that forbid custom code, and that restrict loading
+    to the local cache if the hub can't be reached."""
     cached = not Path(path).is_dir() and local_folder(path) and not hub_answers()
     return {"trust_remote_code": False, **({"local_files_only": True} if cached else {})}
 
 
 def check_path(path: str) -> None:
-    """Check that a path is a model folder or could be a model on the hub. Raises ConfigError if
-    not, or if the hub does not answer for a model that is not downloaded yet."""
+    """Check that a path is a model folder or could be a model on the hub. Raises ConfigError
+    otherwise, or if the model isn't downloaded yet and the hub can't be reached."""
     if Path(path).is_dir():
         return
     if Path(path).exists():
@@ -127,9 +129,9 @@ def check_path(path: str) -> None:
 
 
 def download(path: str) -> None:
-    """Download a hub model to this machine's cache, or resume its download. Does nothing for other
-    models, and if the hub does not answer. Raises ConfigError if the download fails and the cache
-    has no copy."""
+    """Download a hub model to this machine's cache, resuming any partial download. Does nothing for
+    other models, or if the hub can't be reached. Raises ConfigError if the download fails and there
+    is no copy in the cache."""
     if path == TINY_MODEL or Path(path).exists() or not is_hub_name(path) or not hub_answers():
         return
     try:
@@ -146,7 +148,7 @@ def download(path: str) -> None:
 
 def check_config(path: str, content: Mapping[str, Any]) -> None:
     """Check config.json before loading. Raises ConfigError if the model_type is invalid, or if a
-    size is so large that loading would exhaust time or memory."""
+    size is so large that loading would hang or run out of memory."""
     kind = content.get("model_type")
     if not isinstance(kind, str) or not _MODEL_TYPE.fullmatch(kind):
         raise ConfigError(
@@ -170,8 +172,8 @@ def check_config(path: str, content: Mapping[str, Any]) -> None:
 
 
 def fp8_block(path: str, content: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the block size of FP8 weights in DeepSeek-V3's format, or None if config.json
-    describes no quantised weights. Raises ConfigError for any other kind of quantisation."""
+    """Return the block size of FP8 weights in DeepSeek-V3's format, or None if config.json doesn't
+    describe quantized weights. Raises ConfigError for any other kind of quantization."""
     for part in (content, content.get("text_config") or {}):
         for name in ("quantization_config", "compression_config"):
             if how := part.get(name):
@@ -189,8 +191,8 @@ def fp8_block(path: str, content: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def ignored_code(folder: Path | None, known: Any) -> list[str]:
-    """Return a warning for each file in the model folder that refers to code, which Keel does not
-    run. `known` is the module that contains the available classes (transformers)."""
+    """Return a warning for each file in the model folder that refers to custom code, which Keel
+    doesn't run. `known` is the module that provides the available classes (transformers)."""
     lines: list[str] = []
     for name in ("config.json", "tokenizer_config.json") if folder else ():
         try:
@@ -210,8 +212,8 @@ def ignored_code(folder: Path | None, known: Any) -> list[str]:
 
 
 def format_error(error: BaseException, limit: int = 400) -> str:
-    """Format an error as one line. Control characters are escaped, because the message may quote an
-    untrusted file."""
+    """Format an error as a single line. Control characters are escaped, because the message may
+    quote an untrusted file."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:limit]
 
@@ -226,7 +228,7 @@ def written_by_code(tokenizer: Any) -> bool:
 
 
 def check_folder(path: str) -> None:
-    """Raise ConfigError if a folder exists but contains no model in transformers' format."""
+    """Raise ConfigError if a folder exists but doesn't contain a model in transformers' format."""
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         _check_not_a_run(folder)
@@ -236,8 +238,8 @@ def check_folder(path: str) -> None:
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Raise ConfigError if a folder has no vocabulary, because transformers would then
-    make one up."""
+    """Raise ConfigError if a folder has no vocabulary, because transformers would silently make one
+    up."""
     folder = Path(path)
     if folder.is_dir() and not any(next(folder.glob(name), None) for name in _VOCABULARIES):
         _check_not_a_run(folder)
@@ -302,8 +304,8 @@ def _find_damage(file: Path) -> str:
 
 
 def stored_tensors(path: str, framework: str) -> dict[str, Any]:
-    """Return each tensor in a folder by name, as a slice whose values have not been read. The
-    weights must be complete. If `framework` is "np", files can be larger than the memory."""
+    """Return a folder's tensors by name, as lazy slices whose values are read only when indexed.
+    The weights must be complete. If `framework` is "np", files can be larger than memory."""
     folder = Path(path)
     tensors: dict[str, Any] = {}
     for name in [WHOLE] if (folder / WHOLE).is_file() else _weight_files(folder):
@@ -313,7 +315,7 @@ def stored_tensors(path: str, framework: str) -> dict[str, Any]:
 
 
 def tensors_named(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
-    """Yield the tensors with this name in a folder, or only their first `rows` rows."""
+    """Yield the tensors in a folder that have this name, or just their first `rows` rows."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
             if name in set(content.keys()):

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Turn off garbage collection during imports, and exempt the imported objects from it later.
-    torch, transformers and vLLM create half a million permanent objects. Scanning them takes a
-    fifth of the import time and most of the time of each full collection."""
+    """Turn off garbage collection during imports, and exempt the imported objects from later
+    collections. torch, transformers and vLLM create half a million permanent objects. Scanning them
+    accounts for a fifth of the import time and most of each full collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -23,7 +23,7 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """While a library is imported, hide its dependencies that are not loaded yet."""
+    """Hide the named modules while importing a library, unless they are already loaded."""
     hidden = [name for name in names if name not in sys.modules]
     modules: dict[str, object] = vars(sys)["modules"]
     modules.update(dict.fromkeys(hidden))  # None: `import` raises ModuleNotFoundError

@@ -123,9 +123,9 @@ class ModelFacts:
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load and check the tokenizer of a local folder or hub model. If `chats` is set, a chat
-    template is required, unless code formats the chats, as for DeepSeek-V3.2. `chat_template`, if
-    not empty, replaces the tokenizer's own template. Raises ConfigError if the tokenizer is
+    """Load and check the tokenizer of a local folder or hub model. A chat template is required
+    if `chats` is set, unless chats are formatted by code, as for DeepSeek-V3.2. A non-empty
+    `chat_template` replaces the tokenizer's own. Raises ConfigError if the tokenizer is
     unusable."""
     check_path(path)
     check_tokenizer_files(path)
@@ -154,7 +154,7 @@ def load_tokenizer(
 
 
 def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that has already been checked, and replace its chat template if
+    """Load a tokenizer that has already been checked, replacing its chat template if
     `chat_template` is not empty."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if chat_template:
@@ -176,7 +176,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash everything that determines token ids. Returns "" without a tokenizer.json."""
+    """Hash everything that determines token ids. Returns "" if there is no tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
@@ -188,8 +188,8 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load a causal language model from a local folder or the hub onto the CPU, dequantising FP8
-    weights. Raises ConfigError if it cannot be loaded or has NaN or infinite weights."""
+    """Load a causal language model from a local folder or the hub onto the CPU, dequantizing FP8
+    weights. Raises ConfigError if it can't be loaded or if any weights are NaN or infinite."""
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
@@ -212,7 +212,7 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """A quantised tensor on disk. Indexing it reads and dequantises it."""
+    """A quantized tensor on disk. Indexing it reads and dequantizes it on the fly."""
 
     weight: Any
     scale: Any
@@ -226,18 +226,18 @@ class _Blocks:
 
 
 def _dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Dequantise FP8 weights to float32 [R, C] with one scale for each block of size `block`. The
-    last blocks of a row or column may be smaller."""
+    """Dequantize FP8 weights to a float32 matrix [R, C]. Each block of size `block` has its own
+    scale. The last block of a row or column may be smaller."""
     rows, columns = weight.shape
     scale = scale.float().repeat_interleave(block[1], 1)[:, :columns]
     return weight.float() * scale.repeat_interleave(block[0], 0)[:rows]
 
 
 def readable_tensors(path: str, framework: str = "pt") -> dict[str, Any]:
-    """Return the tensors of a folder or downloaded hub model by checkpoint name, dequantised.
-    Indexing a tensor (`[...]`) reads it. The weights must be complete. If `framework` is "np", only
-    names and shapes can be read. Raises ConfigError if an FP8 weight has no scales or scales of the
-    wrong shape."""
+    """Return the dequantized tensors of a folder or downloaded hub model by checkpoint name. Each
+    tensor is read only when it is indexed (`[...]`). The weights must be complete. If `framework`
+    is "np", only names and shapes can be read. Raises ConfigError if an FP8 weight has no scales or
+    its scales have the wrong shape."""
     folder = local_folder(path) or Path(path)
     block = fp8_block(path, json.loads((folder / "config.json").read_text("utf-8")))
     tensors = stored_tensors(str(folder), framework)
@@ -257,7 +257,7 @@ def readable_tensors(path: str, framework: str = "pt") -> dict[str, Any]:
 
 
 def _load_fp8(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Load an FP8 model and dequantise it, as if it had never been quantised."""
+    """Load an FP8 model and dequantize its weights, as if the model had never been quantized."""
     # transformers' own dequantisation (5.19) refuses weights whose last blocks are smaller.
     del config.quantization_config
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
@@ -271,9 +271,9 @@ def _load_fp8(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTra
 def checkpoint_tensors(
     model: PreTrainedModel, *, whole: Whole | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the detached tensor of everything that `save_pretrained` would write.
-    Stacked experts are split one module at a time, so that only one module is in memory twice. Tied
-    weights are yielded once. See `module_tensors` for `whole`."""
+    """Yield the name and detached tensor of everything that `save_pretrained` would write. Stacked
+    experts are split one module at a time, so that at most one module is in memory twice. Tied
+    weights are yielded only once. See `module_tensors` for `whole`."""
     for local in module_tensors(model, whole=whole):
         yield from as_checkpoint(model, local).items()
 
@@ -284,8 +284,8 @@ def as_checkpoint(model: PreTrainedModel, local: Named) -> Named:
 
 def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:
     """Yield a dict for each module with its own tensors (not those of submodules), detached and
-    keyed by full name. If weights are sharded over ranks, `whole` is a context manager that gathers
-    a module's tensors. Gathering is collective, so every rank must iterate to the end."""
+    keyed by full name. If weights are sharded across ranks, `whole` is a context manager that
+    gathers a module's tensors. Gathering is collective, so every rank must iterate to the end."""
     for part in _own_tensors(model):
         with whole(part) if whole else nullcontext(part) as tensors:
             yield {name: tensor.detach() for name, tensor in tensors.items()}
@@ -312,8 +312,8 @@ def _own_tensors(model: nn.Module) -> Iterator[Named]:
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
-    """Return a function that casts a checkpoint tensor, given its name, to `dtype`. Integers stay
-    unchanged, and so do weights that the model family keeps in float32, such as DeepSeek-V3's
+    """Return a function that casts a checkpoint tensor with a given name to `dtype`. Integers are
+    left unchanged, as are weights that the model family keeps in float32, such as DeepSeek-V3's
     routing bias."""
     names = float32_names(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
@@ -505,8 +505,9 @@ _CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
 
 
 def _check_template(tokenizer: Any, name: str) -> None:
-    """Render a few conversations with limits on time, memory and text length, because a template is
-    a program from an untrusted model. A template that raises an error passes."""
+    """Render a few conversations under limits on time, memory and text length, because a chat
+    template is code that ships with an untrusted model. Templates that raise an error still
+    pass."""
     child = os.fork()  # it inherits the tokenizer, and runs only pure Python
     if child == 0:
         _render_limited(tokenizer)

@@ -33,7 +33,7 @@ def support_logprobs(
 
         log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,   z = W h
 
-    This is Keep Sampling Mask from DeepSeek-V3.2 (2025), section 3.1, with exact gradients for
+    This implements Keep Sampling Mask (DeepSeek-V3.2, 2025, section 3.1), with exact gradients for
     `hidden` and `weight`. Returns [T] float32. See `keel.model.head.support.support_head`.
     """
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
@@ -45,8 +45,8 @@ Head = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """Inputs of the head for the n trainable tokens in a micro-batch, in host memory. They depend
-    only on the micro-batch, so all forward passes over it can share them."""
+    """Head inputs for the n trainable tokens in a micro-batch, in host memory. They depend only on
+    the micro-batch, so all forward passes over it can share them."""
 
     rows: Tensor
     """[n] int64, positions t of trainable tokens, ascending."""
@@ -66,8 +66,8 @@ class HeadInputs:
 
 
 def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
-    """Return the [n] positions of the sampled tokens in the order of `policy_logprobs`. Use them to
-    index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`."""
+    """Return the positions [n] of the sampled tokens, in the same order as `policy_logprobs`. Use
+    them to index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`."""
     return np.flatnonzero(batch.trainable_N)
 
 
@@ -75,10 +75,10 @@ def head_inputs(
     batch: MicroBatch, start: int = 0, stop: int | None = None, *, probes: int = 1
 ) -> HeadInputs:
     """Collect the targets and sampling masks of the trainable tokens, and the positions that
-    predict them. A trainable token is never the first in its segment, so position t−1 is in the
-    same segment. If a rank computes only some of the hidden states, `start` and `stop` give its
-    range of positions t−1, and `hidden_rows` are relative to `start`. `probes` is the maximum
-    number of evenly spaced probes per segment."""
+    predict them. A trainable token t is never the first in its segment, so the position t−1 that
+    predicts it is in the same segment. If a rank computes only some of the hidden states, `start`
+    and `stop` give its range of positions t−1, and `hidden_rows` are relative to `start`. `probes`
+    is the maximum number of evenly spaced probes per segment."""
     trainable = trainable_rows(batch)
     stop = len(batch.token_ids_N) if stop is None else stop
     rows = trainable[(trainable > start) & (trainable <= stop)]
@@ -106,8 +106,8 @@ def policy_logprobs(
 
     `hidden_ND` are the final hidden states of the packed row, [N, d] or [1, N, d]. Returns two [n]
     float32 tensors in the order of `trainable_rows`. The entropy has no gradient. On a rank with
-    only padding, both are empty, but the first one still has a graph with zero gradients. Include
-    its sum in the loss, so that the hooks of ZeRO and data parallelism run.
+    only padding, both are empty, but the first one is still part of a graph with zero gradients.
+    Include its sum in the loss, so that the ZeRO and data-parallel hooks run.
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     return head(
@@ -126,7 +126,7 @@ def kept_mass(
     """Compute log Σ_{v∈S} π(v), the log-probability of the whole sampling mask, for each probe.
     Returns [m].
 
-    `logp` [n] comes from `policy_logprobs` and is normalised over the masks. A second pass covers
+    `logp` [n] comes from `policy_logprobs` and is normalized over the masks. A second pass covers
     the whole vocabulary, since π(o) = π(o | S) · Σ_{v∈S} π(v), and gradients flow through both. See
     `keel.rl.offpolicy.kept_mass_shortfall`.
     """
@@ -146,8 +146,8 @@ def kept_mass(
 def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Choose at most `most` evenly spaced rows in each segment, and count the rows that each of
-    them represents. The first row depends on the sum of the segment's sampled token ids."""
+    """Choose up to `most` evenly spaced rows in each segment, and count how many rows each of them
+    represents. The first row depends on the sum of the segment's sampled token ids."""
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
     )

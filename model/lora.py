@@ -30,8 +30,9 @@ _NAME = "default"
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     """Freeze `model` and add a LoRA adapter to each layer whose name ends in one of
-    `config.targets`. In a mixture of experts, layers named in `MLP` get no adapter. B is
-    initialised to zero, so the policy does not change. Raises ValueError if no layer matches."""
+    `config.targets`. In a mixture of experts, layers named in `MLP` don't get an adapter. The
+    adapter's B matrix is initialized to zero, so the policy is unchanged at first. Raises
+    ValueError if no layer matches."""
     from peft import inject_adapter_in_model  # noqa: PLC0415  (takes seconds)
 
     with torch.random.fork_rng(devices=[]):
@@ -120,7 +121,7 @@ def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Turn off the adapters in this context, so that `model` computes the base model, which is the
+    """Turn off the adapters in this context, so that `model` acts as the base model, which is the
     reference policy."""
     layers = [layer for _, layer in _adapted_layers(model)]
     for layer in layers:
@@ -133,7 +134,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(folder: Path, model: PreTrainedModel, config: LoraConfig, base: str) -> None:
-    """Save the adapter in peft's format. `base` is the model that the adapter was trained on."""
+    """Save the adapter in peft's format. `base` is the model it was trained on."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight.detach()

@@ -49,12 +49,11 @@ T = TypeVar("T")
 
 
 class RayLost(RuntimeError):
-    """Raised if one of Ray's own processes has died or hangs, after which Ray cannot be used any
-    more."""
+    """Raised if one of Ray's own processes has died or hung. Ray is unusable from then on."""
 
 
 class Unanswered(TimeoutError):
-    """Raised if Ray's own processes on this machine do not answer in time."""
+    """Raised if Ray's own processes on this machine don't respond in time."""
 
 
 GONE = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
@@ -63,19 +62,19 @@ killed the actor because its machine ran out of memory."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return True if the error means that a process, node or object was lost, or that Ray did not
-    answer."""
+    """Return True if the error means that a process, node or object was lost, or that Ray didn't
+    respond."""
     return isinstance(cause(error), (*GONE, ObjectLostError, Unanswered))
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return the original error of a remote call, or `error` itself if it is not from a remote
-    call."""
+    """Return the original error behind a failed remote call, or `error` itself if it is from
+    somewhere else."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
 def death_reason(error: RayError) -> str:
-    """Return why an actor died, or "" if Ray does not know."""
+    """Return why an actor died, or "" if Ray doesn't know."""
     text = str(error)
     if isinstance(error, ActorUnavailableError):
         details = text.partition("RPC error: ")[2].partition(" rpc_code")[0]
@@ -93,7 +92,7 @@ class _State:
 
 class PollClock:
     """Measures the time between polls, counting at most twice the planned interval. It therefore
-    ignores most of the time during which the process was stopped or its machine slept."""
+    ignores most of the time that the process was stopped or its machine was asleep."""
 
     def __init__(self, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock, self._last = 2 * poll_s, clock, clock()
@@ -113,7 +112,7 @@ class Deadline(PollClock):
         self._remaining = seconds
 
     def remaining(self) -> float:
-        """Return the seconds left. Call this exactly once per poll."""
+        """Return the number of seconds left. Call this exactly once per poll."""
         self._remaining -= self.elapsed()
         return max(0.0, self._remaining)
 
@@ -130,15 +129,15 @@ def lost_reason() -> str:
 
 
 def new_session() -> None:
-    """Start a new session and forget that Ray was lost, after joining a cluster or restarting on
-    the same one."""
+    """Start a new session and forget that Ray was lost. Call this after joining a cluster or
+    restarting on the same one."""
     _State.lost, _State.session, _State.left = "", secrets.token_hex(4), False
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """Leave the cluster by calling `act`, and suppress its errors. Afterwards, other calls raise
-    `RayLost` until a cluster is joined again, because a late call would make Ray start a new one.
-    """
+    """Leave the cluster by calling `act`, suppressing any errors. From then on, other calls
+    raise `RayLost` until a cluster is joined again, because a late call would make Ray start a
+    new one."""
     _State.leaving = _State.left = ray.is_initialized()
     try:
         clean_up(act, seconds, what, leaving=True)
@@ -153,8 +152,8 @@ def _check_usable(leaving: bool = False) -> None:
 
 
 def session_id() -> str:
-    """Return an id that changes whenever this process joins a cluster. The environment of its
-    actors contains it."""
+    """Return an id that changes whenever this process joins a cluster. Actors also have the id in
+    their environment."""
     return _State.session
 
 
@@ -166,7 +165,7 @@ def process_name(mark: str, session: str) -> str:
 
 
 def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool = False) -> T:
-    """Run `call` on another thread with a deadline, and return its result or raise its error.
+    """Run `call` on another thread with a deadline, then return its result or raise its error.
     Raises `Unanswered` after `seconds`, and `RayLost` as soon as Ray is lost. `what` describes the
     call in errors. Set `leaving` for a call that shuts Ray down."""
     _check_usable(leaving)
@@ -202,8 +201,8 @@ def get(ref: Any, *, seconds: float) -> Any:
 
 
 def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], list[Any]]:
-    """Call `ray.wait` with a deadline. Returns the finished and the pending references as soon as
-    one of `refs` is ready."""
+    """Call `ray.wait` with a deadline. Returns the finished and pending references as soon as one
+    of `refs` is ready."""
 
     def wait_for(seconds: float) -> tuple[list[Any], list[Any]]:
         return ray.wait(list(refs), timeout=seconds)
@@ -239,14 +238,14 @@ def fetch(refs: Sequence[Any], *, seconds: float) -> dict[Any, Any]:
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a method of an actor, with a deadline for submitting the call. Returns a reference to
-    the result."""
+    """Call an actor's method, with a deadline for submitting the call. Returns a reference to the
+    result."""
     return bounded(lambda: method.remote(*arguments, **named), CALL_S, "accept a call of an actor")
 
 
 def clean_up(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
-    """Run a clean-up call with a deadline and suppress its errors, which would hide the original
-    one. If Ray does not answer, mark it as lost."""
+    """Run a cleanup call with a deadline, suppressing errors that would hide the original one.
+    Marks Ray as lost if it doesn't respond."""
     try:
         bounded(act, seconds, what, leaving=leaving)
     except Unanswered as error:
@@ -256,14 +255,14 @@ def clean_up(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool
 
 
 def kill(actor: Any) -> None:
-    """Call `ray.kill` with a deadline and suppress errors."""
+    """Call `ray.kill` with a deadline, suppressing errors."""
     clean_up(lambda: ray.kill(actor), CALL_S, "end an actor")
 
 
 def create(
     kind: type[Any], name: str, options: Mapping[str, Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Create an actor with Ray `options` and a deadline. The environment variable `NAME` of its
+    """Create an actor with Ray `options` and a deadline. The `NAME` environment variable of its
     process contains `name`."""
     runtime = dict(options.get("runtime_env", {}))
     runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.session}/{name}"}

@@ -41,7 +41,7 @@ _Output = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """How to replay a router class. Its instances must have `top_k` and `num_experts`."""
+    """Describes how to replay a router class. Its instances must have `top_k` and `num_experts`."""
 
     experts: Callable[[_Output], Tensor]
     replay: Callable[[Any, _Output, Tensor], _Output]
@@ -75,7 +75,7 @@ def _softmax_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _softmax_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Compute expert weights for DeepSeek-V2. Group limits affect only the choice of experts."""
+    """Compute expert weights for DeepSeek-V2. Group limits only affect which experts are chosen."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights * router.routed_scaling_factor
 
@@ -85,8 +85,8 @@ def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _sigmoid_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Compute expert weights for DeepSeek-V3. The correction bias affects only the choice of
-    experts."""
+    """Compute expert weights for DeepSeek-V3. The correction bias only affects which experts are
+    chosen."""
     weights = logits.sigmoid().gather(1, experts)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -99,7 +99,7 @@ def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _replay_autoep(router: Any, output: _Output, experts: Tensor) -> _Output:
-    """Recompute the output of a DeepSpeed AutoEP router, (weights, experts, tokens per expert), for
+    """Recompute the output (weights, experts, tokens per expert) of a DeepSpeed AutoEP router for
     the recorded experts."""
     logits, weights, _live, counts = output
     logits = logits.float()
@@ -141,15 +141,15 @@ _LOOKS_ROUTED = re.compile(r"(Router|Experts|MoE|Moe|MoEBlock|MoeBlock)$")
 
 
 def is_moe(config: Any) -> bool:
-    """Return True if a transformers config describes a mixture of experts, even with a single
+    """Return True if a transformers config describes a mixture of experts, even one with a single
     expert."""
     config = config.get_text_config()
     return any((getattr(config, name, None) or 0) > 0 for name in _EXPERT_COUNTS)
 
 
 def router_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the routers in `module` in layer order, or an empty list for a dense model. Raises
-    ValueError if the routers or experts belong to a family that is not in `ROUTERS`."""
+    """Return the routers in `module` in layer order, or an empty list if the model is dense. Raises
+    ValueError if the routers or experts belong to a family that isn't in `ROUTERS`."""
     kinds = [(type(child).__name__, child) for child in module.modules()]
     routers = [child for kind, child in kinds if kind in ROUTERS]
     unknown = {
@@ -234,8 +234,8 @@ def replay_routes(
 
 
 class Replay:
-    """State and metrics of one `replay_routes` context. The metrics can be read during the context
-    or afterwards."""
+    """State and metrics of one `replay_routes` context. The metrics can be read inside the context
+    or after it exits."""
 
     def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
@@ -253,16 +253,17 @@ class Replay:
         number of recorded layers."""
 
     def overlap_N(self) -> Tensor | None:
-        """Return the fraction of each token's recorded experts that the live router also chooses,
-        over all layers. It is NaN for a token without routes. Returns None unless `by_token` was
-        set."""
+        """Return the fraction of each token's recorded experts that the live router also
+        chooses, across all layers, or NaN for tokens without routes. Returns None unless
+        `by_token` was set."""
         if self._by_token_2N is None:
             return None
         same_N, layers_N = self._by_token_2N
         return same_N / (layers_N * self._experts)
 
     def metrics(self, *, ends: int = 0) -> dict[str, Mean]:
-        """Return the metrics of the forward passes, excluding recomputation. Synchronises once.
+        """Return the metrics of the forward passes, excluding recomputation. Synchronizes with the
+        device once.
 
         routing/overlap            fraction of recorded experts that the live router also chooses
         routing/fallback_fraction  fraction of (token, layer) rows that were not recorded. The

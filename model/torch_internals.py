@@ -25,7 +25,7 @@ _USED: dict[Any, tuple[str, ...]] = {
 
 
 def check_torch() -> None:
-    """Raise `RuntimeError` if the installed PyTorch lacks one of these APIs."""
+    """Raise `RuntimeError` if the installed PyTorch lacks a private API that Keel uses."""
     missing = [
         f"{owner.__name__}.{name}"
         for owner, names in _USED.items()
@@ -61,7 +61,7 @@ def running_node_number() -> int | None:
 
 
 def storage_id(storage: UntypedStorage) -> int:
-    """Return an id that is equal for tensors with the same storage."""
+    """Return an id that is the same for all tensors with the same storage."""
     return storage._cdata
 
 
@@ -83,9 +83,9 @@ def flash_gradients(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of causal attention within segments, for a forward pass that other
-    kernels computed. `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the
-    gradient of `out` [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32."""
+    """Compute the gradients of causal attention within segments, for a forward pass run by other
+    kernels. `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of
+    `out` [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32."""
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state for dropout
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(), query, key, value, out, sums, offsets, offsets, longest, longest,
@@ -94,8 +94,8 @@ def flash_gradients(
 
 
 def all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Send row j to rank j and receive row i from rank i, [n, …] → [n, …]. Unlike in
-    `torch.distributed.nn`, this function is both differentiable and compilable."""
+    """Send row j to rank j and receive row i from rank i: [n, …] → [n, …]. Unlike the version in
+    `torch.distributed.nn`, this one can be both differentiated and compiled."""
     return collectives.all_to_all_single_autograd(rows, None, None, group)
 
 
@@ -112,8 +112,8 @@ def nccl_options(timeout: timedelta) -> Any:
 
 
 def with_local_index(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
-    """Replace the GPU index in a handle from `reduce_tensor` with `index`, the GPU's index in this
-    process."""
+    """Replace the GPU index in a handle from `reduce_tensor` with `index`, the GPU's index within
+    this process."""
     at = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
     return (*handle[:at], index, *handle[at + 1 :])
 
@@ -126,9 +126,9 @@ ZeRO 2, gradients were wrong, probably because of their order."""
 
 
 def specialise_and_recompute() -> None:
-    """Configure torch.compile: treat floats such as the epsilon of a norm as constants, recompute
-    elementwise operations in the backward pass wherever this saves memory, and keep `_VARIANTS`
-    graphs per function."""
+    """Configure torch.compile to treat floats such as a norm's epsilon as constants, recompute
+    elementwise operations in the backward pass wherever that saves memory, and keep up to
+    `_VARIANTS` graphs per function."""
     import torch._dynamo.config as dynamo  # noqa: PLC0415  (slow to load)
     import torch._functorch.config as functorch  # noqa: PLC0415
 

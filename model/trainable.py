@@ -47,7 +47,7 @@ renamed."""
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
     """Compute facts about a model, and check that it can be trained. Raises ConfigError if the
-    trainer does not support it, if transformers cannot build it, if its weights are quantised in an
+    trainer does not support it, if transformers cannot build it, if its weights are quantized in an
     unsupported format, or if the weights at `path` do not match its config."""
     try:
         _check_trainable(path, config)
@@ -80,7 +80,7 @@ def _check_trainable(path: str, config: PreTrainedConfig) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the list of decoder layers. Raises ValueError if its name is unknown."""
+    """Return the model's decoder layers. Raises ValueError if the name of their list is unknown."""
     decoder = model.get_decoder()
     for name in _LAYER_LISTS:
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
@@ -90,8 +90,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
-    """Check the names and shapes of the tensors, because transformers would randomly initialise
-    missing ones and ignore unused ones."""
+    """Check tensor names and shapes, because transformers would randomly initialize missing tensors
+    and ignore unused ones."""
     if config.get_text_config() is not config:
         return
     tensors = readable_tensors(path, "np")
@@ -184,7 +184,7 @@ def _try_packed(model: PreTrainedModel) -> None:
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) -> None:
-    """Raise ConfigError, naming `knob`, if a tokenizer assigns different ids than the tokenizer of
+    """Raise ConfigError, naming `knob`, if a tokenizer's ids differ from those of the tokenizer at
     `path`."""
     try:
         local = AutoTokenizer.from_pretrained(path, **hub_options(path))
@@ -203,7 +203,7 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) 
 
 
 def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
-    """Raise ConfigError if the recipe's adapters cannot be added to the model."""
+    """Raise ConfigError if the recipe's adapters can't be added to the model."""
     if config.enabled and facts.index_top_k:
         raise ConfigError(
             f"model.lora.rank = {config.rank}: {facts.architecture} has sparse attention, which "
@@ -223,7 +223,7 @@ def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
 
 
 def check_ids(token_ids: Sequence[int] | NDArray[np.int32], vocabulary: int, what: str) -> None:
-    """Raise ConfigError if one of the token ids has no row in the embedding."""
+    """Raise ConfigError if any of the token ids has no row in the embedding."""
     ids = np.asarray(token_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if len(wrong):

@@ -30,13 +30,13 @@ def apply_gate(experts: Any, packed: Tensor) -> Tensor | None:
 
 
 def is_expert_parallel(experts: Any) -> bool:
-    """Return True if transformers has distributed these experts over ranks."""
+    """Return True if transformers has distributed these experts across ranks."""
     return getattr(experts, "_is_expert_parallel", False)
 
 
 def switch_adapter(layer: Any, *, on: bool) -> None:
-    """Turn the adapter of a layer on or off. Unlike peft's `enable_adapters`, this does not change
-    `requires_grad`."""
+    """Turn a layer's adapter on or off. Unlike peft's `enable_adapters`, this leaves
+    `requires_grad` unchanged."""
     layer._disable_adapters = not on
 
 
@@ -47,7 +47,7 @@ def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def override_methods(module: nn.Module, methods: type) -> None:
-    """Override methods of `module` with the methods of a mixin class (see `change_class`)."""
+    """Override methods of `module` with those of a mixin class (see `change_class`)."""
     change_class(module, _overridden(type(module), methods))
 
 
@@ -57,8 +57,9 @@ def _overridden(kind: type[nn.Module], methods: type) -> type[nn.Module]:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turn off dropout. The model is then deterministic even in train mode, which transformers
-    needs to recompute activations. `model.config` does not change, because it is exported."""
+    """Turn off dropout, so that the model is deterministic even in train mode, as transformers'
+    activation recomputation requires. `model.config` is left unchanged, because it gets
+    exported."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
@@ -69,8 +70,9 @@ def disable_dropout(model: nn.Module) -> None:
 
 def fix_long_rope(model: nn.Module, context: int) -> None:
     """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with a context of
-    `context` tokens. vLLM chooses between short and long frequencies by `max_model_len`, whereas
-    transformers chooses by the highest position in each forward pass, which depends on packing."""
+    `context` tokens. vLLM chooses between short and long frequencies based on `max_model_len`,
+    whereas transformers goes by the highest position in each forward pass, which depends on
+    packing."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}

@@ -33,7 +33,7 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """This rank's shard of every packed row: consecutive *input* tokens."""
+    """This rank's shard of each packed row: a range of consecutive *input* tokens."""
 
     rank: int = 0
     size: int = 1
@@ -41,8 +41,8 @@ class Slice:
 
     @staticmethod
     def join(size: int) -> Slice:
-        """Form groups of `size` consecutive ranks that share a row. Collective: all ranks must call
-        it."""
+        """Form groups of `size` consecutive ranks that share a row. This is a collective, so all
+        ranks must call it."""
         if size == 1:
             return WHOLE
         group, _ = dist.new_subgroups(size)
@@ -51,13 +51,12 @@ class Slice:
 
     def bounds(self, tokens: int) -> tuple[int, int]:
         """Return this shard's bounds. All shards have the same length, so the last ones may extend
-        beyond the row."""
+        past the end of the row."""
         length = -(-tokens // self.size)
         return self.rank * length, (self.rank + 1) * length
 
     def cut(self, whole: NDArray[T], filling: int | bool) -> NDArray[T]:
-        """Cut this rank's shard out of a per-token array, with padding beyond the end
-        of the row."""
+        """Cut this rank's shard out of a per-token array, padding past the end of the row."""
         start, stop = self.bounds(len(whole))
         part = whole[start:stop]
         rest = np.full((stop - start - len(part), *whole.shape[1:]), filling, whole.dtype)
@@ -67,8 +66,8 @@ class Slice:
         return -tokens % self.size
 
     def gather(self, part: Tensor, where: slice, total: int) -> Tensor:
-        """Concatenate the shards of all ranks [..., r] without gradient. `where` is the place of
-        this rank's shard, and `total` the length of the result."""
+        """Concatenate the shards [..., r] of all ranks, without gradients. `where` is the position
+        of this rank's shard, and `total` is the length of the result."""
         if self.group is None:
             return part.detach()
         whole = part.new_zeros(*part.shape[:-1], total)
@@ -84,9 +83,10 @@ WHOLE = Slice()
 def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange tokens for heads before attention, [P, H, D] → [n·P, H/n, D]. Query, key and value
-    may have different numbers and sizes of heads. If n does not divide the number of key and value
-    heads, they are repeated. Raises ValueError if n does not divide the number of query heads."""
+    """Exchange tokens for heads before attention, [P, H, D] → [n·P, H/n, D] for n ranks. Query,
+    key and value may have different numbers and sizes of heads. Key and value heads are repeated
+    if n does not divide their number. Raises ValueError if n does not divide the number of query
+    heads."""
     size = dist.get_world_size(group)
     heads, shared = query.shape[1], key.shape[1]
     if heads % size:

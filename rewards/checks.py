@@ -21,7 +21,7 @@ _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")  # bugs in th
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Validate a reward spec without running anything. Raises ValueError if it is invalid."""
+    """Validate a reward spec without running anything. Raises ValueError if the spec is invalid."""
     kind = spec.get("kind")
     if kind in (ENVIRONMENT, FUNCTIONS):
         return
@@ -46,9 +46,9 @@ def try_functions(
     """Test the user's reward functions in a worker process, on made-up completions of the first
     prompt.
 
-    Each function is called twice: the first call may load models, the second must finish within
-    `timeout_s`. Returns one message per function. A function may not support made-up completions,
-    so most failures are only reported in its message. Raises ValueError for errors that every
+    Each function is called twice. The first call may load models, but the second must finish within
+    `timeout_s`. Returns one message per function. Functions may not support made-up completions, so
+    most failures are only reported in these messages. Raises ValueError for errors that every
     completion would cause, such as a NameError.
     """
     names = [name for name in weights if is_function(name)]
@@ -99,11 +99,11 @@ def try_functions(
 def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
-    """Check that the prompts of a data source fit its reward weights, and run the reference
-    solutions of its programming tasks.
+    """Check that a data source's prompts are compatible with its reward weights, and run the
+    reference solutions of its programming tasks.
 
-    Returns a summary of these runs, or "" if there are none. Raises ValueError naming the first
-    invalid prompt, or if this machine cannot isolate programs.
+    Returns a summary of those runs, or "" if there were none. Raises ValueError if a prompt is
+    invalid (the error names the first one) or if this machine can't isolate programs.
     """
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
     for kind, first in kinds.items():

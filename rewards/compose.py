@@ -48,10 +48,10 @@ class Score:
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Check that the reward components of each domain exist and that all reward functions can be
-    loaded. Raises ValueError otherwise.
+    """Check that each domain's reward components exist and that all reward functions can be loaded.
+    Raises ValueError if not.
 
-    `environments` contains the domains whose environments define their own components.
+    `environments` lists the domains whose environments define their own components.
     """
     for domain, parts in weights.items():
         for name in parts:
@@ -70,8 +70,8 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Return an error message if a weighted component is not in `known`, the components that an
-    environment returned. Otherwise, return ""."""
+    """Return an error message if a weighted component isn't in `known`, the components returned by
+    an environment, or "" if all of them are."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -84,7 +84,7 @@ def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
 
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
-    """Raise ValueError if a reward component is not available for prompts of this `kind`."""
+    """Raise ValueError if a reward component isn't available for prompts of this `kind`."""
     if kind == FUNCTIONS and not any(is_function(n) and w > 0 for n, w in weights.items()):
         raise ValueError("has nothing to judge it by, and data.sources[].rewards has no function")
     for name in weights:
@@ -100,8 +100,8 @@ def compose(
 ) -> Score:
     """Compute a reward as the weighted sum of its components.
 
-    A sum that differs from 0 only by rounding is set to exactly 0, so that the error cannot turn
-    into an advantage. A `cut_off` completion counts as wrong and gets at most 0.
+    A sum that differs from 0 only by rounding error is set to exactly 0, so that the error can't
+    turn into an advantage. A `cut_off` completion counts as wrong and gets at most 0.
     """
     parts = {**parts, "correct": 0.0} if cut_off else parts
     terms = [weight * parts[name] for name, weight in weights.items()]

@@ -50,7 +50,7 @@ FOLDER = "KEEL_PASSED_FUNCTIONS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTrajectory:
-    """A trajectory as text. It contains no arrays, so that workers do not need to import numpy."""
+    """A trajectory in text form. It contains no arrays, so workers don't have to import numpy."""
 
     messages: Sequence[Mapping[str, Any]]
     """The conversation, in the format of `keel.rl.types.Trajectory.messages`."""
@@ -63,22 +63,22 @@ class TextTrajectory:
 
     @property
     def answer(self) -> str:
-        """The policy's last message, without its thinking."""
+        """The policy's last message without its thinking."""
         return final_text(self.messages)
 
     @property
     def thinking(self) -> str:
-        """The thinking in the policy's last message."""
+        """The thinking from the policy's last message."""
         return thinking_text(self.messages)
 
     @property
     def all_said(self) -> str:
-        """The text of all policy turns, without thinking and tool calls."""
+        """The text of all policy turns, without thinking or tool calls."""
         return every_turn(final_text, self.messages[self.opening :])
 
     @property
     def all_thinking(self) -> str:
-        """The thinking of all policy turns."""
+        """The thinking from all policy turns."""
         return every_turn(thinking_text, self.messages[self.opening :])
 
     @property
@@ -100,8 +100,8 @@ class TextTrajectory:
 
 
 def recipe_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function in recipes. Raises ValueError for a function without a name,
-    such as a lambda or a partial."""
+    """Return the name that recipes use for a function. Raises ValueError for functions without a
+    name, such as lambdas and partials."""
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ValueError(f"reward {name}: the function has no name; define it with def")
@@ -110,8 +110,8 @@ def recipe_name(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def pickle_functions(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Pickle functions for the worker processes that start inside the `with` block. Raises
-    ValueError if two functions have the same name or one cannot be pickled."""
+    """Pickle functions for the worker processes started inside the `with` block. Raises ValueError
+    if two functions have the same name or one can't be pickled."""
     with TemporaryDirectory() as folder:
         for function in functions:
             name = recipe_name(function)
@@ -132,15 +132,15 @@ def pickle_functions(functions: Sequence[Callable[..., Any]]) -> Generator[None]
 
 
 def pickled_functions() -> dict[str, bytes]:
-    """Read the functions that `pickle_functions` stored, to send them to another node. Maps file
-    names to their contents."""
+    """Read the functions stored by `pickle_functions` so they can be sent to another node. Returns
+    a mapping from file names to contents."""
     folder = os.environ.get(FOLDER)
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()} if folder else {}
 
 
 def store_functions(functions: Mapping[str, bytes]) -> None:
-    """Write functions from another node (see `pickled_functions`) to a folder. The worker processes
-    that this process starts load them from there."""
+    """Write functions from another node (see `pickled_functions`) to a folder. Worker processes
+    started by this process load them from there."""
     if functions:
         folder = os.environ[FOLDER] = mkdtemp(prefix="keel-functions-")
         for name, pickled in functions.items():
@@ -179,15 +179,15 @@ _FOREIGN = frozenset(
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward component is a user-defined function. Only the names of such
-    functions contain a dot."""
+    """Return whether a reward component is a user-defined function. No other component has a dot in
+    its name."""
     return "." in part
 
 
 def load_function(name: str) -> Callable[[Any, Any], Any]:
-    """Import a user-defined function by its dotted name. The working directory is searched too.
+    """Import a user-defined function by its dotted name, searching the working directory too.
 
-    Raises ValueError if it cannot be imported or does not accept `(prompt, trajectory)`.
+    Raises ValueError if it can't be imported or doesn't accept `(prompt, trajectory)`.
     """
     function = _load_pickled(name) if name.startswith(PREFIX) else _import_function(name)
     try:
@@ -259,8 +259,8 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 class BadReward(ValueError):
-    """Raised if a reward function does not return a valid reward. `at` is the location of the
-    function."""
+    """Raised if a reward function doesn't return a valid reward. `at` is where the function is
+    defined."""
 
     def __init__(self, message: str, at: str) -> None:
         super().__init__(message)
@@ -325,8 +325,8 @@ def function_verifier(spec: Mapping[str, Any]) -> Callable[[str], float | dict[s
 
 @functools.cache
 def _event_loop() -> asyncio.Runner:
-    """Return the event loop of this process. It is never closed, so that async clients in globals
-    keep working."""
+    """Return this process's event loop. It is never closed, so async clients stored in globals keep
+    working."""
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
 
@@ -360,8 +360,8 @@ class FailureRate:
         self._failed: deque[bool] = deque(maxlen=_WINDOW)
 
     def add(self, failed: bool) -> str:
-        """Record a completion. Returns a summary if the failure rate is too high, and ""
-        otherwise."""
+        """Record a completion. Returns a summary if the failure rate is too high, or "" if it
+        isn't."""
         self._failed.append(failed)
         failures, total = sum(self._failed), len(self._failed)
         if not failed or failures <= self._max_fraction * max(total, _MIN_WINDOW):
@@ -382,11 +382,11 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record the result of a reward component for each completion of a prompt: an error and its
-        location, or two empty strings.
+        """Record the outcome of a reward component for each completion of a prompt: an error and
+        its location, or two empty strings.
 
         Raises RewardStopped if `counted` is set and the component has failed too often. Verifiers
-        are not counted, because they usually fail on completions that cannot be parsed.
+        aren't counted, because they usually fail on completions that can't be parsed.
         """
         lines: list[str] = []
         stop = ""

@@ -61,10 +61,10 @@ them."""
 
 
 def language_verifier(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build a verifier that measures how much of a trajectory is in the language of
-    `spec["prompt"]`, over all turns.
+    """Build a verifier that measures how much of a trajectory's text, across all turns, is in the
+    language of `spec["prompt"]`.
 
-    `spec["of"]` is "answer", "thinking", or "both" for their mean.
+    `spec["of"]` is "answer", "thinking", or "both" for the mean of the two.
     """
     prompt, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the deadline of the first completion starts
@@ -80,7 +80,7 @@ def language_verifier(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 
 def _language_share(prompt: str, text: str) -> float:
-    """Return the fraction of the letters in `text` that are in the language of `prompt`."""
+    """Return the fraction of letters in `text` that are in the language of `prompt`."""
     allowed, language = _prompt_language(prompt)
     if not allowed:
         return 1.0
@@ -103,7 +103,7 @@ def _language_share(prompt: str, text: str) -> float:
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
     """Return the scripts and the language that an answer to the prompt should use, or empty values
-    if the prompt is too short."""
+    if the prompt is too short to tell."""
     words = _remove_non_prose(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())
@@ -133,7 +133,7 @@ def _script(character: str) -> str:
 
 
 def detect_language(text: str) -> tuple[str, Mapping[str, float]]:
-    """Return the most likely language of a text, and the probability of every language."""
+    """Return a text's most likely language, along with the probability of every language."""
     probabilities = dict(_detector()(text[:_MAX_DETECTED]))
     return max(probabilities, key=lambda name: probabilities[name]), probabilities
 
@@ -179,9 +179,9 @@ def _remove_non_prose(text: str) -> str:
 
 
 def _prose_and_code(text: str) -> tuple[str, str]:
-    """Split a text into the prose outside code blocks and the running text inside them. A formula
-    must be closed in the same paragraph, but a code block may remain open until the end of the
-    text."""
+    """Split a text into the prose outside code blocks and the prose inside them. A formula must
+    end in the same paragraph where it starts, but a code block may stay open until the end of
+    the text."""
     prose: list[str] = []
     code: list[str] = []
     aside: list[str] = []  # consecutive formulas and code spans without words in between
@@ -223,8 +223,8 @@ def _prose_and_code(text: str) -> tuple[str, str]:
 
 
 def _remove_identifiers(text: str) -> str:
-    """Remove links, tags and identifiers from a text. Several in a row are kept if they read as
-    running text, such as `DAS IST ES`."""
+    """Remove links, tags and identifiers from a text. Several identifiers in a row are kept if they
+    read as prose, such as `DAS IST ES`."""
 
     def words_in(row: re.Match[str]) -> str:
         words: list[str] = []

@@ -40,7 +40,7 @@ _LENGTH, _LENGTH_COST = "length", "length_cost"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRule:
-    """The length penalties of a domain. See `keel.configs.schema.LengthConfig` for the fields."""
+    """A domain's length penalties. See `keel.configs.schema.LengthConfig` for the fields."""
 
     linear: float = 0.0
     overlong: float = 0.0
@@ -63,8 +63,8 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`. `limit` is the default for limits that
-        are not set."""
+        """Create the rule from the fields of `LengthConfig`. `limit` is used for any limit that
+        isn't set."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -75,8 +75,8 @@ class LengthRule:
         return self.linear > 0 or self.overlong > 0
 
     def penalty(self, tokens_G: NDArray[np.int64]) -> _Floats:
-        """Return the sum of the linear and overlong penalties of each completion, in units of
-        reward, [G] ≥ 0."""
+        """Return the sum of each completion's linear and overlong penalties: [G], in units of
+        reward, all ≥ 0."""
         linear, overlong = self._penalties(tokens_G)
         return linear + overlong
 
@@ -89,8 +89,8 @@ class LengthRule:
     def adjustment(
         self, rewards_G: _Floats, correct_G: _Floats, tokens_G: NDArray[np.int64]
     ) -> _Floats:
-        """Return the amount to add to each reward, [G]. `correct_G` is the component `correct` of
-        each completion, from 0 to 1."""
+        """Return how much to add to each reward, [G]. `correct_G` holds each completion's reward
+        component `correct`, from 0 to 1."""
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
         if self.may_outweigh:
@@ -114,8 +114,8 @@ class LengthRule:
 def apply_length_rule(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """Apply a length rule to the scores of a group, and add the components `length` and
-    `length_cost` to them."""
+    """Apply a length rule to a group's scores, and add the components `length` and `length_cost` to
+    them."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
     tokens[crashed] = tokens.max(initial=0)  # a crash must not gain by being short

@@ -42,8 +42,8 @@ _MAX_REASSIGNMENTS = 3
 
 @dataclass(frozen=True, slots=True)
 class VerifierScore:
-    """A verifier's result for one completion: a score from 0 to 1. If there is an `error`, the
-    score is 0."""
+    """A verifier's result for one completion: a score from 0 to 1, which is 0 if there is an
+    `error`."""
 
     score: float
     error: str = ""
@@ -54,8 +54,8 @@ class VerifierScore:
 
 
 class WorkerPool:
-    """Verifies completions in `workers` processes, or in this process if `workers` is 0. Each batch
-    contains completions of the same prompt."""
+    """Verifies completions in `workers` processes, or in this process if `workers` is 0. All
+    completions in a batch belong to the same prompt."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class WorkerPool:
     ) -> None:
         """Start the workers, which import their libraries in the background.
 
-        `timeout_s` is the time limit for one completion, enforced only if there are workers. `code`
+        `timeout_s` is the time limit per completion, enforced only if there are workers. `code`
         contains the fields of `CodeConfig`, whose `completion_s` is the time limit for programs.
         Each worker prints to a file in the folder `log`, or to standard error if `log` is None.
         """
@@ -94,11 +94,11 @@ class WorkerPool:
         return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
-        """Return whether any worker has written to its log file."""
+        """Return whether any worker has written anything to its log file."""
         return any(worker.log_size() > worker.log_start for worker in self._workers)
 
     def close(self) -> None:
-        """Stop the workers and discard all queued batches."""
+        """Stop the workers and discard any queued batches."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -122,8 +122,8 @@ class WorkerPool:
 
 
 class _WorkerLost(Exception):
-    """Raised if a worker died or stopped responding. `blameless` is True if no completion caused
-    this."""
+    """Raised if a worker dies or stops responding. `blameless` is True if the failure wasn't caused
+    by a completion."""
 
     def __init__(self, message: str, *, blameless: bool = False) -> None:
         super().__init__(message)
@@ -131,8 +131,7 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    """A worker process, which is restarted after a failure. Only one thread may use it at a
-    time."""
+    """A worker process that is restarted after failures. Only one thread may use it at a time."""
 
     def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
         self._code, self._log = code, log
@@ -227,7 +226,7 @@ class _Worker:
         self, spec: Mapping[str, Any], completions: Sequence[str], limits: Mapping[str, float]
     ) -> None:
         """Send a batch to the worker and wait until it has built the verifier. Raises ValueError if
-        it rejects the spec."""
+        the worker rejects the spec."""
         request = {"spec": dict(spec), "completions": list(completions), "code": self._code}
         self._socket.settimeout(_START_TIMEOUT_S)
         try:
@@ -282,8 +281,8 @@ class _Worker:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
     def _stop(self) -> str:
-        """Kill the process and its descendants. Returns the location of the code that it was
-        executing, or "" if it wrote no stack trace."""
+        """Kill the process and its descendants. Returns the location of the code it was executing,
+        or "" if it left no stack trace."""
         process, self._process = self._process, None
         if process is None:
             return ""

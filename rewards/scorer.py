@@ -48,7 +48,7 @@ from keel.rl.types import (
 
 @dataclass(slots=True)
 class _Draft:
-    """The reward components of a trajectory, collected while its group is being scored."""
+    """A trajectory's reward components, collected while its group is being scored."""
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
@@ -73,14 +73,14 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """The futures of a group's reward components, by component."""
+    """Futures for a group's reward components, keyed by component."""
 
     judged: dict[str, list[Future[Judged | Failed]]]  # from the judge, one per trajectory
     verified: dict[str, list[Future[list[VerifierScore]]]]  # from the worker processes
 
 
 class Scorer:
-    """Scores groups as they arrive, using worker processes. Use it as a context manager."""
+    """Scores groups in worker processes as they arrive. Use it as a context manager."""
 
     def __init__(
         self,
@@ -102,10 +102,9 @@ class Scorer:
         unknown.
 
         `weights` maps each domain to its reward components and their weights, and `lengths` maps
-        each domain to its length rule. `environments` contains the domains whose environments
-        define their own components. If `pool` is given, it is used instead of new workers, and
-        `close` closes it. The caller must close `judge`. `say` is called with each line of an error
-        report.
+        each domain to its length rule. `environments` lists the domains whose environments define
+        their own components. If `pool` is given, it is used instead of new workers, and `close`
+        closes it. The caller must close `judge`. `say` is called with each line of an error report.
         """
         compose.check_weights(weights, environments)
         self._weights = weights
@@ -122,13 +121,13 @@ class Scorer:
         self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
-        """Start scoring all trajectories of a group.
+        """Start scoring all trajectories in a group.
 
         If a verifier fails on a completion, its component is 0 and the component `error` is 1.
-        Completions that the judge could not score are dropped. In training, truncated ones are
+        Completions that the judge couldn't score are dropped. In training, truncated ones are
         dropped too if the length rule requires it. The future raises ValueError if the domain has
         no weights or the reward spec is malformed, and JudgeStopped or RewardStopped if too many
-        completions could not be scored.
+        completions couldn't be scored.
         """
         try:
             pending = self._start(group)
@@ -216,7 +215,7 @@ class Scorer:
         return [jobs[text] for text in completions]
 
     def _collect_parts(self, group: Group, pending: _Pending) -> list[_Draft]:
-        """Collect all reward components of a group. Raises ValueError if its prompt or verdict is
+        """Collect all of a group's reward components. Raises ValueError if its prompt or verdict is
         invalid."""
         prompt, weights = group.prompt, self._weights[group.prompt.domain]
         kind, drafts = prompt.reward.get("kind"), [_Draft(one) for one in group.trajectories]
@@ -305,7 +304,7 @@ def _check_parts(draft: _Draft, weights: Mapping[str, float]) -> None:
 
 
 def _opening_messages(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages before the policy's first turn, which an environment may have written."""
+    """Return the messages before the policy's first turn. An environment may have written them."""
     messages = trajectory.messages if prompt.environment else ()
     roles = [message.get("role") for message in messages]
     first = trajectory.opening or (roles.index("assistant") if "assistant" in roles else 0)
@@ -313,8 +312,8 @@ def _opening_messages(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[s
 
 
 def _serialize(trajectory: Trajectory, *, sampled: bool = False) -> str:
-    """Serialize a trajectory for the workers. If `sampled` is set, leave out messages that the
-    agent program wrote itself."""
+    """Serialize a trajectory for the workers. If `sampled` is set, messages written by the agent
+    program itself are left out."""
     messages = trajectory.messages
     if sampled:
         ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]

@@ -42,7 +42,7 @@ def outside_think(text: str) -> str:
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text contains only white space, control characters and other invisible
+    """Return whether a text contains nothing but whitespace, control characters and other invisible
     characters."""
     return all(unicodedata.category(c)[0] in "ZC" or c in _INVISIBLE for c in text)
 
@@ -58,7 +58,7 @@ def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the thinking in the policy's last message, or "" if there is none."""
+    """Return the thinking from the policy's last message, or "" if there is none."""
     message = _last_turn(messages)
     thinking = message.get("reasoning_content")
     if thinking is not None:
@@ -70,7 +70,7 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `final_text` or `thinking_text` to each policy turn, and join the results as
+    """Apply `final_text` or `thinking_text` to each policy turn and join the results as
     paragraphs."""
     turns = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
@@ -124,7 +124,7 @@ def answer_in(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Normalize Unicode and white space. 10² becomes 10^2 and not 102."""
+    """Normalize Unicode and whitespace. 10² becomes 10^2, not 102."""
     return " ".join(unicodedata.normalize("NFKC", rewrite_raised_digits(text)).split())
 
 

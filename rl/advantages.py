@@ -16,16 +16,16 @@ the largest reward."""
 def group_advantages(rewards: Tensor, *, scale: Scale = "none") -> Tensor:
     """Compute advantages Â_i = R_i − mean(R) within each group (DeepSeek-V3.2, 2025, under Eq. 6).
 
-    `rewards` is [..., G], with one group along the last axis. The result has the same shape and
-    dtype. If the rewards in a group differ only by rounding errors (like 0.1 + 0.2 and 0.3), its
+    `rewards` has shape [..., G], with each group along the last axis. The result has the same shape
+    and dtype. If the rewards in a group differ only by rounding error (like 0.1 + 0.2 and 0.3), its
     advantages are exactly 0.
 
     With `scale="std"`, advantages are divided by the group's standard deviation (with Bessel's
-    correction), as in the original GRPO (DeepSeekMath, 2024). Zero advantages stay 0, because the
-    division would turn rounding errors into large advantages.
+    correction), as in the original GRPO (DeepSeekMath, 2024). Advantages of 0 stay 0, because
+    dividing would blow rounding errors up into large advantages.
 
-    Raises `ValueError` if rewards have no group axis, have an integer dtype or are not finite
-    (checked on the CPU only), and if `scale` is unknown.
+    Raises `ValueError` if rewards have no group axis, have an integer dtype or aren't finite
+    (checked on the CPU only), or if `scale` is unknown.
     """
     require(
         rewards.ndim >= 1 and rewards.shape[-1] >= 1,

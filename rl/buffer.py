@@ -17,7 +17,7 @@ _Filter = Literal["none", "reward", "correct"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Groups for one training step."""
+    """The groups for one training step."""
 
     groups: tuple[ScoredGroup, ...]
     """Groups to train on, in the order in which their prompts were submitted."""
@@ -28,10 +28,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """Limits how stale the sampling weights can become. `batches` is the number of batches sampled
-    ahead of training, `publish_every` the number of steps between weight updates, and `updates` the
-    number of optimizer steps per batch. Each optimizer step creates a new version of the weights.
-    """
+    """Limits how stale the sampling weights can get. `batches` is how many batches are sampled
+    ahead of training, `publish_every` is the number of steps between weight updates, and `updates`
+    is the number of optimizer steps per batch. Each optimizer step creates a new version of the
+    weights."""
 
     batches: int = 0
     publish_every: int = 1
@@ -39,8 +39,8 @@ class Lag:
 
     @property
     def versions(self) -> int:
-        """Maximum staleness of a token: the number of weight versions between sampling it and
-        training on it."""
+        """Maximum staleness of a token, in weight versions between sampling it and training on
+        it."""
         return (self.batches + self.publish_every - 1) * self.updates
 
 
@@ -56,23 +56,24 @@ class _Slot:
 class GroupBuffer:
     """Tracks submitted and finished groups, and forms batches from them.
 
-    A group occupies a slot from the submission of its prompt until the engines have weights trained
-    on that group. There are slots for `Lag.batches` + 1 batches, so with a lag of 0, every group is
-    sampled from exactly the weights that it then updates. If a group is filtered out, a new prompt
-    takes its slot. The new prompt joins the end of the queue and is sampled from newer weights.
+    A group occupies a slot from the moment its prompt is submitted until the engines have weights
+    trained on that group. There are slots for `Lag.batches` + 1 batches, so with a lag of 0, every
+    group is sampled from exactly the weights that it then updates. If a group is filtered out, a
+    new prompt takes its slot. The new prompt joins the end of the queue and is sampled from newer
+    weights.
 
     Groups are trained on in submission order, and a step waits for all its groups. Training on
-    finished groups first would favour short completions and let the long ones become stale. The
-    order also enforces `Lag.versions` without comparing versions. While the engines are at step a,
+    finished groups first would favor short completions and let long ones go stale. This order also
+    enforces `Lag.versions` without having to compare versions. While the engines are at step a,
     only groups for steps up to a + `publish_every` + `batches` can be submitted, so none is trained
-    on later than that. No other order could wait less: with new weights at every step, the
+    on later than that. No other order would wait any less. With new weights at every step, the
     submitted groups fill all steps up to this limit, so moving one group forward would push another
     past it.
 
-    Multi-turn trajectories follow the same rule and are never dropped because of their age. The
-    first token of a trajectory is its oldest, and it was sampled from weights no older than those
-    in use when the prompt was submitted. A trajectory therefore spans at most `Lag.versions` new
-    versions, however many turns it has; after that, the trainer waits for it. Dropping stale
+    Multi-turn trajectories follow the same rule and are never dropped for being too old. The first
+    token of a trajectory is its oldest, and it was sampled from weights no older than those in use
+    when the prompt was submitted. A trajectory therefore spans at most `Lag.versions` new versions,
+    no matter how many turns it has; after that, the trainer waits for it. Dropping stale
     trajectories would drop exactly the long ones. The sequence mask handles bad completions that
     are too off-policy.
 
@@ -89,8 +90,8 @@ class GroupBuffer:
         filter_by: _Filter = "none",
         max_refills: float = 0.0,
     ) -> None:
-        """Create a buffer for steps `start` + 1 … `steps` with `batch` groups per step. Each batch
-        can discard at most `max_refills` · `batch` groups."""
+        """Create a buffer for steps `start` + 1 … `steps` with `batch` groups per step. Up to
+        `max_refills` · `batch` groups can be discarded per batch."""
         self._batch, self._lag, self._steps = batch, lag, steps
         self._filter: _Filter = filter_by
         self._budget = int(max_refills * batch)
@@ -114,7 +115,7 @@ class GroupBuffer:
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
 
     def submitted(self, prompt: Prompt) -> int:
-        """Register a submitted prompt and return the number of its group."""
+        """Register a submitted prompt and return its group number."""
         self._submitted += 1
         self._numbers += 1
         self._queue[self._numbers] = _Slot(prompt)
@@ -140,7 +141,7 @@ class GroupBuffer:
         return bool(self._batches)
 
     def take(self) -> Batch:
-        """Remove and return the next batch. Requires that `ready` returns True."""
+        """Remove and return the next batch. Call this only when `ready` returns True."""
         return self._batches.popleft()
 
     def adopted(self, step: int) -> None:
@@ -149,7 +150,7 @@ class GroupBuffer:
         self._adopted = max(self._adopted, step)
 
     def unfinished(self) -> tuple[Prompt, ...]:
-        """Return the prompts that have not been trained on, in submission order. A resumed run
+        """Return the prompts that have not been trained on yet, in submission order. A resumed run
         submits them again."""
         groups = [*(group for batch in self._batches for group in batch.groups), *self._members]
         queue = (slot.prompt for slot in self._queue.values() if not slot.freed)
@@ -172,8 +173,8 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """Free the slots of groups that will be discarded even if all undecided groups before them
-        are discarded too."""
+        """Free the slots of filtered-out groups that are sure to be discarded, even if every
+        undecided group ahead of them is discarded too."""
         discarded = len(self._discarded)
         for slot in self._queue.values():
             discarded += slot.group is None or slot.reason is not None
@@ -190,7 +191,7 @@ class GroupBuffer:
 def _filter_reason(
     group: ScoredGroup, by: _Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
-    """Return the reason for filtering out a group, or None to keep it. `by="reward"` filters out
+    """Return why a group should be filtered out, or None to keep it. `by="reward"` filters out
     groups whose advantages are all 0. `by="correct"` filters out groups whose completions all have
     the same `correct` value, even if they differ in length or format. Groups with no completions
     are `empty`, and groups with only one are `lone`."""

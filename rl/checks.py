@@ -13,8 +13,8 @@ def require(ok: bool, message: str) -> None:
 
 
 def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
-    """Raise `ValueError` naming the first row of `value` where `ok` is False. Does nothing on a
-    GPU."""
+    """Raise `ValueError` naming the first row of `value` where `ok` is False. GPU tensors are not
+    checked."""
     if value.is_cpu and not bool(ok.all()):
         row = tuple(int(i) for i in (~ok).nonzero()[0])
         index = ", ".join(map(str, row))

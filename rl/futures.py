@@ -11,22 +11,22 @@ U = TypeVar("U")
 
 
 def failed(error: BaseException) -> Future[Any]:
-    """Create a future that has already failed with `error`."""
+    """Return a future that has already failed with `error`."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
 
 
 def done() -> Future[None]:
-    """Create a future that has already completed with the result None."""
+    """Return a future that has already completed with None."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
 
 
 def on_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Run `call` on a new daemon thread and return a future for its result. If the call hangs, the
-    caller can abandon the thread."""
+    """Run `call` on a new daemon thread and return a future for its result. The caller can abandon
+    the thread if `call` hangs."""
     result: Future[T] = Future()
     threading.Thread(target=settle, args=(result, call), name=name, daemon=True).start()
     return result
@@ -55,10 +55,9 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
 
 
 def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
-    """Chain two asynchronous steps. Calls `start` with the result of `first`, and returns a future
+    """Chain two asynchronous steps: call `start` with the result of `first`, and return a future
     for the result of the second step. The future fails if either step fails, and cancelling it
-    cancels `first`.
-    """
+    cancels `first`."""
     last: Future[U] = Future()
 
     def first_is_done(_: Future[T]) -> None:
@@ -76,8 +75,8 @@ def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
 
 
 def settle(future: Future[T], make: Callable[[], T]) -> None:
-    """Complete a future with the result of `make` or the error that it raises. Does nothing more if
-    the future is already done."""
+    """Complete a future with the result of `make` or the error it raises. A future that is already
+    done keeps its result."""
     try:
         result = make()
     except BaseException as error:

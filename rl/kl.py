@@ -8,9 +8,9 @@ BOUND = 20.0
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Clamp values to ±`BOUND`, with a straight-through gradient of 1. An ordinary clamp has no
-    gradient for large values, where the policy has drifted furthest. NaN and infinities become NaN,
-    so that clamping does not hide an error."""
+    """Clamp values to ±`BOUND`, with a straight-through gradient of 1. A plain clamp has no
+    gradient for large values, exactly where the policy has drifted furthest. NaN and infinities
+    become NaN, so that clamping doesn't hide errors."""
     return log_ratio.clamp(-BOUND, BOUND).detach() + (log_ratio - log_ratio.detach())
 
 
@@ -20,10 +20,10 @@ def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
         ρ − log ρ − 1,   ρ = π_ref/π_θ
 
     The log-ratio is clamped to ±`BOUND` only inside the exponential. The value is unbiased for
-    samples of π_θ, but its gradient is not the gradient of the KL (d/dlogp = 1 − ρ); see
-    `unbiased_k3`. Schulman (2020).
+    samples of π_θ, but its gradient, d/dlogp = 1 − ρ, is not the gradient of the KL (see
+    `unbiased_k3`). Schulman (2020).
 
-    Shapes: both [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
+    Both arguments are [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
     """
     log_rho = logp_ref - logp
     # expm1 preserves a small KL, which ρ − 1 would round away in float32.
@@ -36,11 +36,11 @@ def unbiased_k3(logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
         r · (ρ − log ρ − 1),   r = π_θ/π_old,   ρ = π_ref/π_θ
 
     The ratio is not detached: d/dlogp = r · (logp − logp_ref), which makes the *gradient* unbiased.
-    The gradient does not contain ρ, so `BOUND` on ρ changes the value only, but `BOUND` on r limits
-    r in the gradient, too. Gradient flows to `logp` only: π_old and π_ref are constants.
+    The gradient does not contain ρ, so clamping ρ to `BOUND` changes only the value. Clamping r
+    also limits r in the gradient. Gradient flows to `logp` only: π_old and π_ref are constants.
     DeepSeek-V3.2 (2025), Eq. 7.
 
-    Shapes: all [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
+    All arguments are [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
     """
     logp_old, logp_ref = logp_old.detach(), logp_ref.detach()
     ratio = clamp_log_ratio(logp - logp_old).exp()

@@ -47,8 +47,8 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Metrics of this call, which can be merged with those of other calls. Read them after the
-        backward pass, because reading copies them from the device and waits for it."""
+        """This call's metrics, which can be merged with those of other calls. Read them after the
+        backward pass, because reading them synchronizes with the device."""
         numbers = (float(number) for number in self.totals.cpu())
         return {
             name: Mean(next(numbers), next(numbers))
@@ -81,7 +81,7 @@ def grpo_loss(
         −1/B Σ_i w_i/|o_i| Σ_t [ min(r Â_i, clip(r, 1−ε_low, 1+ε_high) Â_i) · M_i − β_t · KL_t ]
 
     with r = π_θ/π_old per token, M from `off_policy_sequence_mask` and KL from `keel.rl.kl`. M
-    applies to the first term only; it affects neither the KL term nor the denominators.
+    applies only to the first term, not to the KL term or the denominators.
 
     Shapes (N sampled tokens of S sequences):
         logp, logp_old, advantage, logp_ref   [N] float32 or float64, natural-log probabilities
@@ -103,14 +103,15 @@ def grpo_loss(
     where the step has n groups and the group of sequence i has G_i sequences
     (`keel.rl.packing.pack`).
 
-    Both denominators are global, so partial losses and gradients add up, however a step is split
-    into ranks, micro-batches and segments. With `mask_delta`, a sequence with a negative advantage
-    must be passed in one call or with its `sequence_gap`, because M depends on the whole sequence.
-    N = 0 gives a loss of 0. The advantage may vary within a sequence, as in the paper (Â_{i,t}).
+    Both denominators are global, so partial losses and gradients add up no matter how a step is
+    split across ranks, micro-batches and segments. With `mask_delta`, a sequence with a negative
+    advantage must be passed in one call or together with its `sequence_gap`, because M depends on
+    the whole sequence. N = 0 gives a loss of 0. The advantage may vary within a sequence, as in the
+    paper (Â_{i,t}).
 
     Gradient flows to `logp` only. NaN and infinities in `logp_ref` have no effect where β = 0, and
     neither does an infinite log-ratio of a clipped token or of a sequence with M = 0, unless β > 0
-    there. All other NaN and infinite values reach the loss, so that errors are not hidden.
+    there. All other NaN and infinite values propagate to the loss, so that errors aren't hidden.
 
     Metrics:
         loss                              this call's part of the loss
@@ -206,7 +207,7 @@ def _surrogate(
     The clip is active where r is above the range and Â > 0, or below it and Â < 0. Excluded tokens
     are removed before the exponential instead of being multiplied by 0 afterwards, so that an
     infinite log-ratio at one token cannot reach the gradients of the others. NaN counts as not
-    clipped, so it reaches the loss.
+    clipped, so it propagates to the loss.
     """
     with torch.no_grad():
         ratio = log_ratio.clamp(-BOUND, BOUND).exp()
@@ -263,7 +264,8 @@ def _check_sequence_tokens(sequence_tokens: Tensor, sequence: Tensor) -> None:
 
 
 def _sequence_weights(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
-    """Validate `sequence_weight` [S] and convert it to the dtype of `logp`. None becomes ones."""
+    """Validate `sequence_weight` [S] and convert it to the dtype of `logp`. Returns ones if it is
+    None."""
     if weight is None:
         return torch.ones_like(sequence_tokens, dtype=logp.dtype)
     require(
@@ -329,9 +331,9 @@ def nll_loss(
         total_sequences   B, conversations in the whole optimizer step
         sequence_weight   [S] w, 1 on average over the step; None: all ones
 
-    The denominators are global, so partial losses and gradients add up, however a step is split. N
-    = 0 gives a loss of 0. The metrics are `loss` and `nll`, the unweighted mean of −log p over
-    tokens, in nats. Raises `ValueError` if an argument is invalid.
+    The denominators are global, so partial losses and gradients add up no matter how a step is
+    split. N = 0 gives a loss of 0. The metrics are `loss` and `nll`, the unweighted mean of −log p
+    over tokens, in nats. Raises `ValueError` if an argument is invalid.
     """
     _check_step(sequence_tokens, total_sequences)
     require_log_probs(logp)

@@ -45,7 +45,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A maximum. It is NaN if any value is NaN."""
+    """A maximum, or NaN if any value is NaN."""
 
     largest: float
 
@@ -84,5 +84,5 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def mean_of(items: Iterable[float]) -> Mean:
-    """Create a mergeable mean from numbers."""
+    """Create a mergeable mean of `items`."""
     return reduce(lambda acc, x: Mean(acc.total + x, acc.count + 1), items, Mean(0.0, 0.0))

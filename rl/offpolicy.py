@@ -35,12 +35,12 @@ def off_policy_sequence_mask(
     or all dropped. If the advantage varies (Â_{i,t}, as in the paper), only tokens with a negative
     advantage are dropped.
 
-    The mean is taken over the tokens in this call. A sequence with tokens in other calls needs its
-    mean in `sequence_gap` [S] float64 (from `GapTotals`), which is NaN for sequences that are
+    The mean is taken over the tokens in this call. For a sequence with tokens in other calls, pass
+    its mean in `sequence_gap` [S] float64 (from `GapTotals`), which is NaN for sequences that are
     complete here. The mean is summed in float64 and compared in the dtype of the log-probabilities.
 
-    An infinite gap (π_θ = 0 at a sampled token) drops a bad completion like any other gap above δ.
-    A NaN gap never drops one, so that the NaN reaches the loss.
+    An infinite gap (π_θ = 0 at a sampled token) drops a bad completion just like any other gap
+    above δ. A NaN gap never does, so that the NaN propagates to the loss.
 
     Raises `ValueError` if an argument is invalid. The error names the argument and, on the CPU, the
     row (see `keel.rl.checks`).
@@ -67,15 +67,15 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
     nats.
 
     m = Σ_{v∈S} π_θ(v) is the total probability of the ids in the sampling mask S. Keep Sampling
-    Mask compares policies only within S, so the ratios, the clip and the sequence mask do not show
+    Mask compares policies only within S, so the ratios, the clip and the sequence mask don't show
     how much probability later policies move out of S. Added to the loss as a penalty, with the
     weights of Eq. 5, the shortfall keeps the policy within S without constraining it there. This
     penalty is not part of DeepSeek-V3.2.
 
-    Top-p sampling ensures m ≥ p. If top-k is set too, pass only masks that top-k did not shorten.
-    With the threshold p², the policy may, without a penalty, move as much mass out of S as
-    truncation removed, since 1 − p² ≈ 2 (1 − p). With a threshold of p, even fresh samples would be
-    penalised wherever the engine and the trainer round differently.
+    Top-p sampling ensures m ≥ p. If top-k is also set, pass only masks that top-k did not shorten.
+    With a threshold of p², the policy can move as much mass out of S as truncation removed without
+    being penalized, since 1 − p² ≈ 2 (1 − p). With a threshold of p, even fresh samples would be
+    penalized wherever engine and trainer round differently.
 
     `log_mass` is log m for each token, float32 or float64, and carries the gradient. NaN
     propagates. Raises `ValueError` if an argument is invalid.
@@ -88,15 +88,15 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
 
 class GapTotals:
     """Accumulates log π_old − log π_θ for the P trajectories that span several micro-batches or
-    ranks. The sequence mask compares the mean of each trajectory with δ. `sums_2P` [2, P] float64
-    holds the sums and the token counts, to be summed over ranks."""
+    ranks, because the sequence mask needs the mean over the whole trajectory. `sums_2P` [2, P]
+    float64 holds the sums and the token counts. They must be summed across ranks."""
 
     def __init__(self, count: int, device: torch.device | str = "cpu") -> None:
         self.sums_2P = torch.zeros(2, count, dtype=torch.float64, device=device)
 
     def add(self, logp: Tensor, logp_old: Tensor, owner: Tensor) -> GapTotals:
-        """Add N tokens. `owner` [N] is the index of each token's trajectory, 0 … P−1, or −1 for
-        none."""
+        """Add N tokens. `owner` [N] is the index of each token's trajectory, 0 … P−1, or −1 if the
+        token belongs to none of them."""
         gap, ones = logp_old.detach() - logp.detach(), torch.ones_like(logp, dtype=torch.float64)
         more_2P = self.sums_2P.new_zeros(2, self.sums_2P.shape[1] + 1)
         more_2P[0].index_add_(0, owner + 1, gap.double())
@@ -105,6 +105,6 @@ class GapTotals:
         return self
 
     def means(self) -> Tensor:
-        """Return the mean gap of each trajectory in nats per token, [P] float64, or NaN for a
-        trajectory without tokens."""
+        """Return each trajectory's mean gap in nats per token, [P] float64, with NaN for
+        trajectories that have no tokens."""
         return self.sums_2P[0] / self.sums_2P[1]

@@ -20,8 +20,8 @@ from keel.rl.types import PROGRAM, Dialogue, Prompt, ScoredGroup, Segment, Traje
 
 def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str) -> dict[str, Any]:
     """Convert a trajectory to a JSON record without rewards. `tokenizer` is the digest of the
-    policy's tokenizer (`keel.model.load.digest_of_tokenizer`). If it is empty, the record has no
-    segments."""
+    policy's tokenizer (`keel.model.load.digest_of_tokenizer`). The record has no segments if it is
+    empty."""
     first, *others = _conversations(prompt, trajectory)
     return {
         "id": prompt.prompt_id,
@@ -37,7 +37,7 @@ def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str)
 
 
 def scored_record(scored: ScoredGroup, index: int, *, tokenizer: str) -> dict[str, Any]:
-    """Convert a trajectory from a scored group to a JSON record with its rewards."""
+    """Convert a trajectory from a scored group to a JSON record that includes its rewards."""
     group = scored.group
     return {
         **trajectory_record(group.prompt, group.trajectories[index], tokenizer=tokenizer),
@@ -92,8 +92,8 @@ def _spans(segment: Segment) -> dict[str, Any]:
 
 
 def _message_to_json(message: Message, *, learned: bool) -> dict[str, Any]:
-    """Convert a message to JSON. Assistant messages that must not be trained on, because the policy
-    did not sample them or they contain a malformed tool call, get `weight` 0."""
+    """Convert a message to JSON. Assistant messages get `weight` 0 if they must not be trained on,
+    because the policy did not sample them or they contain a malformed tool call."""
     entry = {key: value for key, value in message.items() if key != "raw"}
     if message["role"] == "assistant":
         broken = any(

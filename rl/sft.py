@@ -31,7 +31,7 @@ class SftExample:
 
     @property
     def learned_tokens(self) -> int:
-        """Number of tokens to train on over all segments, |o_i|."""
+        """Number of tokens to train on across all segments, |o_i|."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property

@@ -15,7 +15,8 @@ such an integer takes about 50 ms, and the time grows quadratically."""
 
 
 def allow_long_integers() -> None:
-    """Raise the limit on the digits of an integer from 4,300 to `_LONG_DIGITS` in this process."""
+    """Raise Python's limit on the number of digits in an integer from 4,300 to `_LONG_DIGITS` for
+    this process."""
     sys.set_int_max_str_digits(_LONG_DIGITS)
 
 

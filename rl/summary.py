@@ -112,9 +112,9 @@ def summarize(
 
 
 def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of the optimizer steps on one batch, given in order. `mismatch/*` comes
-    from the first step only, because the later ones no longer use the weights that the batch was
-    sampled with. `loss` is averaged over the steps."""
+    """Merge the metrics of all optimizer steps on one batch. `updates` must be in step order.
+    `mismatch/*` comes from the first step only, because later steps no longer use the weights that
+    the batch was sampled from. `loss` is averaged over the steps."""
     parts: list[dict[str, Metric]] = []
     for index, metrics in enumerate(updates):
         part = {k: v for k, v in metrics.items() if index == 0 or not k.startswith("mismatch/")}
@@ -166,10 +166,11 @@ def _staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, Me
 
 
 def _agent_metrics(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
-    """Compute the `agents/…` metrics of trajectories with a `Usage`. `failed_call_fraction` and
-    `malformed_fraction` are fractions of all tool calls, and `prefix_hit_fraction` is a fraction of
-    the context tokens that an earlier turn had already computed. A fraction is omitted if its
-    denominator is 0. The `contexts_…` metrics are sums over the turns of agent programs."""
+    """Compute the `agents/…` metrics for trajectories that have a `Usage`.
+    `failed_call_fraction` and `malformed_fraction` are fractions of all tool calls, and
+    `prefix_hit_fraction` is a fraction of the context tokens that an earlier turn had already
+    computed. Fractions are omitted if their denominator is 0. The `contexts_…` metrics are sums
+    over the turns of agent programs."""
     used = [(t, t.usage) for t in sampled if t.usage is not None]
     if not used:
         return {}
@@ -214,8 +215,8 @@ def passed(correct: float) -> bool:
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """Estimate the probability that at least one of k completions passes, without bias: 1 − C(n−c,
-    k) / C(n, k), where n is `samples` and c is `passes` (Chen et al., 2021, Eq. 1). Raises
+    """Compute the unbiased estimate of the probability that at least one of k completions passes: 1
+    − C(n−c, k) / C(n, k), where n is `samples` and c is `passes` (Chen et al., 2021, Eq. 1). Raises
     ValueError unless 1 ≤ k ≤ samples."""
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} completions: k must be between 1 and {samples}")

@@ -54,7 +54,7 @@ class ToolSpec:
     """JSON schema of the arguments."""
 
     def as_json(self) -> dict[str, Any]:
-        """Convert to the format of chat templates and OpenAI-compatible endpoints."""
+        """Convert to the format used by chat templates and OpenAI-compatible endpoints."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -75,8 +75,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """A tool call that could not be parsed. It is not executed; the policy gets an error message
-    instead."""
+    """A tool call that could not be parsed. It is not executed, and the policy gets an error
+    message instead."""
 
     call_id: str
     text: str
@@ -86,7 +86,7 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """The contents of a sampled turn."""
+    """The contents of a parsed turn."""
 
     content: str
     reasoning: str
@@ -102,7 +102,7 @@ class Parsed:
 
 
 def message_of(parsed: Parsed) -> dict[str, Any]:
-    """Convert a parsed turn to a chat message. Malformed calls become calls of the tool
+    """Convert a parsed turn to a chat message. Malformed calls become calls to the tool
     `MALFORMED`."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning:
@@ -129,18 +129,18 @@ class Chat(Protocol):
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """Tokenise a conversation up to the start of the policy's next turn."""
+        """Tokenize a conversation up to the start of the policy's next turn."""
         ...
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
         """Append `messages` to `ids` without changing them, and start the policy's next turn. If
-        the last turn was truncated, its end mark is added. Tool messages need a `tool_call_id` and
-        a `name`, and must be in the order of the calls.
+        the last turn was truncated, the missing end-of-turn token is added. Tool messages need a
+        `tool_call_id` and a `name`, and must be in the same order as the calls.
 
-        Returns None if the format cannot extend the ids, for example because a new user message
-        removes earlier thinking. The caller then starts a new segment.
+        Returns None if the format can't extend the ids, for example because a new user message
+        removes earlier thinking. The caller then has to start a new segment.
         """
         ...
 
@@ -153,15 +153,15 @@ class Chat(Protocol):
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """Parse the token ids of one sampled turn. `tools` are the tools that were passed to
-        `opening`. Formats that write arguments without types need their schemas. Call ids are
-        derived from `turn`, the index of the turn in the conversation. `inside` is `Parsed.inside`
-        of the previous turn, if this turn extends that one."""
+        """Parse one sampled turn's token ids. `tools` are the tools that were passed to `opening`;
+        formats that write untyped arguments need their schemas. `turn` is the turn's index in the
+        conversation and determines the call ids. If this turn continues the previous one, `inside`
+        is that turn's `Parsed.inside`."""
         ...
 
 
 def conversation_of(prompt_id: str, purpose: str, version: int, draw: int, sibling: int) -> str:
-    """Return a name for the conversation of an episode, unique within the run."""
+    """Return the name of an episode's conversation, which is unique within the run."""
     return f"{prompt_id}/{purpose}/{version}/{draw}/{sibling}"
 
 
@@ -171,8 +171,8 @@ def prompt_of(conversation: str) -> str:
 
 
 def seed_of(*of: object) -> int:
-    """Derive a seed in [0, 2⁶³) from a hash of the parts, the same in every process and every run.
-    Only the last part may contain a slash."""
+    """Derive a seed in [0, 2⁶³) by hashing the parts. It is the same in every process and every
+    run. Only the last part may contain a slash."""
     key = "/".join(map(str, of)).encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
@@ -203,7 +203,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """The N tokens sampled after a context of T tokens, with the data that the trainer needs."""
+    """The N tokens sampled after a context of T tokens, along with the data the trainer needs."""
 
     token_ids_N: NDArray[np.int32]
     logp_old_N: NDArray[np.float32]

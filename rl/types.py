@@ -55,7 +55,7 @@ CUT_OFF = "cut off, and its domain has length.truncated: drop"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A task for the policy, with the data needed to score its completions."""
+    """A task for the policy, along with the data needed to score its completions."""
 
     prompt_id: str
     """Id that is unique within the data source and the same in every run."""
@@ -94,8 +94,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMasks:
-    """The sampling mask of each token: the ids that top-p or top-k truncation left to sample from.
-    A mask is empty if sampling was not truncated."""
+    """Each token's sampling mask: the ids left to sample from after top-p or top-k truncation. A
+    mask is empty if sampling was not truncated."""
 
     ids: NDArray[np.int32]
     """[nnz] Ids of all masks, concatenated."""
@@ -124,11 +124,11 @@ class SamplingMasks:
         return self.ids[self.offsets[token] : self.offsets[token + 1]]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Return the number of ids in each mask, [T]. It is 0 if sampling was not truncated."""
+        """Return the number of ids in each mask, [T], or 0 where sampling was not truncated."""
         return np.diff(self.offsets)
 
     def slice(self, start: int, stop: int) -> SamplingMasks:
-        """Return the masks of tokens `start` … `stop` − 1."""
+        """Return the masks for tokens `start` to `stop` − 1."""
         first, last = self.offsets[start], self.offsets[stop]
         return SamplingMasks(
             ids=self.ids[first:last], offsets=self.offsets[start : stop + 1] - first
@@ -136,7 +136,7 @@ class SamplingMasks:
 
     @staticmethod
     def from_lists(spans: Sequence[Sequence[int] | NDArray[Any]]) -> SamplingMasks:
-        """Build the masks from a list of ids per token."""
+        """Build the masks from one list of ids per token."""
         sizes = np.fromiter((len(span) for span in spans), np.int64, len(spans))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         parts = [np.asarray(span, np.int32) for span in spans if len(span)]
@@ -145,7 +145,7 @@ class SamplingMasks:
 
     @staticmethod
     def empty(tokens: int) -> SamplingMasks:
-        """Build the masks of `tokens` tokens sampled without truncation."""
+        """Build empty masks for `tokens` tokens that were sampled without truncation."""
         return SamplingMasks(ids=np.zeros(0, np.int32), offsets=np.zeros(tokens + 1, np.int64))
 
     @staticmethod
@@ -250,8 +250,8 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive tokens that the policy saw as one context. See the module docstring for the
-    alignment of the arrays."""
+    """Consecutive tokens that the policy saw as one context. See the module docstring for how the
+    arrays are aligned."""
 
     prompt_id: str
     token_ids_T: NDArray[np.int32]
@@ -335,7 +335,7 @@ class Segment:
 
     def selection(self, layers: int, width: int) -> NDArray[np.uint8]:
         """Pad `selected_TLb` with zeros to [T, layers, width]. Raises `ValueError` if the number of
-        layers differs or b exceeds `width`."""
+        layers doesn't match or b exceeds `width`."""
         recorded = self.selected_TLb
         padded = np.zeros((len(self.token_ids_T), layers, width), np.uint8)
         if recorded is not None:
@@ -350,7 +350,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The score that an environment gives to a trajectory."""
+    """The score that an environment gives a trajectory."""
 
     parts: Mapping[str, float]
     """Reward components by name, each between 0 and 1. `correct` is 1 if the task was
@@ -394,7 +394,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """An append-only conversation of an agent program with a fixed set of tools."""
+    """An agent program's append-only conversation, with a fixed set of tools."""
 
     messages: tuple[Mapping[str, Any], ...]
     sampled: frozenset[int]
@@ -406,7 +406,7 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A complete attempt at a prompt, over all turns, with a single reward."""
+    """A complete attempt at a prompt, across all turns, with a single reward."""
 
     prompt_id: str
     sibling: int
@@ -435,13 +435,13 @@ class Trajectory:
 
     @property
     def cut(self) -> bool:
-        """True if a limit or a crash ended the trajectory. Rewards treat all limits alike, but not
-        crashes (see `FinishReason`)."""
+        """True if the trajectory was ended by a limit or a crash. Rewards treat all limits the same
+        but handle crashes differently (see `FinishReason`)."""
         return self.finish_reason != "stop"
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of sampled tokens in all segments, |o_i|."""
+        """Number of sampled tokens across all segments, |o_i|."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property
@@ -451,7 +451,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The G trajectories sampled for one prompt, with the reasons for missing ones."""
+    """The G trajectories sampled for one prompt, along with the reasons why any others are
+    missing."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
@@ -461,7 +462,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A group with its rewards and advantages."""
+    """A group along with its rewards and advantages."""
 
     group: Group
     rewards_G: NDArray[np.float32]
@@ -505,7 +506,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNumbers:
-    """The trainer's diagnostics for each token of a segment. NaN where they were not computed."""
+    """The trainer's per-token diagnostics for a segment. Values that were not computed are NaN."""
 
     logp_T: NDArray[np.float32]
     """log π_θ of each sampled token, before the optimizer step."""
@@ -515,7 +516,7 @@ class TokenNumbers:
 
     @staticmethod
     def merged(parts: Sequence[TokenNumbers]) -> TokenNumbers:
-        """Merge the diagnostics that several ranks computed for a segment."""
+        """Merge the diagnostics that several ranks computed for the same segment."""
         return TokenNumbers(
             logp_T=np.fmax.reduce([part.logp_T for part in parts]),
             overlap_T=np.fmax.reduce([part.overlap_T for part in parts]),
@@ -524,7 +525,7 @@ class TokenNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Result of training on one batch in `algorithm.updates_per_batch` optimizer steps."""
+    """The result of training on one batch for `algorithm.updates_per_batch` optimizer steps."""
 
     version: int
     """Version of the weights after the last optimizer step."""

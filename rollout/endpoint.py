@@ -67,7 +67,7 @@ class EndpointCompletions:
     """Samples completions from an endpoint on a separate thread. Use it as a context manager."""
 
     def __init__(self, config: EndpointConfig) -> None:
-        """Read the API key. Raises ValueError if its environment variable is not set."""
+        """Read the API key. Raises ValueError if its environment variable isn't set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
@@ -147,7 +147,7 @@ class EndpointCompletions:
         failed.
 
         Raises RuntimeError if the endpoint is unusable, and TimeoutError after `within_s` seconds.
-        This time starts when the request gets one of the `endpoint.max_concurrent` slots.
+        The clock starts when the request gets one of the `endpoint.max_concurrent` slots.
         """
         import openai  # noqa: PLC0415  as above
 
@@ -198,8 +198,8 @@ class EndpointCompletions:
             return self._printable(f"the endpoint's reply is invalid: {error}")
 
     def _fails_again(self) -> bool:
-        """Count a failed request. Returns whether so many requests in a row failed that the
-        endpoint must be the cause."""
+        """Count a failed request. Returns True if so many requests in a row have failed that the
+        endpoint must be to blame."""
         self._failures += 1
         return self._failures > MAX_FAILURES
 
@@ -251,7 +251,7 @@ def _trajectory(prompt: Prompt, sibling: int, reply: _Reply) -> Trajectory:
 
 
 class _TurnLost(OSError):
-    """Raised if the endpoint does not return a turn. The episode is then dropped."""
+    """Raised if the endpoint fails to return a turn. The episode is then dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,8 +311,8 @@ class EndpointTurns:
         return reply
 
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Start sampling a turn. The future raises _TurnLost if the endpoint returns none, and
-        RuntimeError if the endpoint is unusable."""
+        """Start sampling a turn. The future raises _TurnLost if the endpoint doesn't return one,
+        and RuntimeError if the endpoint is unusable."""
         return self._completions.schedule(self._turn(request, self._sampling[purpose]))
 
     def forget(self, prompt: Prompt) -> Future[None]:

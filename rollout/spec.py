@@ -18,7 +18,7 @@ a limit on their size. Also the largest top_k of the kernels in `keel.rollout.vl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Everything that an engine process needs to start."""
+    """Everything an engine process needs to start."""
 
     model_path: str  # folder or hub name of a safetensors checkpoint
     tokenizer: str
@@ -90,12 +90,12 @@ class EngineProgress(NamedTuple):
 
 
 class EngineError(RuntimeError):
-    """Raised if an engine cannot continue. Another engine can take over its work."""
+    """Raised if an engine can't continue. Another engine can take over its work."""
 
 
 class LostTurn(OSError):
-    """Raised if the recording of a turn is unusable. Like other OSErrors, it drops the episode
-    (`keel.agents.episode`)."""
+    """Raised if the recording of a turn is unusable. As with any OSError, the episode is then
+    dropped (`keel.agents.episode`)."""
 
 
 class RecordingError(RuntimeError):
@@ -103,7 +103,7 @@ class RecordingError(RuntimeError):
 
 
 def env_vars(config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False) -> dict[str, str]:
-    """Return the environment variables that an engine's process needs before it imports torch."""
+    """Return the environment variables that an engine process needs before it imports torch."""
     common = {
         # vLLM in the worker's process: the recorder and weight updates need its objects.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -32,12 +32,12 @@ _TOO_LONG = re.compile(
 
 
 class AuthorLost(RuntimeError):
-    """Raised when an author model does not respond after all retries. The task is tried again at
-    the next start."""
+    """Raised when an author model still doesn't respond after all retries. The task is tried again
+    at the next start."""
 
 
 class BudgetSpent(RuntimeError):
-    """Raised when the next call could exceed the budget."""
+    """Raised when the next call could go over the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,22 +77,22 @@ class Author(Protocol):
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> AuthorReply:
-        """Send a conversation and return the model's response. `purpose` is the category under
-        which its tokens are counted. If the conversation exceeds the context, the response is empty
-        and marked as cut. Raises AuthorLost if the model does not respond, and BudgetSpent if the
-        call could exceed the budget."""
+        """Send a conversation and return the model's response. `purpose` is the category that its
+        tokens are counted under. If the conversation doesn't fit in the context window, the
+        response is empty and marked as truncated. Raises AuthorLost if the model doesn't respond,
+        and BudgetSpent if the call could go over the budget."""
         ...
 
 
 class SynthesisBudget:
-    """Tracks the tokens and money spent, or reserved for calls in flight. Use each instance in a
-    single event loop."""
+    """Tracks tokens and money spent or reserved for calls in flight. Each instance must be used
+    from a single event loop."""
 
     def __init__(
         self, limits: CostConfig, spent: Sequence[CallUsage], record: Callable[[CallUsage], None]
     ) -> None:
-        """Create a budget. `spent` is the usage of earlier starts, and `record` is called with the
-        usage of each new call."""
+        """Create a budget. `spent` is the usage from earlier starts, and `record` is called with
+        each new call's usage."""
         self._record = record
         self._limits = {"tokens": limits.tokens, "usd": limits.usd}
         self._spent = {
@@ -104,7 +104,7 @@ class SynthesisBudget:
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
         """Reserve the maximum cost of a call, and yield a function that records its actual usage.
-        Raises BudgetSpent if the reservation would exceed the budget."""
+        Raises BudgetSpent if the reservation would go over the budget."""
         more = {"tokens": tokens, "usd": usd}
         for name, limit in self._limits.items():
             reserved = self._reserved[name] + more[name]
@@ -126,7 +126,8 @@ class SynthesisBudget:
 
 
 class EndpointAuthor:
-    """A model served by an OpenAI-compatible endpoint. Use each instance in a single event loop."""
+    """A model served by an OpenAI-compatible endpoint. Each instance must be used from a single
+    event loop."""
 
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
@@ -209,8 +210,8 @@ class EndpointAuthor:
                 return reply
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
-        """Create an author with changed settings. It shares the budget of this author and is closed
-        together with it. With a different URL, it gets neither the API key nor the prices. Raises
+        """Create an author with different settings. It shares this author's budget and is closed
+        along with it. If the URL differs, it gets neither the API key nor the prices. Raises
         ValueError if the settings are invalid."""
         if changes.get("base_url", self._config.base_url) != self._config.base_url:
             prices = dict.fromkeys(
@@ -231,13 +232,13 @@ class EndpointAuthor:
 
 
 def _byte_length(text: str) -> int:
-    """Return the length of a text in bytes, an upper limit for its number of tokens."""
+    """Return the length of a text in bytes, which is an upper bound on its token count."""
     return len(text.encode(errors="replace"))
 
 
 def _parse_completion(text: str) -> tuple[AuthorReply, dict[str, int]]:
-    """Parse a chat completion into the response and its token counts. If the endpoint reports none,
-    the prompt count is 0 and the completion count is an upper limit."""
+    """Parse a chat completion into the response and its token counts. If the endpoint doesn't
+    report any, the prompt count is 0 and the completion count is an upper bound."""
     body = _encodable(json.loads(text))
     choice = body["choices"][0]
     message = choice["message"]
@@ -307,9 +308,9 @@ async def run_tool_loop(
     most_turns: int,
     purpose: str,
 ) -> ToolLoopResult:
-    """Let a model call tools until it stops or a limit is reached. `call` executes the tool calls
-    with valid arguments and has its own timeout. Invalid calls are answered with an error.
-    Exceptions from `author` and `call` propagate."""
+    """Let a model call tools until it stops or hits a limit. `call` executes the tool calls with
+    valid arguments, and has its own timeout. Invalid calls are answered with an error. Exceptions
+    from `author` and `call` propagate."""
     history, schemas = list(messages), argument_validator(tools)
     for _ in range(most_turns):
         reply = await author.ask(history, purpose=purpose, tools=tools)
@@ -347,7 +348,7 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 def object_schema(**properties: Any) -> dict[str, Any]:
-    """Return the JSON schema of an object with exactly these properties."""
+    """Return the JSON schema for an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,

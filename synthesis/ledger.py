@@ -33,7 +33,7 @@ class TaskOutcome:
 
 
 class Rejected(Exception):
-    """Raised when a gate rejects a task, which is a normal outcome."""
+    """Raised when a gate rejects a task. This is a normal outcome."""
 
     def __init__(self, gate: str, reason: str) -> None:
         super().__init__(f"{gate}: {reason}")
@@ -42,8 +42,8 @@ class Rejected(Exception):
 
 
 class Ledger:
-    """Records outcomes and usage in a folder, which it creates and locks. Refuses a folder that
-    belongs to another synthesis."""
+    """Records outcomes and usage in a folder, which it creates and locks. Folders that belong to
+    another synthesis are rejected."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class Ledger:
         self.spent: list[CallUsage] = []
 
     def __enter__(self) -> Self:
-        """Open the folder. Raises ConfigError if it is in use, cannot be written, or was created
+        """Open the folder. Raises ConfigError if it is in use, can't be written to, or was created
         with other settings."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
@@ -81,7 +81,7 @@ class Ledger:
         self._usage.add(asdict(usage))
 
     def add(self, outcome: TaskOutcome) -> None:
-        """Record the outcome of a task, whose files must already be in the folder."""
+        """Record a task's outcome. The task's files must already be in the folder."""
         self._outcomes.add(asdict(outcome))
         self.outcomes[outcome.key] = outcome
 

@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """Raised when the run is aborted during a wait."""
+    """Raised when the run is aborted while waiting."""
 
 
 class EmptyBatch(RuntimeError):
-    """Raised if a batch contains no completion that can be trained on."""
+    """Raised if a batch contains no completions that can be trained on."""
 
     def __init__(self, groups: Sequence[ScoredGroup]) -> None:
         reasons = {reason for group in groups for reason in group.group.dropped}
@@ -55,14 +55,14 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
 
 
 class SamplingProgress:
-    """Estimate how much of a batch has been sampled, from the finished prompts or from the engines'
+    """Estimates how much of a batch has been sampled, based on the finished prompts or the engines'
     decoding steps, whichever is further along."""
 
     def __init__(
         self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
     ) -> None:
-        """`count_steps` returns the number of decoding steps so far. It is ignored with
-        environments, because the number of turns in an episode is unknown."""
+        """`count_steps` returns the number of decoding steps so far. It is ignored if the run has
+        environments, because there is no telling how many turns an episode will take."""
         rollout, completions = config.rollout, prompts * samples
         waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
         self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
@@ -77,8 +77,8 @@ class SamplingProgress:
 
 
 class BatchStream:
-    """Sample and score groups of completions and collect them into training batches. Callbacks run
-    on the threads of the engines and reward functions."""
+    """Samples and scores groups of completions and collects them into training batches. Callbacks
+    run on the engines' and reward functions' threads."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class BatchStream:
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """`next_prompts(n)` returns the next n prompts, and `position(prompts)` returns the data
+        """`next_prompts(n)` returns the next n prompts. `position(prompts)` returns the data
         position from which a resumed run would start with these prompts. `sample` and `score` must
         return immediately and enforce their own timeouts. `start` is the last completed step."""
         algorithm = config.algorithm
@@ -130,10 +130,9 @@ class BatchStream:
     def take(
         self, timed: Callable[[str], Any], should_abort: Callable[[], bool] = never_abort
     ) -> Batch:
-        """Wait for the next batch and return it. Enters `timed("rollout")` while the batch is
-        being sampled, and `timed("reward")` while only scores are missing. Raises any error from
-        sampling or scoring, `EmptyBatch`, `Cancelled`, or TimeoutError if no group arrives in time.
-        """
+        """Wait for the next batch and return it. Enters `timed("rollout")` while the batch is being
+        sampled, and `timed("reward")` once only scores are missing. Raises any error from sampling
+        or scoring, `EmptyBatch`, `Cancelled`, or TimeoutError if no group arrives in time."""
         with self._changed:
             while (aborted := should_abort()) or not self._buffer.ready():
                 if aborted:
@@ -177,14 +176,14 @@ class BatchStream:
             wait_for(self._update, should_abort)
 
     def position(self, untrained: Sequence[Prompt] = ()) -> Mapping[str, Any]:
-        """Return the data position for a checkpoint: a run resumed from it skips all prompts that
-        were already trained on. `untrained` holds the prompts of the current batch if it was not
-        trained on."""
+        """Return the data position for a checkpoint. A run resumed from it skips all prompts that
+        were already trained on. `untrained` holds the current batch's prompts if it wasn't trained
+        on."""
         with self._changed:  # no prompt may move from the stream to the buffer meanwhile
             return self._position([*untrained, *self._buffer.unfinished()])
 
     def _fill(self) -> None:
-        """Submit as many prompts as the buffer has room for. Errors are stored for `take`, because
+        """Submit as many prompts as fit in the buffer. Errors are stored for `take`, because
         futures swallow exceptions raised in callbacks."""
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0

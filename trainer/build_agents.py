@@ -50,7 +50,7 @@ MAX_STARTING = 8
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
     """Return the model's chat format, or None if no source has an environment. Raises ConfigError
-    if the format cannot extend a conversation turn by turn."""
+    if the format can't extend a conversation turn by turn."""
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.enabled}
@@ -79,8 +79,8 @@ def check_environments(
     config: Config, chat: TemplateChat | None, dataset: Dataset
 ) -> dict[str, str]:
     """Open and close one episode in each environment, and return a note for each source. Also check
-    that the chat format can extend a conversation with the environment's tools. Raises ConfigError
-    if a check fails."""
+    that the chat format can extend a conversation that uses the environment's tools. Raises
+    ConfigError if a check fails."""
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
@@ -163,7 +163,7 @@ def _invalid(source: SourceConfig, error: Exception) -> ConfigError:
 
 
 def _spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
-    """Return the token ids that a policy would have to sample to say `text`."""
+    """Return the token ids a policy would have to sample to say `text`."""
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
     turn = {"role": "assistant", **thought, "content": text}
@@ -172,8 +172,8 @@ def _spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
 
 def environment_spec(config: Config, source: SourceConfig) -> Program | McpServer | None:
     """Return the specification of a source's environment, or None if the source has an agent
-    program without an environment. Raises ConfigError if the specification is invalid or this
-    machine cannot isolate the environment."""
+    program but no environment. Raises ConfigError if the specification is invalid or this machine
+    can't isolate the environment."""
     environment = source.environment
     if environment.program_only:
         return None
@@ -221,8 +221,8 @@ def episode_runner(
     sample: TurnSampler,
     place: Callable[[str, Factory], Environment] | None = None,
 ) -> EpisodeRunner:
-    """Build the runner that plays episodes in the environments. `place` is called with the name of
-    a source and this machine's factory, and can create the environment on another node. Raises
+    """Build the runner for episodes in the environments. `place` is called with a source's name and
+    this machine's factory, and can create the environment on another node instead. Raises
     ConfigError if an environment is invalid."""
     agents, starting = config.agents, asyncio.Semaphore(MAX_STARTING)
     closing: list[Callable[[], Awaitable[None]]] = []
@@ -278,9 +278,9 @@ def environment_factory(
     starting: asyncio.Semaphore | None = None,
     closing: list[Callable[[], Awaitable[None]]] | None = None,
 ) -> Factory:
-    """Return a function that creates the environment of an episode. `starting` limits how many
-    start at the same time. Cleanup functions are appended to `closing`. If it is None, episodes are
-    not forked."""
+    """Return a function that creates an episode's environment. `starting` limits how many
+    environments start at the same time. Cleanup functions are appended to `closing`. If `closing`
+    is None, episodes aren't forked."""
     spec, prompt = environment_spec(config, source), _system_prompt_of(config, source)
     if spec is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
@@ -343,9 +343,9 @@ def wrap(
     """Return a sandbox for an environment, or None if isolation is turned off. `network` overrides
     the recipe's setting.
 
-    Code written by the policy can read every file that its environment can read. The run folder,
-    the prompt files and the generators of procedural prompts contain answers, so the sandbox hides
-    them unless they are listed in `readable`. Raises ValueError if this machine cannot isolate the
+    Code written by the policy can read every file that its environment can. The run folder, the
+    prompt files and the generators of procedural prompts contain answers, so the sandbox hides them
+    unless they are listed in `readable`. Raises ValueError if this machine can't isolate the
     environment.
     """
     environment = source.environment

@@ -18,7 +18,7 @@ writing failed but the run should continue."""
 
 
 class RunJournal(Protocol):
-    """Records the results of a run and displays its progress."""
+    """Records a run's results and displays its progress."""
 
     def begin(self, activity: str) -> None: ...
 
@@ -37,7 +37,7 @@ class RunJournal(Protocol):
 
 @dataclass(slots=True)
 class Saver:
-    """Decides when a checkpoint is due, writes it, and counts failed writes."""
+    """Decides when a checkpoint is due, writes it, and keeps track of failed writes."""
 
     write: Save
     run: RunConfig
@@ -63,8 +63,8 @@ class Saver:
 class RunGuard:
     """Saves a final checkpoint when a run ends early.
 
-    This applies when the run is aborted, and when sampling, scoring, publishing or evaluating fails
-    and `handle_failure(error)` returns True. If an optimizer step fails, no checkpoint is saved,
+    This happens if the run is aborted, or if sampling, scoring, publishing or evaluating fails and
+    `handle_failure(error)` returns True. If an optimizer step fails, no checkpoint is saved,
     because the learner's state is lost.
     """
 
@@ -109,8 +109,8 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """Return a context for an activity after a step. It defers errors until `finish`, which
-        raises them."""
+        """Return a context for an activity after a step. Errors inside it are held back and raised
+        by `finish`."""
         self._journal.begin(activity)
         try:
             yield
@@ -144,8 +144,8 @@ class RunGuard:
         return self.saver.save(step, self._stream.position())
 
     def final_checkpoint(self, error: Exception) -> None:
-        """Save the last completed step before `error` ends the run, and add a note to the error on
-        how to resume."""
+        """Save the last completed step before `error` ends the run, and add a note to the error
+        explaining how to resume."""
         self._stream.close()
         untrained = error.prompts if isinstance(error, EmptyBatch) else ()
         try:

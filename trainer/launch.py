@@ -82,7 +82,7 @@ class Runtime:
         return sync(self.agents.updating) if self.agents is not None else sync()
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
-        """Sample a group of `size` completions, or of the recipe's group size if `size` is 0."""
+        """Sample a group of `size` completions, or use the recipe's group size if `size` is 0."""
         config = self.task.config
         size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
         if prompt.environment:
@@ -96,8 +96,8 @@ class Runtime:
         await_future(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a version of `should_abort` that first checks that no process of the run is lost
-        or hanging."""
+        """Return a version of `should_abort` that first checks that none of the run's processes has
+        died or hung."""
 
         def check() -> bool:
             if self.watchdog is not None:
@@ -109,7 +109,7 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRuntime:
-    """A stand-in for `Runtime` that samples from a model behind an API endpoint and includes a
+    """A stand-in for `Runtime` that samples from a model behind an API endpoint and has its own
     scorer."""
 
     config: Config
@@ -162,10 +162,10 @@ def launch(
     learner: bool = True,
     layouts: ElasticLayouts | None = None,
 ) -> Iterator[Runtime]:
-    """Start the engines and the scorer and yield them as a `Runtime`. The trainer ranks are also
-    started if `learner` is set, or if engines take turns with them on a GPU. `log` is the folder
-    for the output of reward functions. `layouts` chooses the recipe's layout each time the run
-    starts."""
+    """Start the engines and the scorer and yield them as a `Runtime`. The trainer ranks are
+    started too if `learner` is set, or if engines take turns with them on a GPU. `log` is the
+    folder for anything reward functions print. `layouts` chooses the recipe's layout each time
+    the run starts."""
     config, timeout_s = task.config, task.config.run.startup_timeout_s
     serves_judge = task.judged and config.rewards.judge.serve
     models = [(config.model.path, (RANK, ENGINE))]
@@ -291,7 +291,7 @@ def _start_cluster(
 ) -> tuple[Config, Reservation | None]:
     """Start Ray, reserve GPUs and download the models to the other nodes. `models` pairs each
     model's hub name or folder with the kinds of actors that read it. Returns the config adapted to
-    the available nodes, and the reserved GPUs (None without GPUs)."""
+    the available nodes, along with the reserved GPUs (None without GPUs)."""
     timeout_s = config.run.startup_timeout_s
     with waiting("starting Ray"):
         start_ray()
@@ -349,8 +349,8 @@ def run_episodes(
     pool: RolloutPool,
     place: Callable[[str, Factory], Environment] | None = None,
 ) -> Iterator[EpisodeRunner | None]:
-    """Return a context that yields a runner for episodes on the engines, or None if there are no
-    environments. See `episode_runner` for `place`."""
+    """Return a context that yields a runner for episodes that sample from the engines, or None if
+    there are no environments. For `place`, see `episode_runner`."""
     if task.chat is None:
         yield None
         return
@@ -366,8 +366,8 @@ def run_episodes(
 
 @contextmanager
 def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
-    """Return a context that yields `remote` with a runner for episodes on the endpoint. Raises
-    ConfigError if an environment cannot run there."""
+    """Return a context that yields `remote` with a runner for episodes that sample from the
+    endpoint. Raises ConfigError if an environment can't run there."""
     config = remote.config
     turns = EndpointTurns(
         remote.completions, {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
@@ -380,8 +380,8 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 
 
 def _sft_model_folder(task: SftTask) -> str:
-    """Return the folder that contains the initial weights. The tiny model gets the same cold start
-    as in `keel train`, or random weights if the recipe has no `data.sources` or no cold start."""
+    """Return the folder with the initial weights. The tiny model gets the same cold start as in
+    `keel train`, or random weights if the recipe has no `data.sources` or no cold start."""
     config, tiny = task.config, task.config.model.tiny
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
@@ -392,7 +392,7 @@ def _sft_model_folder(task: SftTask) -> str:
 
 
 def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
-    """Return the folder of the recipe's model. The tiny model is built if it is not cached."""
+    """Return the folder of the recipe's model, building the tiny model if it isn't cached yet."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     steps = config.model.tiny.cold_start.steps

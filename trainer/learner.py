@@ -57,8 +57,8 @@ this many seconds."""
 
 
 def _error_name(error: BaseException) -> str:
-    """Return the class name of a rank's own error, or "" for an error raised by Ray. Ray has its
-    own `OutOfMemoryError`, which means that a node ran out of host memory."""
+    """Return the class name of an error raised by a rank itself, or "" for an error raised by Ray.
+    Ray has its own `OutOfMemoryError`, which means that a node ran out of host memory."""
     return "" if isinstance(error, RayError) else type(error).__name__
 
 
@@ -73,11 +73,11 @@ class _StepDeadline:
 
 
 class _StepDeadlines:
-    """Compute the deadline for each kind of call to the ranks."""
+    """Computes the deadline for each kind of call to the ranks."""
 
     def __init__(self, timeout_s: float, sending_s: float) -> None:
-        """Allow `timeout_s` (`trainer.timeout_s`) per optimizer step, and `sending_s` more if
-        weights are still being sent."""
+        """Allow `timeout_s` (`trainer.timeout_s`) per optimizer step, plus `sending_s` if weights
+        are still being sent."""
         self._timeout_s, self._sending_s = timeout_s, sending_s
         self._knobs = "trainer.timeout_s"
         self._knobs += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
@@ -87,7 +87,8 @@ class _StepDeadlines:
         return _StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
     def estimate(self, what: str, times: int = 1) -> _StepDeadline:
-        """Estimate a deadline from the durations of earlier calls, capped at the configured one."""
+        """Estimate a deadline from how long earlier calls took. It never exceeds the configured
+        deadline."""
         longest = self.for_call(what, times)
         if what not in self._longest_s:
             return longest
@@ -103,7 +104,7 @@ class _StepDeadlines:
 
 
 class Learner:
-    """Controls the trainer's ranks from the driver."""
+    """Controls the trainer ranks from the driver."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class Learner:
     ) -> None:
         """Create one Ray actor per rank. `actor_options(i)` returns the Ray options for rank i. By
         default, a rank gets one GPU or half a core. `put_to_sleep` starts putting the engines to
-        sleep (`rollout.time_share`). It is called before anything that needs the weights on the
-        GPUs."""
+        sleep (`rollout.time_share`), and is called before every operation that needs the weights on
+        the GPUs."""
         self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
         transfer = config.rollout.weight_transfer
         self.direct = transfer == "direct" or (transfer == "auto" and gpu)
@@ -155,13 +156,13 @@ class Learner:
         return self._version
 
     def wait_until_prepared(self) -> None:
-        """Wait until every rank has imported and checked its libraries. Needs no GPU."""
+        """Wait until every rank has imported and checked its libraries. Doesn't need a GPU."""
         seconds = self._config.run.startup_timeout_s
         what = "loading the trainer's libraries"
         self._wait(self._prepared, _StepDeadline(what, seconds, "run.startup_timeout_s"))
 
     def start(self, timeout_s: float | None = None) -> list[str]:
-        """Load the model on every rank within `timeout_s`. Returns rank 0's notes."""
+        """Load the model on every rank within `timeout_s`. Returns the notes from rank 0."""
         seconds = timeout_s or self._config.run.startup_timeout_s
         shared = ray_timeouts.Deadline(seconds)
         deadline = _StepDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
@@ -212,8 +213,8 @@ class Learner:
         groups: Sequence[ScoredGroup | SftExample] = (),
     ) -> StepResult:
         """Take one optimizer step per batch. `shares` has a list of batches for each group of
-        ranks. `groups` are the groups in these batches, used in messages about non-finite values.
-        Raises OutOfMemory if a step does not fit on a rank's GPU."""
+        ranks. `groups` are the completion groups in these batches, used only in messages about
+        non-finite values. Raises OutOfMemory if a step doesn't fit on a rank's GPU."""
         return self._take_steps(shares, max(map(len, shares), default=1), groups)
 
     def _take_steps(
@@ -248,9 +249,9 @@ class Learner:
         shares: Sequence[Mapping[str, TrainBatch]],
         should_abort: Callable[[], bool] = never_abort,
     ) -> dict[str, Metric]:
-        """Score named batches of conversations and return `<name>/nll` for each batch. Returns an
-        empty dict if `should_abort()` returns True. Each call to the ranks scores a single
-        micro-batch, so that it finishes within the timeout for a step."""
+        """Score named batches of conversations and return `<name>/nll` for each batch, or an empty
+        dict if `should_abort()` returns True. Each call to the ranks scores a single micro-batch,
+        so that it finishes within the timeout for a step."""
         scored: list[dict[str, Metric]] = []
         for name in shares[0] if shares else ():
             rows = zip(*(share[name].micro_batches for share in shares), strict=True)
@@ -272,9 +273,9 @@ class Learner:
         return self._call_all("put_weights", deadline=self._deadlines.for_call("the weights"))[0]
 
     def send(self, receivers: Sequence[Receiver]) -> list[Future[int]]:
-        """Send the current weights to the engines as soon as the ranks are idle. Rank i sends to
-        engines i, i + ranks, and so on. Returns a future for each engine, which resolves to the
-        engine's new weight version or raises the error of the engine or rank."""
+        """Send the current weights to the engines once the ranks are idle. Rank i sends to engines
+        i, i + ranks, and so on. Returns a future for each engine, which resolves to the engine's
+        new weight version or raises an error from the engine or rank."""
         sent = {engine.index: Future[int]() for engine in receivers}
         ranks = len(self._ranks)
         served = [[one for one in receivers if one.index % ranks == n] for n in range(ranks)]
@@ -353,9 +354,9 @@ class Learner:
         deadline: _StepDeadline,
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
-        """Wait for one call on each rank and return the results in rank order. If a rank fails,
-        raise its error without waiting long for the other ranks, which then hang in a collective.
-        """
+        """Wait for one call on each rank and return the results in rank order. If a rank fails, its
+        error is raised without waiting long for the other ranks, which are then stuck in a
+        collective."""
         remaining = deadline.left or ray_timeouts.Deadline(deadline.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
@@ -399,8 +400,8 @@ class Learner:
     def _combine_failures(
         self, failures: Mapping[int, RayError], what: str, *, stuck: bool
     ) -> RuntimeError:
-        """Combine the failures of several ranks into one error. If a rank died, its death caused
-        the others. Set `stuck` if some ranks have not answered."""
+        """Combine failures of several ranks into one error. If a rank died, its death is reported
+        as the cause of the others. Set `stuck` if some ranks haven't answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]

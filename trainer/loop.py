@@ -26,18 +26,18 @@ _IDLE = ("rollout", "reward")
 
 
 class Prompts(Protocol):
-    """An endless stream of training prompts in a seeded order."""
+    """An endless stream of training prompts in seeded order."""
 
     def take(self, n: int) -> Sequence[Prompt]: ...
 
     def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
-        """Return a data position from which a resumed run starts with the `unfinished` prompts."""
+        """Return a data position that makes a resumed run start with the `unfinished` prompts."""
         ...
 
 
 class Rollouts(Protocol):
     def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
-        """Start sampling a group of completions and return immediately."""
+        """Start sampling a group of completions and return right away."""
         ...
 
 
@@ -86,8 +86,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
 
     The run ends early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
     returns True. If sampling, scoring, publishing or evaluating fails, or a batch has no
-    completions, the error is raised. A checkpoint is saved first if `parts.handle_failure` returns
-    True. Errors in `learner.step` are raised without a checkpoint, and so is the RuntimeError for a
+    completions, the error is raised, after saving a checkpoint if `parts.handle_failure` returns
+    True. Errors in `learner.step` are raised without a checkpoint, as is the RuntimeError for a
     step result with `gave_up` set.
     """
     run, algorithm, learner = config.run, config.algorithm, parts.learner
@@ -181,8 +181,8 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
 
 @dataclass(slots=True)
 class Clock:
-    """Measures the seconds that a step spends on each activity. Nested activities are counted only
-    once. Evaluation and saving are not timed, so they are not part of `time/step` and
+    """Measures how many seconds a step spends on each activity. Nested activities are counted only
+    once. Evaluating and saving aren't timed, so they don't count towards `time/step` and
     `throughput/tokens_per_second`."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_IDLE, 0.0))

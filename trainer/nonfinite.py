@@ -21,15 +21,15 @@ _FINDINGS_PER_BATCH = 3
 
 class SkipCounter:
     """Counts optimizer steps skipped because of a non-finite gradient. The gradient norm is global,
-    so all ranks have the same count."""
+    so the count is the same on all ranks."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._in_a_row = limit, 0
         self.gave_up = ""  # the reason the run must end, or an empty string while it can continue
 
     def count(self, norm: float, version: int) -> bool:
-        """Count the optimizer step that produces `version` of the weights. Returns True if it was
-        skipped because `norm` is not finite."""
+        """Count the optimizer step that produces `version` of the weights. Returns True if the step
+        was skipped because `norm` isn't finite."""
         skipped = not math.isfinite(norm)
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row >= self._limit:
@@ -55,8 +55,8 @@ class Finding:
 def describe_findings(
     findings: Sequence[Finding], groups: Sequence[ScoredGroup | SftExample]
 ) -> tuple[str, ...]:
-    """Describe each finding in one line that names its completion. Uncertain findings are listed
-    only if there are no certain ones."""
+    """Describe each finding in a single line that names its completion. Uncertain findings are
+    listed only if there are no certain ones."""
     names: dict[bytes, str] = {}
 
     def add(name: str, segments: Sequence[Segment]) -> None:
@@ -82,7 +82,7 @@ def describe_findings(
 
 
 class NanTracer:
-    """Find the first non-finite value in the forward and backward passes of micro-batches."""
+    """Finds the first non-finite value in the forward and backward passes of micro-batches."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         """`layers` are the decoder layers in order, or an empty list if they are compiled."""

@@ -84,7 +84,7 @@ _DetectHardware = Callable[[Config], Hardware]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A recipe's model, and the plan for running it on the available hardware."""
+    """A recipe's model, along with the plan for running it on the available hardware."""
 
     config: Config  # the config in which every `auto` value has been resolved
     tokenizer: Any
@@ -109,7 +109,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(PlannedModel):
-    """A checked RL recipe with its prompts."""
+    """A validated RL recipe and its prompts."""
 
     dataset: Dataset
     chat: TemplateChat | None  # the model's chat format, or None if no source has an environment
@@ -143,7 +143,7 @@ class Task(PlannedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class SftTask(PlannedModel):
-    """A checked recipe for supervised training, with its conversations or texts."""
+    """A validated recipe for supervised training, along with its conversations or texts."""
 
     lessons: Lessons
     batches: Batches
@@ -197,7 +197,7 @@ class SftTask(PlannedModel):
 def prepare(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> Task:
-    """Load an RL recipe and run every check that is possible before the engines start. Raises
+    """Load an RL recipe and run every check that can run before the engines start. Raises
     ConfigError if one fails."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
@@ -245,7 +245,7 @@ def prepare(
 def prepare_sft(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> SftTask:
-    """Load a recipe for supervised training and run every check that is possible before the ranks
+    """Load a recipe for supervised training and run every check that can run before the ranks
     start. Raises ConfigError if one fails."""
     disable_progress_bar()
     whole, open_knobs = load_recipe(recipe, overrides)
@@ -321,8 +321,8 @@ def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
 def plan_model(
     config: Config, open_knobs: frozenset[str], hardware: _DetectHardware, *, chats: bool = True
 ) -> PlannedModel:
-    """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` to
-    require a chat template. Raises ConfigError if the model cannot be used."""
+    """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` if a
+    chat template is required. Raises ConfigError if the model can't be used."""
     machine, path = hardware(config), config.model.path
     config = with_dtype(config, open_knobs, gpu=machine.gpu)
     if machine.found:
@@ -421,8 +421,8 @@ def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
-    """Return the length of a prompt in tokens, or 0 if an environment starts the conversation.
-    Raises ConfigError if the chat template cannot render the prompt."""
+    """Return a prompt's length in tokens, or 0 if an environment starts the conversation. Raises
+    ConfigError if the chat template can't render the prompt."""
     if prompt.environment:
         return 0
     try:
@@ -491,8 +491,9 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
 
 
 def _total_steps(config: Config, batches: Batches) -> int:
-    """Return the step at which `sft.epochs` is complete. Steps up to the newest checkpoint are
-    counted as actually taken, because the last batch of an earlier epoch can have been smaller."""
+    """Return the step at which `sft.epochs` is complete. Steps before the newest checkpoint are
+    counted rather than estimated, because the last batch of an earlier epoch may have been
+    smaller."""
     beginning, done = batches.position(), 0
     if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it
@@ -506,14 +507,14 @@ def _total_steps(config: Config, batches: Batches) -> int:
 
 def _text_encoder(tokenizer: Any) -> Encoded:
     """Return a function that encodes text with the tokenizer's prefix and end-of-text token,
-    escaping control tokens. Raises ValueError if the tokenizer does not support this."""
+    escaping control tokens. Raises ValueError if the tokenizer doesn't support this."""
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
     before = [index for index in tokenizer("")["input_ids"] if index != end]
     return Encoded(lambda text: encoder.encode(encoder.shield(text)), tuple(before), (end,))
 
 
 def _chat_renderer(chat: TemplateChat | None) -> Render:
-    """Return a function that renders conversations to token ids with the same code as rollouts."""
+    """Return a function that renders conversations to token ids using the same code as rollouts."""
     checked: set[tuple[bool, bool]] = set()
 
     def render(example: Example) -> list[Segment]:

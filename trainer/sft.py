@@ -34,7 +34,8 @@ class Batches:
         self._drawn = 0
 
     def take(self) -> list[SftExample]:
-        """Return the next batch. The last batch of `sft.epochs` can be smaller than the others."""
+        """Return the next batch. The last batch of the last epoch (`sft.epochs`) may be smaller
+        than the others."""
         batch: list[SftExample] = []
         room = self._config.tokens_per_step
         remaining = self._end_of(self._config.epochs) - self._drawn
@@ -64,8 +65,8 @@ class Batches:
         return steps
 
     def passes(self, steps: int) -> float:
-        """Return how many times `steps` steps go through the data on average. Returns 0 if batches
-        are sized in tokens and `sft.epochs` is not set."""
+        """Return how many times `steps` steps go through the data on average, or 0 if batches are
+        sized in tokens and `sft.epochs` isn't set."""
         if self._config.epochs or self._config.tokens_per_step:
             return self._config.epochs
         return steps * self._config.conversations_per_step / self._epoch
@@ -173,7 +174,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 
 def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all sets, in nats per
-    token. If `scored` contains `indexer/held`, it is returned in the same way."""
+    token. If `scored` contains `indexer/held`, that is returned in the same way."""
     metrics: dict[str, Metric] = {}
     for metric, name in (("nll", "loss"), ("indexer/held", "indexer/held")):
         by_set = {

@@ -78,7 +78,8 @@ class _NodeWorker:
         )  # numbers of closed episodes; closing may come before opening
 
     async def start(self, *settings: Any) -> str:
-        """Start the workers. Returns the reason why this node cannot do the work, or ""."""
+        """Start the workers. Returns the reason why this node can't do the work, or "" if it
+        can."""
         try:
             await asyncio.to_thread(self._start, *settings)
         except (OSError, ValueError) as error:
@@ -127,7 +128,7 @@ class _NodeWorker:
         return await asyncio.wrap_future(self._pool.submit(spec, completions))
 
     async def open(self, number: int, source: str, task: Prompt, seed: int) -> Any:
-        """Open the environment of an episode. An `EnvironmentLost` error is returned instead of
+        """Open an episode's environment. `EnvironmentLost` errors are returned rather than
         raised."""
         if number in self._closed:  # the episode was cancelled in the meantime
             return None
@@ -135,7 +136,7 @@ class _NodeWorker:
         return await self.act(number, "open", task, seed=seed)
 
     async def act(self, number: int, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of an environment. An `EnvironmentLost` error is returned instead of
+        """Call a method on an environment. `EnvironmentLost` errors are returned rather than
         raised."""
         try:
             return await getattr(self._open[number], method)(*arguments, **named)
@@ -173,7 +174,7 @@ class _Node:
     load: Counter[_Load] = field(default_factory=Counter[_Load])
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
-        """Call a method of the actor. The future raises EngineError if the node is lost. Cancelling
+        """Call a method on the actor. The future raises EngineError if the node is lost. Cancelling
         the future cancels the call."""
         try:
             ref = ray_timeouts.call(getattr(self.actor, method), *arguments, **named)
@@ -188,13 +189,14 @@ def _pool_settings(config: Config, log: Path | None) -> dict[str, Any]:
 
 
 class WorkNodes(WorkerPool):
-    """Distributes episodes and the verification of completions over the nodes."""
+    """Distributes episodes and the verification of completions across the nodes."""
 
     def __init__(
         self, config: Config, *, say: Callable[[str], Any], log: Path | None, runs_code: bool
     ) -> None:
-        """Start this node's workers. Other nodes are used after `start`. Set `runs_code` if nodes
-        must be able to run programs in sandboxes. `say` is called with each message."""
+        """Start the workers on this node. Other nodes are used once `start` is called. Set
+        `runs_code` if nodes must be able to run programs in sandboxes. `say` is called with each
+        message."""
         super().__init__(config.rewards.workers, **_pool_settings(config, log))
         self.say = say
         self._config, self._log, self._runs_code = config, log, runs_code
@@ -208,8 +210,8 @@ class WorkNodes(WorkerPool):
         self._numbers = count()
 
     def start(self) -> None:
-        """Start using the other nodes of the cluster, without waiting for them. Call this after
-        engines and ranks have reserved their CPU cores."""
+        """Start using the cluster's other nodes, without waiting for them. Call this after engines
+        and ranks have reserved their CPU cores."""
         if self._config.run.cpu_nodes != 1 and not own_processes():
             self._here.id = ray.get_runtime_context().get_node_id()
             self._thread = threading.Thread(target=self._watch, name="keel-nodes", daemon=True)
@@ -223,8 +225,8 @@ class WorkNodes(WorkerPool):
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> Future[list[VerifierScore]]:
-        """Start verifying completions on the node with the fewest batches per worker (see
-        `WorkerPool.submit`)."""
+        """Start verifying completions on the node with the fewest unfinished batches per worker
+        (see `WorkerPool.submit`)."""
         if self._thread is None or not self._config.rewards.workers:
             return super().submit(spec, completions)
         result: Future[list[VerifierScore]] = Future()
@@ -232,8 +234,8 @@ class WorkNodes(WorkerPool):
         return result
 
     def environment(self, source: str, local: Factory) -> Environment:
-        """Create a source's environment for one episode, on the node with the fewest episodes per
-        worker. With `local`, it is created on this node."""
+        """Create a source's environment for one episode, on the node with the fewest open episodes
+        per worker. On the driver's own node, `local` creates it."""
         if self._thread is None:
             return local()
         node = self._acquire("episodes")
@@ -253,7 +255,7 @@ class WorkNodes(WorkerPool):
             ray_timeouts.kill(node.actor)
 
     def lose(self, node: _Node, reason: str, pause_s: float = _AGAIN_S) -> None:
-        """Stop using a node for `pause_s` seconds. Its unfinished work is repeated elsewhere."""
+        """Stop using a node for `pause_s` seconds. Its unfinished work is rerun on other nodes."""
         with self._lock:
             if self._nodes.get(node.id) is not node:
                 return
@@ -322,7 +324,7 @@ class WorkNodes(WorkerPool):
                 return
 
     def _poll_nodes(self, elapsed_s: float) -> None:
-        """Start actors on new nodes, and check that the others respond."""
+        """Start actors on new nodes, and check that the other nodes respond."""
         alive = {node.id: node for node in cluster_nodes(gpus=False) if node.id != self._here.id}
         for node in list(self._nodes.values()):
             if node.id not in alive:
@@ -382,7 +384,7 @@ class WorkNodes(WorkerPool):
 
 
 class _RemoteEnvironment:
-    """The environment of an episode on another node."""
+    """An episode's environment on another node."""
 
     def __init__(self, nodes: WorkNodes, node: _Node, number: int, source: str) -> None:
         self._nodes, self._node, self._number, self._source = nodes, node, number, source
@@ -429,7 +431,7 @@ class _RemoteEnvironment:
 
 
 class _CountedEnvironment:
-    """Wraps an environment to count it as an open episode of its node until it is closed."""
+    """Wraps an environment so that it counts as an open episode on its node until it is closed."""
 
     def __init__(
         self, environment: Environment, load: Counter[_Load], lock: threading.Lock

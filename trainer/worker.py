@@ -48,7 +48,7 @@ process."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """The host, process and log file of a rank, for error messages if the process dies."""
+    """A rank's host, process and log file, for error messages if the process dies."""
 
     host: str
     pid: int
@@ -74,7 +74,7 @@ class StepReport:
 
 
 def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
-    """Merge per-token values from ranks that each processed a shard of the same micro-batch."""
+    """Merge per-token values from ranks that each processed one shard of the same micro-batch."""
     numbers = sorted({number for part in parts for number in part})
     return {
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
@@ -130,7 +130,7 @@ class TrainerWorker:
         self._packed: list[TrainBatch] = []
 
     def prepare(self) -> None:
-        """Import and check the libraries. Takes seconds, but no GPU memory."""
+        """Import and check the libraries. Takes a few seconds and uses no GPU memory."""
         with heavy_imports():
             pass
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -165,7 +165,7 @@ class TrainerWorker:
             return ""
 
     def listen(self) -> tuple[str, int]:
-        """Open the store through which the ranks find each other. Returns its host and port."""
+        """Open the store that the ranks use to find each other. Returns its host and port."""
         import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)
 
         host = ray.util.get_node_ip_address()
@@ -258,7 +258,7 @@ class TrainerWorker:
         }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Put the weights into Ray's object store on rank 0, one bucket at a time."""
+        """Put the weights into Ray's object store from rank 0, one bucket at a time."""
         return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:

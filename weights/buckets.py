@@ -26,8 +26,8 @@ _ALIGNMENT = 64  # alignment of tensors in bytes, so that they can be used witho
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in a bucket. This is a tuple for speed, because a large update has tens of thousands
-    of tensors."""
+    """A tensor in a bucket. It's a tuple for speed, because a large update has tens of thousands of
+    tensors."""
 
     name: str  # Name of the tensor in the checkpoint. Each expert's tensors have their own names.
     dtype: str
@@ -41,14 +41,14 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChannelData:
-    """Tells the engine that the bytes of a bucket follow through its `Channel`."""
+    """Tells the engine that a bucket's bytes will follow on its `Channel`."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedData:
-    """Location of the bytes of a bucket on a GPU shared by sender and receiver (CUDA IPC)."""
+    """Location of a bucket's bytes on a GPU shared by sender and receiver (CUDA IPC)."""
 
     handle: tuple[Any, ...]
     size: int
@@ -69,8 +69,8 @@ FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
     """Pack named tensors into buckets of at most `bucket_bytes` plus padding, and yield the
-    buckets. All tensors must be on the same device. A larger tensor gets its own bucket. A bucket
-    and its original tensors both stay in memory until the next bucket is begun."""
+    buckets. All tensors must be on the same device. A larger tensor gets a bucket of its own. A
+    bucket and its original tensors both stay in memory until the next bucket is started."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0
@@ -95,13 +95,13 @@ def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
 
 
 def host_bytes(bucket: Bucket) -> Tensor:
-    """Return the bytes of a bucket as a tensor in host memory. Read-only bytes are copied first."""
+    """Return a bucket's bytes as a tensor in host memory. Read-only bytes are copied first."""
     assert isinstance(bucket.data, np.ndarray)
     return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
 
 
 def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each entry of a bucket. The tensors are views of `flat`."""
+    """Yield the name and tensor of each bucket entry. The tensors are views of `flat`."""
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
         part = flat[entry.offset : entry.offset + entry.numel * dtype.itemsize]
@@ -109,7 +109,7 @@ def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[
 
 
 class Checksum:
-    """Checksum over all buckets of an update, in order. Sender and receiver both compute it."""
+    """A checksum over all buckets of an update, in order. Both sender and receiver compute it."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -149,8 +149,8 @@ class TensorChecklist:
         `layers` is the number of layers, not counting the multi-token prediction layers. Those come
         last, and neither the engine nor the trainer loads them. If `tied` is set, the output
         embedding is the input embedding and may be missing. `decoder` is the decoder's prefix in
-        tensor names; names may also come without it. `unread` are patterns for tensors that the
-        trainer does not load.
+        tensor names; names without it are accepted too. `unread` lists patterns for tensors that
+        the trainer doesn't load.
         """
         self._prefix = f"{decoder}."
         self._optional = {"lm_head.weight"} if tied else set[str]()

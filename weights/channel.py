@@ -39,7 +39,7 @@ Rendezvous = tuple[str, int]
 
 
 def _connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
-    """Connect to the store with the prefix `name`. The connection is not thread-safe."""
+    """Connect to the store, prefixing all keys with `name`. The connection is not thread-safe."""
     client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -120,8 +120,8 @@ class Channel:
         self._used = True
 
     def _start_broadcast(self, flat: Tensor) -> Future[Any]:
-        """Start a broadcast. The first one runs on another thread, because NCCL may block while it
-        connects."""
+        """Start a broadcast. The first one runs on another thread, because NCCL may block while
+        connecting."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
         group = self._group
@@ -156,12 +156,12 @@ def _abort(last: list[Any]) -> None:
 
 @contextmanager
 def _nccl_watchdog_off() -> Iterator[None]:
-    """Create `ProcessGroupNCCL` objects without a watchdog thread in this context.
+    """Create `ProcessGroupNCCL` objects without a watchdog thread inside this context.
 
     When an operation in the group fails, a watchdog terminates its process and sets a flag in the
-    store that makes all other trainer ranks exit. Losing an engine would then end the trainer.
-    PyTorch starts no watchdog if this environment variable is set when the group is created.
-    `is_completed` and `wait` still report failures.
+    store that makes all other trainer ranks exit. Losing an engine would then take down the
+    trainer. PyTorch doesn't start a watchdog if this environment variable is set when the group is
+    created. `is_completed` and `wait` still report failures.
     """
     before = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"
@@ -175,7 +175,7 @@ def _nccl_watchdog_off() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Asks the engine to pause sampling. The engine acknowledges the message when it has paused."""
+    """Asks the engine to pause sampling. The engine acknowledges the message once it has paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,15 +282,15 @@ class SharedView:
 
 
 def gpu_id(device: torch.device) -> str:
-    """Return an identifier of a GPU that does not depend on CUDA_VISIBLE_DEVICES, or ""
-    for a CPU."""
+    """Return an identifier for a GPU that does not depend on CUDA_VISIBLE_DEVICES, or "" for a
+    CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def call_workers(llm: Any, method: str, *args: Any) -> None:
     """Call a method on every vLLM worker, and raise the first error. vLLM forwards errors from
-    other processes only as text. Workers therefore return channel errors as values (see
-    `call_worker`). The engine is replaced after such an error."""
+    other processes only as text, so workers return channel errors as values (see `call_worker`).
+    The engine is replaced after such an error."""
     for failure in llm.collective_rpc("keel_attempt", args=(method, args)):
         if failure is not None:
             kind, text = failure

@@ -68,8 +68,8 @@ class CopyPlan:
     def __init__(
         self, kernels: Sequence[Tensor], placed: _Placed, fills: Sequence[tuple[Tensor, float]] = ()
     ) -> None:
-        """Create a copy plan. `fills` lists the parts of the kernels' tensors whose value never
-        changes, with that value."""
+        """Create a copy plan. `fills` lists the parts of the kernels' tensors that never change,
+        each with its value."""
         self.kernels, self.placed, self._fills = kernels, placed, fills
         self._programs: dict[str, tuple[tuple[TensorEntry, ...], _Program]] = {}
         """Table and copies of each known bucket, keyed by the name of its first tensor."""
@@ -79,8 +79,8 @@ class CopyPlan:
             target.fill_(value)
 
     def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
-        """Copy the tensors in a bucket to their destinations. Raises ValueError if a tensor was not
-        in the first update, or had another dtype or shape there."""
+        """Copy the tensors in a bucket to their destinations. Raises ValueError if a tensor was
+        missing from the first update, or had a different dtype or shape there."""
         if (flat.data_ptr() | int(flat.storage_offset())) % 8:
             flat = flat.clone()
         known, program = self._programs.get(entries[0].name, ((), []))
@@ -125,14 +125,14 @@ class CopyPlan:
 
 
 def _storage_view(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Return a view of part of a tensor's storage with the given dtype."""
+    """Return part of a tensor's storage as a view with the given dtype."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), *layout)
 
 
 def _simplify_dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
     """Sort the dimensions of a copy from outermost to innermost, drop those of length 1 and merge
-    contiguous ones. Source and target elements still correspond."""
+    contiguous ones. Each source element still ends up in the same place."""
     parts = [part for part in zip(size, at, source, strict=True) if part[0] != 1]
     simple: list[tuple[int, int, int]] = []
     for n, inner_at, inner in sorted(parts, key=lambda part: part[1], reverse=True):
@@ -144,8 +144,8 @@ def _simplify_dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]
 
 
 def _merge_pieces(pieces: Iterable[_CopyPiece]) -> list[_CopyPiece]:
-    """Merge equal pieces at regular intervals, such as experts, into one piece with an extra
-    dimension."""
+    """Merge identical pieces at regular intervals, such as those of experts, into one piece with an
+    extra dimension."""
     ordered = sorted(
         pieces, key=lambda piece: (piece.kernel, str(piece.dtype), piece.at, piece.source)
     )
@@ -209,7 +209,8 @@ class _Write:
 
 @dataclass(slots=True)
 class _WrittenStorage:
-    """A storage that kernels use, or an intermediate one, with the weights written to it."""
+    """The storage of a kernel's tensor or of an intermediate one, along with the weights written to
+    it."""
 
     alive: StorageWeakRef  # prevents the storage's key from being reused
     dtype: torch.dtype
@@ -228,7 +229,7 @@ class _Bucket:
 
 
 class LoadTracer(TorchDispatchMode):
-    """Records what vLLM's loader does during an update, to build a `CopyPlan`."""
+    """Records what vLLM's loader does during an update, in order to build a `CopyPlan`."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
         """Create a tracer. `deferred` lists the layers that process their weights again in every
@@ -267,7 +268,8 @@ class LoadTracer(TorchDispatchMode):
 
     @contextmanager
     def record_operations(self) -> Iterator[None]:
-        """Record all operations of the loader in this context, except in the `deferred` layers."""
+        """Record all of the loader's operations inside this context, except those in the `deferred`
+        layers."""
         if self.refusal:
             yield
             return
@@ -398,8 +400,8 @@ class LoadTracer(TorchDispatchMode):
         target.proven = False
 
     def _record_move(self, to: Tensor, source: Tensor, origin: _WrittenStorage) -> None:
-        """Record that a whole loaded tensor was copied, together with everything written to it
-        before."""
+        """Record that a whole loaded tensor was copied, along with everything that had been written
+        to it."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize
@@ -420,7 +422,8 @@ class LoadTracer(TorchDispatchMode):
             self._verify_writes(target, to, source)
 
     def _verify_writes(self, target: _WrittenStorage, kernel: Tensor, truth: Tensor) -> None:
-        """Check that the recorded writes alone reproduce `kernel`, whatever it contained before."""
+        """Check that the recorded writes alone reproduce `kernel`, no matter what it contained
+        before."""
         number = sum(prod(size) for _, size, _ in target.writes)
         stride = kernel.stride()
         if number != kernel.numel() or _simplify_dims(kernel.shape, stride, stride) != (

@@ -41,7 +41,7 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 
 @register_model_loader(LOAD_FORMAT)
 class _DequantisingLoader(DefaultModelLoader):
-    """Loads FP8 weights in the same way as the trainer, so that both start with the same model."""
+    """Loads FP8 weights the same way as the trainer, so that both start from the same model."""
 
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
@@ -58,8 +58,8 @@ def moe_runners(model: nn.Module) -> list[Any]:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Pack tied output heads again for oneDNN. vLLM's CPU build packs a head only if the update has
-    a separate tensor for it."""
+    """Repack tied output heads for oneDNN. vLLM's CPU build only packs a head if the update has a
+    separate tensor for it."""
     embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     for head in embeddings:
         packed = isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear")
@@ -86,8 +86,8 @@ class WeightsExtension:
 
     def keel_prepare(self) -> None:
         """Prepare the worker for weight updates. Deletes the rendezvous file of a single worker,
-        and gives every weight loader a `__name__`. vLLM's reload requires this name, but a
-        `functools.partial` has none."""
+        and gives every weight loader a `__name__`, which vLLM's reload requires but a
+        `functools.partial` lacks."""
         if (place := self.distributed_init_method).startswith("file://"):
             Path(place.removeprefix("file://")).unlink(missing_ok=True)
         for tensor in self.model_runner.get_model().parameters():
@@ -117,8 +117,8 @@ class WeightsExtension:
     keel_attempt = call_worker
 
     def keel_begin_update(self, no_copies: str = "") -> None:
-        """Begin a weight update. `no_copies` is the reason to always use vLLM's loader, or "" to
-        record an update for a copy plan."""
+        """Begin a weight update. `no_copies` says why vLLM's loader must always be used, or is ""
+        to record an update for a copy plan."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():

@@ -45,7 +45,7 @@ class _ContiguousRun:
 
 
 class BucketPacker:
-    """Packs the weights of a model. The modules and shapes of the model must not change."""
+    """Packs a model's weights. The model's modules and shapes must not change."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class BucketPacker:
         *,
         whole: Whole | None = None,
     ) -> None:
-        """Create a packer. `dtype` is the dtype of the engines. See also `pack_flat` and
+        """Create a packer. `dtype` is the engines' dtype. See also `pack_flat` and
         `module_tensors`."""
         self._model, self._size, self._whole = model, bucket_bytes, whole
         self._in_engine_dtype = precision(model, dtype)
@@ -134,7 +134,7 @@ class BucketPacker:
 
 class _SkipContiguous(TorchFunctionMode):
     """Turns `contiguous` into a no-op. transformers calls it before splitting a tensor. Without
-    this copy, the parts are views that show where their elements come from."""
+    that copy, the parts are views that show where their elements come from."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -143,8 +143,8 @@ class _SkipContiguous(TorchFunctionMode):
 
 
 def _find_source(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """Find the tensor in `local` that contains this tensor without gaps. Returns its name and the
-    index of the first element, or None."""
+    """Find the tensor in `local` that contains this tensor as one contiguous range. Returns its
+    name and the offset of the first element, or None if there is no such tensor."""
     for name, whole in local.items():
         start, rest = divmod(tensor.data_ptr() - whole.data_ptr(), whole.itemsize)
         if (
@@ -184,7 +184,7 @@ class _Link:
 
     def send(self, bucket: FlatBucket) -> None:
         """Send a bucket and return once the engine has received the bytes. The engine loads them
-        while the next bucket is packed."""
+        while the next bucket is being packed."""
         entries, flat = bucket
         self.mailbox.wait(self._check)
         if self.channel is None:
@@ -225,9 +225,9 @@ class Sender:
     def send(
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
     ) -> dict[int, Outcome]:
-        """Send weights as `version` and return each engine's outcome by index. Reads all of
-        `buckets` even if every engine fails, because under ZeRO-3 the other ranks take part in
-        gathering each bucket."""
+        """Send weights tagged with `version`, and return each engine's outcome by index. Consumes
+        all of `buckets` even if every engine fails, because under ZeRO-3 the other ranks take part
+        in gathering each bucket."""
         outcomes: dict[int, Outcome] = {}
         remaining, first = list(receivers), not self._reached
 
@@ -321,8 +321,8 @@ class Sender:
 
 
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:
-    """Raise the error from the call to the engine, if any, because it says more than the error of
-    the channel."""
+    """Raise the error from the engine call, if any, because it is more informative than the
+    channel's error."""
     ready, _ = ray_timeouts.wait([answer], seconds=_GRACE_S if wait_s is None else wait_s)
     if ready:
         ray_timeouts.get(answer, seconds=ray_timeouts.CALL_S)

@@ -80,8 +80,8 @@ class AgentProgram:
 
 
 def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
-    """Resolve the `program` of a recipe to a command line. A command is looked up in `folder`, next
-    to `python` and on the PATH. A function is given as `module:function`."""
+    """Resolve a recipe's `program` to a command line. Commands are looked up in `folder`, next to
+    `python` and on the PATH. Functions are given as `module:function`."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
@@ -116,7 +116,8 @@ async def run_program(
     until: Coroutine[Any, Any, str],
 ) -> _ProgramResult:
     """Run a program until it exits or `until` returns a reason to stop it, then kill all of its
-    processes. The result is the JSON in the file KEEL_VERDICT or in the last line of its output."""
+    processes. The result is the JSON in the file KEEL_VERDICT or in the program's last line of
+    output."""
     folder = program.folder or Path.cwd()
     scratch = "" if program.wrap else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own
     reward = {"reward": dict(task.reward)} if program.tells_reward else {}
@@ -213,8 +214,9 @@ def _parse_result(
 
 @dataclass(kw_only=True)
 class DrivenEpisode(Episode):
-    """An episode in which an agent program requests the turns. If the program fails after its first
-    turn, the episode ends with `crash`, or is dropped if the endpoint had failed first."""
+    """An episode driven by an agent program, which requests the turns. If the program fails after
+    its first turn, the episode ends with `crash`. If the endpoint failed first, the episode is
+    dropped."""
 
     program: AgentProgram
     endpoint: Endpoint

@@ -49,8 +49,8 @@ _CANCEL_S = 10.0
 
 
 class TrajectoryRecorder:
-    """Records one trajectory. It accepts concurrent requests on a single event loop. A turn that
-    takes longer than `_TURN_S`, including its time in the queue, fails with status 503."""
+    """Records one trajectory. Accepts concurrent requests on a single event loop. A turn that takes
+    longer than `_TURN_S`, including time in the queue, fails with status 503."""
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class TrajectoryRecorder:
             self.counts["refused"] += 1
 
     def keep_undelivered(self, reply: Reply) -> None:
-        """Keep the response for a client that has disconnected, in case it sends the same request
-        again."""
+        """Keep the response for a client that has disconnected, in case it retries the same
+        request."""
         self._undelivered.setdefault(reply.request_key, []).append(reply)
 
     async def overdue(self, open_s: float) -> str:
         """Wait until the program misses a deadline, and return a description of what took too long.
-        The deadline is `open_s` for the first request and `Budget.timeout_s` afterwards."""
+        The deadline is `open_s` for the first request and `Budget.timeout_s` after that."""
         if self._budget.timeout_s == inf:
             raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
@@ -169,7 +169,7 @@ class TrajectoryRecorder:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """`stop`, or the limit that truncated or rejected the most recent turn."""
+        """`stop`, or the limit that truncated or rejected the latest turn."""
         return "deadline" if self._timed_out else self._ended
 
     async def _turn(self, request: ChatRequest) -> Reply:
@@ -376,7 +376,7 @@ class _OpenDialogue:
 
 
 class _TurnIndex:
-    """All turns and messages of a trajectory, in order and grouped by conversation."""
+    """All turns and messages in a trajectory, in order and grouped by conversation."""
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
@@ -406,8 +406,8 @@ class _TurnIndex:
     def add(
         self, request: ChatRequest, keys: Sequence[str], turn: _Turn, *, verbatim: bool
     ) -> None:
-        """Add a turn and the new messages of its request. Set `verbatim` if the turn's message
-        contains everything that was sampled. This makes the turn trainable."""
+        """Add a turn along with its request's new messages. Set `verbatim` if the turn's message
+        contains everything that was sampled, which makes the turn trainable."""
         messages = self._restore_recorded(request.messages, keys)
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
@@ -515,7 +515,7 @@ def _key_of_tools(tools: Sequence[ToolSpec]) -> str:
 
 
 def _floats_to_integers(value: Any) -> Any:
-    """Convert whole floats such as 1.0 to integers, as many clients do."""
+    """Convert floats with integer values, such as 1.0, to integers, as many clients do."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):

@@ -40,7 +40,7 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 
 
 class ApiError(Exception):
-    """An error that the endpoint returns to the client instead of a turn."""
+    """An error that the endpoint returns to the client in place of a turn."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def budget_error(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """Create the error for an exhausted budget. Its status code tells clients not to retry."""
+    """Create the error for an exhausted budget, with a status code that tells clients not to
+    retry."""
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
             400,
@@ -96,7 +97,7 @@ def _as_arguments(arguments: Any) -> Any:
 
 class _Model(BaseModel):
     """Base class for all parts of a request. Lists use `FailFast`, because collecting a million
-    errors would take seconds."""
+    errors would take several seconds."""
 
     model_config = ConfigDict(strict=True)
 
@@ -147,7 +148,7 @@ class _StreamOptions(_Model):
 
 
 class ChatRequest(_Model):
-    """A chat completion request. Null values count as missing, and unknown fields are kept in
+    """A chat completion request. Nulls are treated as missing, and unknown fields are kept in
     `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -163,8 +164,8 @@ class ChatRequest(_Model):
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """The normalized messages: contents are plain text, call arguments are objects, and tool
-        results are in the order of their calls."""
+        """The normalized messages: content is plain text, call arguments are objects, and tool
+        results are in the same order as their calls."""
         return tuple(_convert_messages(self.sent))
 
     @cached_property
@@ -201,7 +202,7 @@ class ChatRequest(_Model):
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Parse a chat completion request. Raises ApiError naming the field that is invalid."""
+    """Parse a chat completion request. Raises ApiError naming the invalid field."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
         if name.startswith(("guided_", "structured_outputs")):

@@ -80,11 +80,11 @@ class _Place:
 
 class Endpoint:
     """Serves all trajectories on the loopback interface and a unix socket. Use it as an async
-    context manager, and call `add` at the start and `finish` at the end of each trajectory."""
+    context manager. Call `add` at the start of each trajectory and `finish` at the end."""
 
     def __init__(self, *, most: int = 1024) -> None:
-        """Create an endpoint with at most `most` open connections. Each further connection closes
-        an existing one."""
+        """Create an endpoint with at most `most` open connections. Beyond that, each new connection
+        closes an existing one."""
         self._most = most
         self._port = 0
         self._open: dict[str, _Place] = {}
@@ -144,8 +144,8 @@ class Endpoint:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Remove the folder of the unix socket. This is thread-safe and works even if `__aexit__`
-        hangs."""
+        """Remove the folder that contains the unix socket. Thread-safe, and works even if
+        `__aexit__` hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, recorder: TrajectoryRecorder, tools: McpTools | None = None) -> Address:
@@ -166,7 +166,7 @@ class Endpoint:
         return recorder
 
     def _accept_connection(self) -> web.RequestHandler:
-        """Create the handler for a new connection. If there are too many connections, close the
+        """Create the handler for a new connection. If too many connections are open, close the
         oldest idle one, or the newest if none is idle."""
         assert self._runner is not None and self._runner.server is not None
         server = self._runner.server
@@ -236,8 +236,8 @@ class Endpoint:
         return place
 
     async def _handle_mcp(self, request: web.Request) -> web.StreamResponse:
-        """Handle a JSON-RPC message of an MCP client. The key is part of the URL, because MCP
-        clients send no API key."""
+        """Handle a JSON-RPC message from an MCP client. The key is part of the URL, because MCP
+        clients don't send an API key."""
         if request.method != "POST":
             raise web.HTTPMethodNotAllowed(request.method, ["POST"])
         place = self._authenticate(request, request.match_info["key"])
@@ -330,8 +330,8 @@ _UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
 
 
 class McpTools:
-    """Serves one episode's tools over MCP, one call at a time. A call runs to completion even if
-    its client disconnects, because interrupting it would lose the environment."""
+    """Serves one episode's tools over MCP, one call at a time. Calls run to completion even if the
+    client disconnects, because interrupting one would lose the environment."""
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
@@ -349,7 +349,7 @@ class McpTools:
         return self.done or self.lost is not None
 
     async def finish(self, within_s: float) -> None:
-        """Reject new calls and wait up to `within_s` seconds for pending calls before cancelling
+        """Reject new calls, and give pending calls up to `within_s` seconds before cancelling
         them."""
         self._finished = True
         try:

@@ -289,14 +289,15 @@ def _reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Faul
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
-    """Create a fork server, or return None if `preload` is off. The caller must close it."""
+    """Create a fork server, or return None if `preload` is off. The caller is responsible for
+    closing it."""
     return ForkServer(program) if program.preload else None
 
 
 class ForkServer:
-    """Forks a process for each episode of a program, on one event loop. The server process starts
-    with the first fork and is restarted if it is lost. `deadlines.open_s` limits the import and
-    each fork."""
+    """Forks a process for each episode of a program. Use it from a single event loop. The server
+    process starts at the first fork and is restarted if it dies. `deadlines.open_s` limits the
+    import and each fork."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -311,9 +312,9 @@ class ForkServer:
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     async def fork(self, env: Mapping[str, str]) -> ChildProcess | None:
-        """Fork a process for an episode, with `env` added to its environment variables. Returns
-        None if the caller has to start a process instead. Raises EnvironmentLost if the import or
-        the fork fails."""
+        """Fork a process for an episode, adding `env` to its environment variables. Returns None if
+        the caller has to start a process instead. Raises EnvironmentLost if the import or the fork
+        fails."""
         task = asyncio.create_task(self._fork_episode(env))
         try:
             return await asyncio.shield(task)
@@ -416,7 +417,7 @@ class ForkServer:
     async def _fork(
         self, server: ChildProcess, env: Mapping[str, str], *, run: str | None = None
     ) -> ChildProcess:
-        """Fork a process that runs an episode, or the Python code `run` if given."""
+        """Fork a process that runs an episode, or the Python code in `run` if given."""
         request = {"do": "fork", "inner": self._inner, "env": dict(env), "run": run}
         try:
             with open_channel(socket.SOCK_STREAM) as (ours, theirs, stderr, write_end):
@@ -490,4 +491,4 @@ class ForkServer:
 
 
 class _CannotFork(Exception):
-    """Raised when forking is impossible. The message is the reason."""
+    """Raised when forking isn't possible. The message says why."""

@@ -38,7 +38,7 @@ exceeded none."""
 
 
 class LaunchedSandbox(Protocol):
-    """A command line that starts a sandbox. `env` overrides inherited environment variables."""
+    """A command line that starts a sandbox. `env` overrides any inherited environment variables."""
 
     @property
     def command(self) -> Sequence[str]: ...
@@ -55,14 +55,14 @@ class LaunchedSandbox(Protocol):
 
 
 class EnvSandbox(Protocol):
-    """Interface of the sandboxes that environments run in. A sandboxed process can read only the
-    system, its program and `readable`.
+    """Interface for the sandboxes that environments run in. A sandboxed process can read only
+    system files, its own program and the paths in `readable`.
 
-    `parent` starts a sandbox whose process forks children and isolates them from each other.
-    `inner` holds the settings that the fork server needs for this, or None if this machine does not
-    allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails. `hold`
-    monitors the memory of a sandbox, given its outer process, or of a forked child, given the first
-    process inside (`inside`).
+    `parent` starts a sandbox for a process that forks children and isolates them from each other.
+    `inner` holds the settings that the fork server needs to isolate children, or None if this
+    machine doesn't support it. `probe` is Python code that tries to escape and prints `isolated` if
+    it can't. `hold` monitors a sandbox's memory, given its outer process. If `inside` is set, it
+    monitors a forked child, given the first process in the child's namespace.
     """
 
     @property
@@ -83,11 +83,11 @@ class EnvSandbox(Protocol):
 
 
 class ChildProcess:
-    """The process of an episode, with its message channel and the end of its standard error. Use it
-    on one event loop, for one exchange at a time. `status` reaps the process and is called only
-    after all its descendants are dead, so that its PID is not reused earlier. `sandbox` is `outer`
-    for the outer process of a sandbox, which exits last, or `inside` for the first process of a PID
-    namespace, whose exit ends all others."""
+    """An episode's process, with its message channel and the tail of its standard error. Use it
+    from a single event loop, for one exchange at a time. `status` reaps the process. It is called
+    only once all descendants are dead, so that the PID isn't reused too early. `sandbox` is `outer`
+    for the outer process of a sandbox, which exits last, or `inside` for the first process in a PID
+    namespace, whose exit kills all the others."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ChildProcess:
         await self._writer.drain()
 
     async def receive(self) -> dict[str, Any] | str:
-        """Return the next message as a dict, or as text if it is not a JSON object. Raises
+        """Return the next message as a dict, or as text if it isn't a JSON object. Raises
         ValueError if it is too long, and EOFError at the end of the channel."""
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
@@ -153,8 +153,8 @@ class ChildProcess:
         return EnvironmentLost(fault, during, message, self.output)
 
     async def end(self, within_s: float = 0.0) -> str:
-        """Give the process up to `within_s` seconds to exit, then kill it and its descendants.
-        Returns a description of how it exited."""
+        """Give the process up to `within_s` seconds to exit, then kill it along with its
+        descendants. Returns a description of how it exited."""
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -229,7 +229,7 @@ def _kill_abandoned(pid: int, pidfd: int) -> None:
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as one line of JSON. Raises ValueError if it cannot be encoded."""
+    """Encode a message as a single line of JSON. Raises ValueError if that isn't possible."""
     try:
         return json.dumps(message, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -240,8 +240,8 @@ Result = TypeVar("Result")
 
 
 async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work` for at most `timeout_s` seconds. Unlike `asyncio.timeout`, it still returns a
-    result that was ready in time but read late because the event loop was busy."""
+    """Await `work` for up to `timeout_s` seconds. Unlike `asyncio.timeout`, it still returns a
+    result that was ready in time but that a busy event loop reads late."""
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (timeout_s, _READ_S):
@@ -261,7 +261,7 @@ def open_channel(
     kind: socket.SocketKind,
 ) -> Generator[tuple[socket.socket, socket.socket, int, int]]:
     """Yield both ends of a socket pair, then both ends of a pipe. The second end of each is for the
-    child process and is closed when the context exits. On an error, all four are closed."""
+    child process and is closed when the context exits. If an error occurs, all four are closed."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         undo.callback(ours.close)
@@ -286,7 +286,8 @@ def launch(
     readable: Sequence[Path] = (),
 ) -> ChildProcess:
     """Start a process that exchanges messages over its standard input and output. Raises
-    EnvironmentLost if the program cannot be run, and OSError if no file descriptors are left."""
+    EnvironmentLost if the program can't be run, and OSError if there are no file descriptors
+    left."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
         try:
@@ -342,8 +343,8 @@ class _OutputTail:
             os.close(self._fd)
 
     async def drain(self, within_s: float) -> None:
-        """Wait up to `within_s` seconds for the end of the pipe, which an escaped descendant can
-        keep open."""
+        """Wait up to `within_s` seconds for the pipe to reach its end. A descendant that has
+        escaped can keep the pipe open."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), within_s)
 
@@ -368,7 +369,7 @@ BASE_ENV = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Time limits in seconds for the methods of an environment. Tool calls have their own."""
+    """Time limits in seconds for an environment's methods. Tool calls have limits of their own."""
 
     open_s: float = 60.0
     reply_s: float = 30.0

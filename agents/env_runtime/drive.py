@@ -36,8 +36,8 @@ _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_U
 
 
 def _forward_port(path: str) -> int:
-    """Open a loopback port that forwards connections to the unix socket `path`. Returns the port
-    number."""
+    """Open a loopback port that forwards connections to the unix socket at `path`, and return the
+    port number."""
     import asyncio  # noqa: PLC0415  (only a sandbox without a network needs it)
 
     async def pump(source: Any, target: Any) -> None:

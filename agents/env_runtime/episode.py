@@ -39,7 +39,7 @@ Request = dict[str, Any]
 
 
 def redirect_prints() -> None:
-    """Redirect standard output to standard error, so that prints cannot be mistaken for protocol
+    """Redirect standard output to standard error, so that prints aren't mistaken for protocol
     messages."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -48,7 +48,7 @@ def redirect_prints() -> None:
 
 
 def take_channel() -> tuple[Any, Any]:
-    """Take over standard input and output as the message channel, and redirect all later prints to
+    """Take over standard input and output as the message channel, and redirect any later prints to
     standard error."""
     requests, replies = open(os.dup(0), "rb"), open(os.dup(1), "wb")  # noqa: SIM115
     redirect_prints()
@@ -111,8 +111,8 @@ class _Episode:
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """Serve one episode. After `close`, wait to be killed, so that its descendants can still be
-    found."""
+    """Serve one episode. After `close`, wait to be killed instead of exiting, so that this
+    process's descendants can still be found."""
     episode = _Episode()
     for line in requests:
         request = json.loads(line)
@@ -128,10 +128,10 @@ def serve(requests: Any, replies: Any) -> None:
 
 
 def call_function(target: str) -> None:
-    """Run an agent program given as a function, `module:function` or `file.py:function`. It can
-    declare the parameters `task`, `prompt` (the last user message) and `seed`. Its result is
-    written to KEEL_VERDICT: a string is the answer, a number or a dict of numbers is the verdict,
-    and `(verdict, facts)` adds facts."""
+    """Run an agent program that is a function, given as `module:function` or `file.py:function`.
+    The function can take the parameters `task`, `prompt` (the last user message) and `seed`. Its
+    result is written to KEEL_VERDICT. A string is the answer, a number or a dict of numbers is the
+    verdict, and `(verdict, facts)` adds facts."""
     sys.path.insert(0, os.getcwd())
     function = load_object(target)
     if not callable(function):
@@ -162,7 +162,7 @@ _loaded: dict[str, Any] = {}
 
 
 def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
-    """Import the modules that every episode needs, before forking."""
+    """Import the modules that every episode needs before forking."""
     late: tuple[str, ...] = (CLIENT,)
     if not is_address(target):
         load_object(target)
@@ -177,8 +177,8 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
 
 
 def load_object(target: str) -> Any:
-    """Load an object given as `module:name`, `module` or `file.py:name`. Each is loaded once per
-    process."""
+    """Load an object given as `module:name`, `module` or `file.py:name`. Each target is loaded only
+    once per process."""
     if target in _loaded:
         return _loaded[target]
     name, _, attribute = target.partition(":")
@@ -210,7 +210,7 @@ def load_object(target: str) -> Any:
 
 
 def _module_name(path: str) -> str:
-    """Return the module name for a file: its stem, or another name if the stem would shadow a
+    """Return a module name for a file: its stem, or a different name if the stem would shadow a
     module."""
     name = os.path.basename(path)[:-3]
     try:

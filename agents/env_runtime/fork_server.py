@@ -114,7 +114,7 @@ class _ForkServer:
         return channel
 
     def _fork_isolated(self, number: int, inner: _Data, channel: int, stderr: int) -> None:
-        """Fork twice more, into new namespaces. Returns only in the last process."""
+        """Fork twice more to enter new namespaces. Only returns in the last child process."""
         uid, gid = os.getuid(), os.getgid()
         status_read, status_write = os.pipe()
         try:
@@ -164,8 +164,8 @@ class _ForkServer:
         socket.send_fds(self._control, [json.dumps(reply).encode()], fds)
 
     def serve(self) -> Optional[tuple[int, Optional[str]]]:  # noqa: UP045
-        """Handle requests until the socket is closed. In a forked child, returns the child's
-        channel and the code it should run."""
+        """Handle requests until the socket closes. In a forked child, returns the child's channel
+        and the code it should run."""
         while True:
             line, fds, _, _ = socket.recv_fds(self._control, _MAX_BYTES, 2)
             if not line:
@@ -248,7 +248,7 @@ def _unshare(inner: _Data) -> None:
 
 
 def _isolate(inner: _Data, uid: int, gid: int) -> None:
-    """Mount private folders and drop all privileges. Must run in the first process of the
+    """Set up private mounts and drop all privileges. Must run as the first process in the new
     namespaces."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
     _mount_private_tmp(size)
@@ -273,8 +273,8 @@ def _isolate(inner: _Data, uid: int, gid: int) -> None:
 
 
 def _mount_private_tmp(options: bytes) -> None:
-    """Mount a private /tmp that still contains the files created during the import and the existing
-    mounts below /tmp."""
+    """Mount a private /tmp that keeps the files created during the import and any existing mounts
+    below /tmp."""
     previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
     tops = {"/".join(path.split("/")[:3]) for path in mounted}

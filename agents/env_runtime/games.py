@@ -29,10 +29,10 @@ _ROUNDING = 1e-9
 
 
 class TextGame:
-    """A single-player text game. The policy plays with the tool `play` or, with play_by="text", in
-    its responses. The score is the sum of rewards, scaled from the range `scale`. With score="last"
-    (TextWorld), the last reward is used instead of the sum. `rules` are shown before the first
-    observation."""
+    """A single-player text game. The policy plays by calling the tool `play` or, with
+    play_by="text", by writing its moves in its responses. The score is the sum of the rewards or,
+    with score="last" (TextWorld), the last reward. It is rescaled from the range `scale` to [0, 1].
+    `rules` are shown before the first observation."""
 
     grades = True
 
@@ -137,8 +137,8 @@ def _opening_messages(task: dict[str, Any], *texts: str) -> list[dict[str, Any]]
 
 
 def _scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """Scale a sum of rewards from the range `scale` to a `score` between 0 and 1. `correct` is 1
-    only for the full score."""
+    """Rescale a sum of rewards from the range `scale` to a `score` between 0 and 1. `correct` is 1
+    only for a full score."""
     low, high = map(float, scale)
     if not low < high:
         raise ValueError(f"scale = {scale!r}: the lowest score must be below the highest")
@@ -165,10 +165,10 @@ def is_openenv(value: Any) -> bool:
 
 
 class OpenEnv:
-    """An episode of an OpenEnv environment. The policy acts with the tool `step` or with the MCP
-    tools of the environment. The score is the sum of rewards scaled from the range `scale`. `rules`
-    are shown before the first observation. `reset` in the reward of a task sets the arguments of
-    `reset`."""
+    """An episode in an OpenEnv environment. The policy acts through the tool `step` or the
+    environment's MCP tools. The score is the sum of the rewards, rescaled from the range `scale` to
+    [0, 1]. `rules` are shown before the first observation. The entry `reset` in a task's reward
+    sets the arguments of the `reset` call."""
 
     grades = True
 
@@ -234,7 +234,7 @@ class OpenEnv:
 
 
 def _observation_text(observation: _Data) -> str:
-    """Convert an observation to text: the result of a tool call, the value of its only field, or
+    """Convert an observation to text: a tool call's result, the value of its only field, or
     JSON."""
     fields = {k: v for k, v in observation.items() if k not in _HIDDEN_FIELDS and v is not None}
     value: Any = fields

@@ -25,8 +25,8 @@ def die_with_parent() -> None:
 
 
 def protect_process() -> None:
-    """Protect the process that computes the verdict. Other processes cannot read its memory, and it
-    ends with its parent."""
+    """Protect the process that computes the verdict. Other processes can't read its memory, and it
+    is killed when its parent exits."""
     die_with_parent()
     _prctl(_DUMPABLE, 0)
 
@@ -60,8 +60,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def make_socket_folder(prefix: str, socket: str) -> str:
-    """Create a temporary folder for `socket`. It is in /tmp if TMPDIR would make the path of the
-    socket too long."""
+    """Create a temporary folder for `socket`. It is created in /tmp if TMPDIR would make the
+    socket's path too long."""
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(os.fsencode(os.path.join(folder, socket))) <= _MAX_SOCKET_PATH:
         return folder
@@ -70,20 +70,20 @@ def make_socket_folder(prefix: str, socket: str) -> str:
 
 
 def in_sandbox() -> bool:
-    """Check whether this process runs in Keel's sandbox, where it is safe to empty /tmp."""
+    """Check whether this process runs in Keel's sandbox, where emptying /tmp is safe."""
     read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
     return os.uname().nodename == "sandbox" and read_only and os.path.exists("/proc/self/task")
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants that are orphaned from now on."""
+    """Become the parent of any descendants that are orphaned from now on."""
     global _adopts
     _prctl(_CHILD_SUBREAPER, 1)
     _adopts = True
 
 
 def kill_descendants() -> None:
-    """Kill all descendants. Raises TimeoutError if some survive, for example because they keep
+    """Kill all descendants. Raises TimeoutError if any survive, for example because they keep
     forking."""
     deadline = time.monotonic() + _KILL_S
     while pids := descendants(os.getpid()):

@@ -28,7 +28,7 @@ case, all calls go to a method `call(name, arguments)`."""
 
 
 class Tool:
-    """A function offered to the policy, with the description that the policy sees."""
+    """A function offered to the policy, along with the description that the policy sees."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._function = function
@@ -73,8 +73,8 @@ _loop: Any = None
 
 
 def await_result(value: Any) -> Any:
-    """Return the value, or the result of the coroutine after running it on the episode's event
-    loop."""
+    """Return the value, or if it is a coroutine, run it on the episode's event loop and return its
+    result."""
     global _loop
     if not inspect.isawaitable(value):
         return value
@@ -90,7 +90,7 @@ def await_result(value: Any) -> Any:
 
 
 class Object:
-    """An environment made from functions or from an object whose public methods become tools."""
+    """An environment built from functions, or from an object whose public methods become tools."""
 
     def __init__(self, target: Any, functions: dict[str, Callable[..., Any]]) -> None:
         self._target = target
@@ -148,7 +148,7 @@ class Object:
         self._call_reserved("close")
 
     def _call_reserved(self, name: str, **values: Any) -> Any:
-        """Call a reserved method with the parameters that it declares. Returns None if it is not
+        """Call a reserved method with the parameters it declares. Returns None if the method isn't
         defined."""
         method = getattr(self._target, name, None)
         if method is None:
@@ -159,7 +159,7 @@ class Object:
 def bind_arguments(
     name: str, function: Callable[..., Any], values: dict[str, Any]
 ) -> dict[str, Any]:
-    """Select the `values` whose names `function` declares. `**` takes all of them."""
+    """Select the `values` whose names `function` declares, or all of them if it has `**`."""
     parameters = inspect.signature(function).parameters.values()
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     unknown = [
@@ -178,7 +178,7 @@ def bind_arguments(
 
 
 def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """List the public methods of an object in source order, followed by inherited ones."""
+    """List an object's public methods in source order, followed by inherited ones."""
     kind = cast(Any, type(target))
     names = [name for name in dir(kind) if not name.startswith("_") and name not in _RESERVED]
     names = [name for name in names if inspect.isroutine(inspect.getattr_static(target, name))]
@@ -188,8 +188,8 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 
 def public_functions(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return functions by name, given a module, a list of functions or a single function. Only the
-    public functions of a module are returned."""
+    """Return functions keyed by name, given a module, a list of functions or a single function. A
+    module's private functions are left out."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]
@@ -360,7 +360,8 @@ _STANDARD_LIBRARY = ("<frozen", os.path.dirname(os.__file__))
 
 
 class InvalidEnvironment(Exception):
-    """Raised when the target cannot be used as an environment. The message says how to fix it."""
+    """Raised when the target can't be used as an environment. The message explains how to fix
+    it."""
 
 
 class EnvironmentGone(Exception):
@@ -368,7 +369,7 @@ class EnvironmentGone(Exception):
 
 
 def error_location(error: BaseException) -> str:
-    """Find where the environment's code raised an error, such as `my_env.py:12 in buy`."""
+    """Find where in the environment's code an error was raised, such as `my_env.py:12 in buy`."""
     ours = (_OURS, "<frozen importlib")
     frames = [
         frame

@@ -65,7 +65,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Compressed JSON lines with one group per line, read on demand."""
+    """Compressed JSON Lines with one group per line, read on demand."""
 
     read: Callable[[], bytes]
     size: int
@@ -83,7 +83,7 @@ Chunks = dict[str, _Chunk]
 
 @dataclass(slots=True, kw_only=True)
 class RunData:
-    """Data of a run or an evaluation for the report page."""
+    """Data from a run or evaluation for the report page."""
 
     name: str
     kind: Literal["run", "evaluation"]
@@ -114,7 +114,7 @@ class RunData:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain data for JSON. For each metric, the result contains its values and their
+        """Convert to plain data for JSON. The result contains each metric's values and their
         positions in `steps`."""
         metrics: dict[str, dict[str, list[Any]]] = {}
         for name, values in self.metrics.items():
@@ -137,8 +137,8 @@ FileCache = MutableMapping[Path, _StepFile]
 
 
 def read_folder(folder: Path, known: FileCache | None = None) -> tuple[RunData, Chunks]:
-    """Read a run or an evaluation, which may still be in progress, and its chunks of trajectories.
-    Raises ConfigError for any other folder."""
+    """Read a run or evaluation, which may still be in progress, along with its chunks of
+    trajectories. Raises ConfigError for any other folder."""
     try:
         if (folder / _METRICS).exists() or (folder / _CONFIG).exists():
             return _read_run(folder, {} if known is None else known)
@@ -211,8 +211,8 @@ def _defaults() -> Mapping[str, str]:
 
 
 def _changed_knobs(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
-    """Return the names of the knobs that differ from their defaults, except source names and knobs
-    that Keel chose for the hardware."""
+    """Return the names of the knobs that differ from their defaults, leaving out source names and
+    knobs that Keel chose for the hardware."""
     return [
         name
         for name, value in knobs.items()
@@ -223,8 +223,8 @@ def _changed_knobs(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[
 
 
 def _read_metrics(path: Path, run: RunData) -> None:
-    """Read a run's steps, times and metrics into `run`. Multiple lines for the same step, for
-    example from a late evaluation, are merged."""
+    """Read a run's steps, times and metrics into `run`. If a step has several lines, for example
+    because of a late evaluation, they are merged."""
     by_step: dict[int, dict[str, float | None]] = {}
     for line in _json_lines(path, run.notes):
         step = line.get("step")
@@ -420,8 +420,8 @@ def _question(group: Mapping[str, Any]) -> str:
 
 
 def _parse_json(text: str | bytes) -> Any:
-    """Parse JSON written by Python. NaN and infinities become None. Raises one of `_UNREADABLE` if
-    the text is invalid."""
+    """Parse JSON written by Python, turning NaN and infinities into None. Raises one of
+    `_UNREADABLE` if the text is invalid."""
     return json.loads(text, parse_constant=lambda _: None)
 
 

@@ -74,7 +74,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
 
 
 def _state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
-    """Return all data of the page except trajectories, as JSON."""
+    """Return all of the page's data except trajectories, as JSON."""
     plain = [run.plain() for run, _ in runs]
     return finite_json({"live": live, "written": time.time(), "runs": plain})
 
@@ -90,7 +90,7 @@ def _policy(scripts: Sequence[str], *, live: bool) -> str:
 
 
 def _thin_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
-    """Keep only every n-th chunk if all chunks together exceed `MOST_BYTES`."""
+    """Keep only every n-th chunk if the chunks exceed `MOST_BYTES` in total."""
     total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
     every = -(-total // MOST_BYTES)
     for run, chunks in runs if every > 1 else ():
@@ -108,7 +108,7 @@ def _thin_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
 
 
 def report(folders: Sequence[str], out: str | None) -> str:
-    """Write the page and return a message to print. Raises ConfigError if a folder cannot be
+    """Write the page and return a message to print. Raises ConfigError if a folder can't be
     read."""
     runs = [read_folder(Path(folder)) for folder in folders]
     _make_names_unique([run for run, _ in runs])
@@ -126,7 +126,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:
-    """If several runs have the same name, rename each of them to its path."""
+    """Rename any runs with the same name, using their paths instead."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -141,12 +141,12 @@ _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves run folders, and reads a folder again when its contents change."""
+    """Serves run folders, rereading a folder whenever its contents change."""
 
     daemon_threads = True
 
     def __init__(self, folders: Sequence[str], port: int) -> None:
-        """Read the folders and listen on `port`, or on a free port if it is 0. Raises ConfigError
+        """Read the folders and listen on `port`, or on any free port if it is 0. Raises ConfigError
         if a folder contains no run, or if the port is in use."""
         self.token = secrets.token_urlsafe(24)
         self._folders = [Path(folder) for folder in folders]
@@ -161,7 +161,7 @@ class _Server(ThreadingHTTPServer):
             raise ConfigError(f"--port {port}: {error}") from error
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """Return the current runs and a version that changes whenever they change."""
+        """Return the current runs, along with a version that changes whenever they do."""
         with self._lock:
             stamps: list[str] = []
             for folder in self._folders:
@@ -176,7 +176,7 @@ class _Server(ThreadingHTTPServer):
             return self._runs, self._mark
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors from connections that the browser has closed."""
+        """Ignore errors from connections closed by the browser."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -250,7 +250,7 @@ def _chunk(runs: Sequence[tuple[RunData, Chunks]], query: dict[str, str]) -> byt
 
 
 def watch(folders: Sequence[str], port: int) -> None:
-    """Serve the page until Ctrl-C. Raises ConfigError if a folder or the port cannot be used."""
+    """Serve the page until Ctrl-C. Raises ConfigError if a folder or the port can't be used."""
     with _Server(folders, port) as server:
         print(
             f"{server.url}\nCtrl-C ends it. Seen from this machine alone; over SSH: ssh -L "

@@ -10,8 +10,8 @@ from keel.configs.sections.base import ConfigError, Section, knob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig(Section):
-    """Settings for the environment in which the policy acts: a Python class or module (`target`) or
-    an MCP server (`command` or `url`). Keel or an agent `program` drives it."""
+    """Settings for the environment that the policy acts in: a Python class or module (`target`) or
+    an MCP server (`command` or `url`). It is driven by Keel or by an agent `program`."""
 
     PATH = "data.sources[].environment"
 
@@ -80,7 +80,7 @@ class EnvironmentConfig(Section):
 
     @property
     def program_only(self) -> bool:
-        """True if no environment is set. There may still be an agent program."""
+        """True if no environment is set, so that a task has at most an agent program."""
         return not (self.target or self.command or self.url)
 
     @property
@@ -89,7 +89,7 @@ class EnvironmentConfig(Section):
 
     @property
     def grades(self) -> bool:
-        """True if the environment can grade episodes, which an MCP server alone cannot."""
+        """True if the environment can grade episodes, which an MCP server can't do on its own."""
         return bool(self.target or self.program)
 
     @property
@@ -122,7 +122,7 @@ class EnvironmentConfig(Section):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsConfig(Section):
     """Limits for a trajectory in an environment. `rollout.sampling.max_tokens` also limits each
-    turn, and `rollout.timeout_s` limits the total time of the trajectory in engines and tools."""
+    turn, and `rollout.timeout_s` limits the trajectory's total time in engines and tools."""
 
     PATH = "agents"
 

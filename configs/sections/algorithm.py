@@ -13,7 +13,7 @@ masks is computed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig(Section):
-    """Settings for GRPO and its four stabilisers (DeepSeek-V3.2, section 3.1)."""
+    """Settings for GRPO and its four stabilizers (DeepSeek-V3.2, section 3.1)."""
 
     PATH = "algorithm"
 
@@ -84,9 +84,8 @@ class AlgorithmConfig(Section):
 
     @property
     def probes(self) -> int:
-        """Maximum number of tokens per completion or turn for which to compute the probability mass
-        of the sampling mask. One token is enough if only the metric needs it (`kept_mass_coef: 0`).
-        """
+        """Maximum number of tokens per completion or turn for which the sampling mask's probability
+        mass is computed. One token is enough if only the metric needs it (`kept_mass_coef: 0`)."""
         return _PROBES if self.kept_mass_coef > 0 else 1
 
     def check_sampling(self, sampling: SamplingConfig) -> None:

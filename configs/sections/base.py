@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """An invalid configuration. The message names the knob or file and says how to fix it."""
+    """An invalid configuration. The message names the knob or file and explains how to fix it."""
 
     exit_status = 2
 
@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """Bounds of a numeric knob, named as in pydantic and typer."""
+    """A numeric knob's bounds, named as in pydantic and typer."""
 
     ge: float | None = None
     gt: float | None = None
@@ -62,7 +62,7 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
 ) -> T:
-    """Declare a knob with bounds. The section enforces them, and docs/knobs.md lists them."""
+    """Declare a knob with bounds, which are enforced by the section and listed in docs/knobs.md."""
     return field(default=default, metadata={"bounds": _Bounds(ge, gt, le, lt)})
 
 
@@ -72,14 +72,14 @@ def bounds_of(declared: Field[Any]) -> _Bounds | None:
 
 @cache
 def _bounded_knobs(section: type[Any]) -> Sequence[tuple[str, _Bounds]]:
-    """Return the knobs of a section that have bounds. Cached because the layout search creates
+    """Return the knobs in a section that have bounds. Cached because the layout search creates
     thousands of sections."""
     pairs = [(declared.name, bounds_of(declared)) for declared in fields(section)]
     return tuple((name, bounds) for name, bounds in pairs if bounds is not None)
 
 
 class Section:
-    """Base class for the sections of a recipe, which validate themselves on creation."""
+    """Base class for a recipe's sections, which validate themselves when created."""
 
     __slots__ = ()
     PATH = ""
@@ -96,7 +96,8 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """Check the rules between knobs. The bounds of each knob have already been checked."""
+        """Check the rules that involve more than one knob. The bounds of each knob have already
+        been checked."""
 
     def require(self, ok: bool, name: str, rule: str) -> None:
         if not ok:
@@ -106,8 +107,8 @@ class Section:
             require(False, f"{self.full_path()}.{name}".lstrip("."), value, rule)
 
     def require_kind(self, kind: str, rules: Sequence[tuple[str, object, Sequence[str]]]) -> None:
-        """Check that knobs for other kinds of sources have their default values. Each rule is a
-        knob's name, its default and the kinds that use it."""
+        """Check that knobs for other kinds of sources are left at their defaults. Each rule
+        consists of a knob's name, its default and the kinds that use it."""
         for name, default, kinds in rules:
             ok = kind in kinds or getattr(self, name) == default
             self.require(ok, name, f"belongs to source: {', '.join(kinds)}")
@@ -132,8 +133,8 @@ def require_pass_rates(section: Any) -> None:
 
 
 def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
-    """Check that `rewards` or `others` have a nonzero weight. Otherwise, every advantage would be
-    0."""
+    """Check that `rewards` or `others` include a nonzero weight. Otherwise, every advantage would
+    be 0."""
     require(
         any(rewards.values()) or any(others),
         f"{section}.rewards",
@@ -144,7 +145,7 @@ def require_gradient(section: str, rewards: Mapping[str, float], *others: float)
 
 
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
-    """Check the URL of an endpoint and the name of its API key variable. Error messages never quote
+    """Check an endpoint's URL and the name of its API key variable. Error messages never quote
     values that may be secret."""
     try:
         url = urlsplit(base_url)

@@ -62,7 +62,8 @@ class LengthConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig(Section):
-    """Limits for completions and trajectories in this domain. 0: use the limit of the whole run."""
+    """Limits for completions and trajectories in this domain. 0 means the run's own limit
+    applies."""
 
     PATH = "data.sources[].budget"
 
@@ -321,8 +322,8 @@ class DataConfig(Section):
             require(name in names, knob, name, f"no such source{hint}")
 
     def weight_of(self, source: SourceConfig) -> float:
-        """Return the training weight of a source. It is 0 if the source is not in `train_on` or all
-        of its prompts are held out."""
+        """Return a source's training weight, which is 0 if the source isn't in `train_on` or all of
+        its prompts are held out."""
         trained = not self.train_on or source.name in self.train_on
         return source.weight if trained and source.holdout != "all" else 0.0
 
@@ -336,7 +337,7 @@ class DataConfig(Section):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Distinct reference models of the KL term. The initial model, written as "", always comes
+        """Distinct reference models for the KL term. The initial model, written as "", always comes
         first, even if no domain uses it."""
         used = (s.teacher for s in self.sources if s.kl_coef > 0 and self.weight_of(s) > 0)
         return tuple(dict.fromkeys(("", *used)))

@@ -20,8 +20,8 @@ Context = Literal["as-in-training", "none", "summary", "discard-75", "discard-al
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig(Section):
-    """Settings for an OpenAI-compatible endpoint that `keel eval` and `keel filter` sample from
-    instead of the recipe's model. No engine or trainer is started."""
+    """Settings for an OpenAI-compatible endpoint that `keel eval` and `keel filter` sample from in
+    place of the recipe's model. No engine or trainer is started."""
 
     PATH = "endpoint"
 
@@ -52,8 +52,8 @@ class EndpointConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalVariant(Section):
-    """`keel eval`: settings for one way of asking the prompts. Each variant is evaluated on all
-    prompts."""
+    """`keel eval`: settings for one variant, such as its thinking mode and token limit. Every
+    variant is evaluated on all prompts."""
 
     name: str
     """Name in the results. It may contain letters, digits, `.`, `_`, `+` and `-`."""
@@ -82,7 +82,7 @@ class EvalVariant(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig(Section):
-    """Settings for evaluations during training and with `keel eval`."""
+    """Settings for evaluations, both during training and with `keel eval`."""
 
     PATH = "eval"
 
@@ -151,7 +151,7 @@ class EvalConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig(Section):
-    """`keel filter`: settings for selecting training prompts by the policy's pass rate."""
+    """`keel filter`: settings for selecting training prompts based on the policy's pass rate."""
 
     PATH = "filter"
 

@@ -12,7 +12,7 @@ TINY_MODEL = "tiny"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartConfig(Section):
-    """Settings for the supervised warm-up of the tiny model on generated solutions."""
+    """Settings for the tiny model's supervised warm-up on generated solutions."""
 
     PATH = "model.tiny.cold_start"
 
@@ -121,8 +121,8 @@ class LoraConfig(Section):
         return self.rank > 0
 
     def parameters(self, projections: Mapping[str, int]) -> int:
-        """Return the number of adapter parameters. `ModelFacts.projections` describes the
-        argument."""
+        """Return the number of adapter parameters. For the argument, see
+        `ModelFacts.projections`."""
         return self.rank * sum(projections.get(target, 0) for target in self.targets)
 
 

@@ -60,7 +60,7 @@ class JudgeServerConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig(Section):
-    """Settings for the model that judges rubrics and proofs, behind any OpenAI-compatible
+    """Settings for the model that judges rubrics and proofs, served by any OpenAI-compatible
     endpoint."""
 
     PATH = "rewards.judge"
@@ -127,8 +127,8 @@ class JudgeConfig(Section):
         return self.server.replicas * self.server.tensor_parallel if self.serve else 0
 
     def check_used(self, *, judged: bool, gpu: bool) -> None:
-        """Raise ConfigError if prompts need a judge and none is set, or if a served judge has
-        nothing to judge.
+        """Raise ConfigError if prompts need a judge but none is set, or if a judge is served but no
+        prompt needs it.
 
         `judged` is True if any prompt has criteria or is a proof, or if any rewards include
         `refusal`. `gpu` is True if the run has GPUs.

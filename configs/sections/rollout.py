@@ -8,7 +8,7 @@ from keel.configs.sections.base import Section, knob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig(Section):
-    """Sampling parameters. Keel offers only those that the engine can record exactly."""
+    """Sampling parameters. Only those that the engine can record exactly are available."""
 
     PATH = "rollout.sampling"
 
@@ -46,7 +46,7 @@ CUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Section):
-    """Settings for the vLLM engines: their limits, and how they receive new weights."""
+    """Settings for the vLLM engines, including their limits and how they receive new weights."""
 
     PATH = "rollout"
 
@@ -118,17 +118,17 @@ class RolloutConfig(Section):
 
     @property
     def silent_s(self) -> float:
-        """Seconds that an engine may go without finishing a group before it is considered dead.
-        Work between steps does not count.
+        """Seconds an engine may go without finishing a group before it is considered dead. Work
+        between steps doesn't count.
 
-        A live engine cuts or drops a late group within `CUT_S`, and a weight update can keep it
-        busy for `update_timeout_s`.
+        A live engine cuts or drops late groups within `CUT_S`, and a weight update can keep it busy
+        for `update_timeout_s`.
         """
         return 1.05 * self.timeout_s + CUT_S + max(CUT_S, self.update_timeout_s)
 
     def packs(self, *, full_attention: bool) -> bool:
-        """Return whether an engine on a GPU uses the packed recorder. `full_attention` is the
-        result of `keel.model.load.full_attention`."""
+        """Return whether an engine on a GPU uses the packed recorder. `full_attention` is what
+        `keel.model.load.full_attention` returns."""
         if self.recorder == "auto":
             return full_attention and self.tensor_parallel == 1
         return self.recorder == "packed"

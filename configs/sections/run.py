@@ -9,7 +9,7 @@ from keel.configs.sections.base import Section, knob, require, require_unique
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Section):
-    """Settings for a run: its folder, the number of steps, checkpoints and hardware."""
+    """Settings for a run: its folder, number of steps, checkpoints and hardware."""
 
     PATH = "run"
 
@@ -91,8 +91,8 @@ class RunConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmsConfig(Section):
-    """Thresholds for metrics. A run that crosses one prints a warning and continues. Only
-    `stop_below` stops it. 0 turns an alarm off. docs/alarms.md"""
+    """Thresholds for metrics. If a metric crosses its threshold, the run prints a warning and
+    continues. Only `stop_below` stops the run. 0 turns an alarm off. See docs/alarms.md."""
 
     PATH = "alarms"
 

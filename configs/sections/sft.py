@@ -12,7 +12,7 @@ TEXT = ("text", "retrieval")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationsConfig(Section):
-    """Settings for one source of conversations or text."""
+    """Settings for a single source of conversations or text."""
 
     name: str
     """Name of the source. Its held-out loss is reported as `eval/<name>/loss`."""
@@ -108,8 +108,8 @@ class ConversationsConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig(Section):
-    """Settings for supervised fine-tuning and pre-training on text. The sections `run`, `model`,
-    `trainer` and `alarms` apply as in `keel train`."""
+    """Settings for supervised fine-tuning and for pre-training on text. The sections `run`,
+    `model`, `trainer` and `alarms` apply as in `keel train`."""
 
     PATH = "sft"
 

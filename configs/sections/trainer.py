@@ -114,14 +114,14 @@ class TrainerConfig(Section):
 
     @property
     def keeps_attention(self) -> bool:
-        """True if attention outputs are kept for the backward pass. ZeRO 3 cannot keep them: it
-        would gather weights a different number of times when recomputing, which PyTorch's
+        """True if attention outputs are kept for the backward pass. Under ZeRO-3 they can't be,
+        because the recomputation would gather weights a different number of times, which PyTorch's
         checkpointing rejects."""
         return self.activation_checkpointing and self.keep_attention and self.zero_stage != 3
 
     def flash4(self, longest: int) -> bool:
-        """Return whether contexts of up to `longest` tokens use FlashAttention-4, provided that the
-        GPU and the installed packages support it."""
+        """Return whether contexts of up to `longest` tokens use FlashAttention-4, provided the GPU
+        and installed packages support it."""
         if self.attention_kernels == "auto":
             return longest >= LONG
         return self.attention_kernels == "flash4"
@@ -143,5 +143,5 @@ class TrainerConfig(Section):
 
     @property
     def groups(self) -> int:
-        """Number of rank groups. The ranks of a group split the tokens of each micro-batch."""
+        """Number of rank groups. The ranks in a group split the tokens of each micro-batch."""
         return self.ranks // self.sequence_parallel

@@ -52,13 +52,13 @@ _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 def _parse_conversation(
     record: Mapping[str, Any], system: str, *, rendered: bool = True
 ) -> tuple[list[Message], list[int]]:
-    """Parse the conversation on a line and choose the messages to train on. Returns the messages
-    and the indices of the chosen ones.
+    """Parse the conversation on a line and pick the messages to train on. Returns the messages and
+    the indices of those to train on.
 
-    `system` is added to conversations without a system message. If `rendered` is true, the chat
-    template will produce the tokens, so every message to train on needs content. Otherwise, a
-    message can be a bare end-of-turn token or a malformed call. Raises BadLine if the conversation
-    cannot be read.
+    `system` is added to conversations that have no system message. If `rendered` is true, the chat
+    template will produce the tokens, so every message to train on needs content. If not, a message
+    can be a bare end-of-turn token or a malformed call. Raises BadLine if the conversation can't be
+    read.
     """
     forms = [key for key in _FORMS if key in record]
     if len(forms) != 1 or (forms == ["prompt"] and "completion" not in record):
@@ -120,7 +120,7 @@ def parse_chat(messages: Any) -> list[dict[str, Any]]:
 
 
 def _parse_tools(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools of a line in the format that chat templates expect."""
+    """Return a line's tools in the format that chat templates expect."""
     value = record.get("tools") or []
     if isinstance(value, str):
         value = _json(value, "tools")
@@ -138,7 +138,7 @@ def _parse_tools(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
-    """Return whether to render a line in thinking mode. `mode` is the source's setting."""
+    """Return whether to render a line in thinking mode. `mode` is the setting of the source."""
     value = record.get("thinking")
     if value is not None and not isinstance(value, bool):
         raise BadLine(f"`thinking` must be true or false, is {json_type(value)}")
@@ -148,7 +148,7 @@ def _is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: s
 
 
 def _unused_keys(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
-    """Return the keys of a line and of its messages that Keel does not use."""
+    """Return any keys of a line or its messages that Keel doesn't use."""
     unread = {key for key in record if key not in known}
     for form in (*_FORMS, "completion"):
         for message in record[form] if isinstance(record.get(form), list) else ():
@@ -160,7 +160,7 @@ def _unused_keys(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> fr
 
 
 def _parse_messages(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the messages in a list with their locations for error messages."""
+    """Return the messages in a list, each with a location to use in error messages."""
     if not isinstance(value, list) or not value:
         raise BadLine(f"`{key}` must be a list of at least one message, is {json_type(value)}")
     entries = [(m, f"{key}[{place}]") for place, m in enumerate(cast(list[Any], value))]
@@ -220,7 +220,8 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def _content_text(value: Any, at: str) -> str:
-    """Return the content of a message as text. It can be text, a list of text parts, or null."""
+    """Return a message's content as text. The content can be text, a list of text parts, or
+    null."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -252,10 +253,10 @@ def _parse_tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Assign an ID to every tool call, and give every tool result the ID and name of its call.
+    """Give every tool call an ID, and every tool result the ID and name of its call.
 
-    A result without an ID belongs to the first unanswered call, or to the first one with its name.
-    Raises BadLine if a result matches no call.
+    A result without an ID belongs to the first unanswered call. If the result has a name, it must
+    match the call's name. Raises BadLine if a result matches no call.
     """
     open_calls: dict[str, str] = {}
     for place, message in enumerate(messages):
@@ -280,7 +281,7 @@ def _json(text: str, at: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A training example: one conversation, or one window of a text."""
+    """A training example: a single conversation, or a single window of a text."""
 
     origin: str  # location of the conversation for messages: `file:line`, or the task and index
     messages: tuple[Message, ...] = ()
@@ -298,8 +299,8 @@ class Example:
 
     @property
     def question(self) -> str:
-        """Digest of the first question, like `keel.data.items.Item.question`. Conversations with
-        the same question are either all used for training or all held out."""
+        """A digest of the first question, like `keel.data.items.Item.question`. Conversations that
+        share a question are either all used for training or all held out."""
         if self.document:
             return self.document
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]

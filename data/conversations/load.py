@@ -41,7 +41,7 @@ from keel.rl.summary import FAIL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """Counts of conversations and tokens in a source."""
+    """Conversation and token counts for a source."""
 
     lessons: Sequence[SftExample]  # conversations to train on
     heldout: int
@@ -116,14 +116,14 @@ def load_lessons(
 ) -> Lessons:
     """Read every source, remove duplicates, and split off the held-out conversations.
 
-    A question held out by one source is not trained on in any other. If a document is too long for
+    A question held out by one source isn't trained on in any other. If a document is too long for
     the held-out set, only its last windows are held out. Prompts held out by the recipe are
     excluded by question (`reserved`) and by ID (`reserved_ids`), because an environment may change
     the first message. `tokenizer` is a digest of the model's tokenizer, and `encoded` tokenizes
     text sources. If `hub_answers` returns False, no hub is contacted.
 
-    Raises ConfigError if a source is empty or cannot be read, or if a conversation cannot be
-    rendered with the chat template or is too long (under `long_conversations: error`).
+    Raises ConfigError if a source is empty or can't be read, or if a conversation can't be rendered
+    with the chat template or is too long (under `long_conversations: error`).
     """
 
     def read(source: ConversationsConfig) -> ReadSource:
@@ -178,7 +178,7 @@ def load_lessons(
         )
 
     def content(lesson: SftExample) -> str:
-        """Return a text that changes whenever the tokens of the conversation change."""
+        """Return a text that changes whenever the conversation's tokens change."""
         tokens = hashlib.blake2b(digest_size=16)
         for segment in lesson.segments:
             tokens.update(segment.token_ids_T.tobytes())
@@ -247,10 +247,11 @@ def _part(
 def _choose_holdout(
     source: ConversationsConfig, usable: list[_Usable], skipped: list[str], seed: int
 ) -> set[str]:
-    """Choose the `_Usable.key` values to hold out.
+    """Choose which `_Usable.key` values to hold out.
 
-    Take whole questions and documents in seeded order while they fit, then fill the held-out set
-    with the end of one more document, or add the remaining question with the fewest conversations.
+    Take whole questions and documents in seeded order as long as they fit. Then fill up the
+    held-out set with the end of one more document, or add whichever remaining question has the
+    fewest conversations.
     """
     missing = source.holdout
     if missing > len(usable):
@@ -387,8 +388,8 @@ def _read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSo
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
     def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Return whether a conversation has an assistant message to train on. Malformed ones also
-        pass and are rejected later."""
+        """Return whether a conversation has any assistant message to train on. Malformed
+        conversations pass too, and are rejected later."""
         messages = conversation.get("messages")
         return not isinstance(messages, list) or any(
             not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)

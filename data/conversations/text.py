@@ -47,7 +47,7 @@ _Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokenizes documents, and holds the tokens to add before and after each one."""
+    """Tokenizes documents and holds the tokens to add before and after each one."""
 
     encode: _Encode
     before: tuple[int, ...] = ()
@@ -63,9 +63,9 @@ class Encoded:
 
 
 def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadSource:
-    """Split the documents in `source.path` into windows of at most `window` tokens. Raises
-    ConfigError if there is no text, or for a malformed document, unless `on_bad_line: skip` is set.
-    """
+    """Split the documents at `source.path` into windows of up to `window` tokens. Raises
+    ConfigError if there is no text. A malformed document also raises ConfigError, unless
+    `on_bad_line: skip` is set."""
     knob = f"sft.sources[{source.name}]"
     files, others = _find_files(data_path(source.path), f"{knob}.path")
     examples: list[Example] = []
@@ -92,8 +92,8 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
 
 
 def generate_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:
-    """Generate `source.size` texts of one window each. Only the predictable digits are trained on;
-    each is tokenized separately, so it is one token with any tokenizer."""
+    """Generate `source.size` texts, each one window long. Only the predictable digits are trained
+    on. Each of these is tokenized separately, so that it is a single token with any tokenizer."""
     try:
         texts = list(
             _retrieval_texts(source.size, length=source.length, seed=seed, **source.params)
@@ -120,9 +120,9 @@ def generate_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> Re
 def _retrieval_texts(
     count: int, *, length: int, seed: int, letters: int = len(_KEYS), digits: int = 10
 ) -> Iterator[str]:
-    """Generate `count` texts of `length` characters, using the first `letters` letters and `digits`
-    digits. Raises ValueError if the length is too short, or if there are fewer letters or digits
-    than requested."""
+    """Generate `count` texts of `length` characters each, using the first `letters` letters and
+    `digits` digits. Raises ValueError if the length is too short, or if there aren't that many
+    letters or digits."""
     if length < 16:
         raise ValueError(f"length = {length}: must be at least 16")
     for name, value, most in (("letters", letters, len(_KEYS)), ("digits", digits, 10)):
@@ -148,7 +148,8 @@ def _answer_positions(text: str) -> list[int]:
 
 
 def _find_files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
-    """Return the files to read and the names of unsupported files. Hidden files are ignored."""
+    """Return the files to read, along with the names of unsupported files. Hidden files are
+    ignored."""
     files = [path]
     if path.is_dir():
         every = [file for file in sorted(path.rglob("*")) if file.is_file()]

@@ -53,8 +53,8 @@ def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def _task_lines(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
-    """Yield a JSONL line for each distinct proof, with at most `each` proofs per problem and score
-    band. Otherwise, a verifier would learn to give most proofs the same score."""
+    """Yield a JSONL line for each distinct proof, with up to `each` proofs per problem and score
+    band. This limit keeps a verifier from learning to give most proofs the same score."""
     seen: set[str] = set()
     taken: Counter[tuple[str, float]] = Counter()
     for problem, solution, score in proofs:

@@ -122,8 +122,8 @@ def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def _make_evaluations(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate three evaluations of proofs per problem. Their score is 1 if all claimed flaws are
-    real, 0.5 if one of two is, and 0 if none is."""
+    """Generate three proof evaluations per problem. An evaluation's score is 1 if all the flaws it
+    claims are real, 0.5 if one of two is, and 0 if none are."""
     rows: list[dict[str, Any]] = []
     for problem in _distinct(count, seed):
         wrong = problem.proof.replace(problem.right, problem.wrong)

@@ -15,7 +15,7 @@ _REFORM = """Your response {problem}. Write the whole response again in the requ
 
 
 class Refine:
-    """An environment without tools in which a proof is revised at most `most` times."""
+    """An environment without tools in which a proof is revised up to `most` times."""
 
     def __init__(self, most: int = 4) -> None:
         if most < 1:
@@ -35,6 +35,6 @@ class Refine:
     def verdict(
         self, messages: Sequence[Mapping[str, Any]], finish_reason: str
     ) -> dict[str, float]:
-        """Return two reward components: `claimed`, the score of the last self-evaluation, and
+        """Return two reward components: `claimed`, the score from the last self-evaluation, and
         `revised`, the fraction of allowed revisions that were used."""
         return {"claimed": self.claimed, "revised": self.used / self.most}

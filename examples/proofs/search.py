@@ -71,9 +71,9 @@ class _Candidate:
 
 
 async def search(author: Author, problem: str, limits: _SearchLimits) -> dict[str, Any]:
-    """Search for a proof of `problem`. Returns the best proof with its score, whether all
-    verifications gave it 1, and the number of rounds and proofs. Raises AuthorLost if the model
-    does not respond."""
+    """Search for a proof of `problem`. Returns the best proof and its score, whether every
+    verification gave it 1, and the number of rounds and proofs. Raises AuthorLost if the model
+    doesn't respond."""
     pool: list[_Candidate] = []
     requests = [problem] * limits.pool
     rounds = 0
@@ -130,7 +130,7 @@ async def _verified(
 
 
 def _read_problems(path: Path) -> dict[str, str]:
-    """Read problems from JSONL lines with a `prompt` or `messages` and optionally an `id`. Raises
+    """Read problems from JSONL lines with a `prompt` or `messages` and an optional `id`. Raises
     ValueError naming the first invalid line."""
     problems: dict[str, str] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):

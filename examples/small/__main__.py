@@ -61,7 +61,7 @@ def make(
 
 
 def _create_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Create a folder and all its contents. If writing fails, no folder is left."""
+    """Create a folder along with all its contents. If writing fails, no folder is left behind."""
     if folder.exists():
         print(f"{folder} is there already")
         return

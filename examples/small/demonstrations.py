@@ -59,7 +59,7 @@ _Draw = Callable[[random.Random, Mapping[str, Any]], Demonstration]
 
 
 class _LocalTools:
-    """Runs the tools of an environment in this process, with the same results that the policy would
+    """Runs an environment's tools in this process, with the same results that the policy would
     get."""
 
     def __init__(
@@ -136,8 +136,8 @@ class _PriceQuestion:
         return min(self.items, key=lambda item: prices[item])
 
     def code(self, price: str) -> str:
-        """Return a Python expression for the right answer. `price` is the expression for the price
-        of an item."""
+        """Return a Python expression for the right answer. `price` is the expression for an item's
+        price."""
         one, *other = map(price.format, self.items)
         return f"{self.items[0]!r} if {one} < {other[0]} else {self.items[1]!r}" if other else one
 
@@ -185,7 +185,7 @@ def write_prices(folder: Path, count: int, seed: int) -> None:
 
 @_demonstrations("prices")
 def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Generate conversations about looking up prices. The hasty ones guess the answer."""
+    """Generate conversations that look up prices, plus hasty ones that guess the answer."""
     (spec,) = (tool.spec for tool in load_tools(_PRICE_TOOLS, {}).values())
     keys = ("name", "description", "parameters")
     specs = [{key: one[key] for key in keys} for one in (spec, SUBMIT)]
@@ -243,7 +243,8 @@ def write_towers(folder: Path, count: int, seed: int) -> None:
 
 @_demonstrations("towers")
 def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Generate conversations about finding the builder of a tower. The hasty ones invent a name."""
+    """Generate conversations that find out who built a tower, plus hasty ones that make up a
+    name."""
     (tower, builder), (_, wrong) = _draw_towers(draw, 2).items()
     options = {key: arguments[key] for key in ("results", "cite") if key in arguments}
     search = Search(ready=_OneDocument(_tower_document(tower, builder)), **options)
@@ -312,7 +313,8 @@ def _draw_paces(draw: random.Random, count: int) -> list[int]:
 
 
 def write_repository(folder: Path, count: int, seed: int) -> None:
-    """Create a git repository with `count` changes. Raises OSError or CalledProcessError."""
+    """Create a git repository with `count` changes. Raises OSError or CalledProcessError on
+    failure."""
     folder.mkdir(parents=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     user = ["-c", "user.name=keel", "-c", "user.email=keel@localhost", "-c", "core.hooksPath=/"]
@@ -348,8 +350,8 @@ def pace_synthesis(repository: Path) -> CodeTasksConfig:
 
 @_demonstrations("pace")
 def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Generate conversations about changing a number in a repository. The hasty ones edit a file
-    without reading it."""
+    """Generate conversations that change a number in a repository, plus hasty ones that edit a file
+    without reading it first."""
     is_now, expected = _draw_paces(draw, 2)
     text = _PACE_SOURCE.format(pace=is_now)
 
@@ -398,7 +400,7 @@ class _NumberProgram:
 
 
 def _draw_programs(draw: random.Random) -> list[_NumberProgram]:
-    """Return all programs with a two-digit operand, shuffled."""
+    """Return all programs with a two-digit operand in random order."""
     programs = [_NumberProgram(sign, number) for sign in _SIGNS for number in range(10, 100)]
     draw.shuffle(programs)
     return programs
@@ -436,8 +438,8 @@ _SUM = "State the final answer to the following arithmetic problem: {sum} ="
 
 @_demonstrations("sums")
 def sum_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Generate conversations that solve chain_sum from reasoning_gym with an interpreter. The hasty
-    ones leave out the last number."""
+    """Generate conversations that solve chain_sum from reasoning_gym using an interpreter, plus
+    hasty ones that leave out the last number."""
     numbers = [draw.randrange(100, 1000) for _ in range(3)]
     signs = [draw.choice("+-") for _ in numbers[1:]]
     terms, values = [str(numbers[0])], [numbers[0]]
@@ -466,7 +468,7 @@ _SEARCH = {"results": 1, "cite": False}
 
 
 def write_lessons(folder: Path, count: int, seed: int) -> None:
-    """Write `count` conversations for each family, with and without thinking, into a new folder."""
+    """Write `count` conversations per family, with and without thinking, to a new folder."""
     folder.mkdir(parents=True)
     # Disjoint from the seeds of cold starts, which start at 0.
     far = (1 << 20) + seed

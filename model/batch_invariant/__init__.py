@@ -9,6 +9,6 @@ BLOCK = 16
 
 
 def variables(enabled: bool) -> dict[str, str]:
-    """Return the environment variables that turn on batch-invariant kernels, or none if they are
+    """Return the environment variables that turn on batch-invariant kernels, or none if they're
     disabled."""
     return {VARIABLE: "1"} if enabled else {}

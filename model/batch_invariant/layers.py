@@ -36,7 +36,7 @@ mask, as for whole prompts. A size of 64 gave different bits."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
-    """Raise ConfigError if batch-invariant layers do not support the model or there is no GPU."""
+    """Raise ConfigError if batch-invariant layers don't support the model or if there is no GPU."""
     if not gpu:
         raise ConfigError(
             "model.batch_invariant needs a GPU. Remove it: on CPUs in float32, ratios are 1 to "
@@ -63,7 +63,7 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
 
 
 def use_invariant_layers(model: PreTrainedModel) -> None:
-    """Make the decoder of `model` use the engine's kernels, keeping its weights. Raises ConfigError
+    """Make `model`'s decoder use the engine's kernels while keeping its weights. Raises ConfigError
     if the model does not pass `check_invariant`, and RuntimeError if the installed vLLM lacks these
     kernels."""
     check_invariant(model.config, model.config.name_or_path or "")

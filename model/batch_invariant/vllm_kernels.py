@@ -78,8 +78,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise a residual sum x [N, 1, d]. The engine adds and normalises in one kernel, which
-    also rounds the sum. Adding 0 to the rounded sum gives the same result."""
+    """Normalize a rounded residual sum x [N, 1, d]. The engine adds and normalizes in a single
+    kernel that rounds the sum first, so adding 0 to the rounded sum gives the same result."""
     normed = torch.zeros_like(x, memory_format=torch.contiguous_format)
     # The kernel writes the sum to x in place; `.data` hides that from autograd.
     _kernels().fused_add_rms_norm(normed, x.contiguous().data, weight, eps)
@@ -87,8 +87,8 @@ def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
-    """Apply rotary embeddings to contiguous x [N, H, D] in place, at positions [N], with a table of
-    cosines and sines [P, R]."""
+    """Apply rotary embeddings in place to x [N, H, D], which must be contiguous. `positions` is
+    [N], and `table` [P, R] contains cosines and sines."""
     _kernels().rotary_embedding(positions, x.flatten(1), None, x.shape[-1], table, True)
 
 
@@ -103,8 +103,8 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within each segment: query [N, Hq, D], key and value [N, Hkv, D] →
-    outputs [N, Hq, D] and logsumexps [Hq, N] float32. Keys and values are copied into blocks like
-    those in the engine's cache, so that the same kernel is selected."""
+    outputs [N, Hq, D] and logsumexps [Hq, N] float32. Keys and values are copied into blocks laid
+    out like the engine's cache, so that the same kernel gets selected."""
     pages = _pages(segments.lengths, query.device)
     kernels = _kernels()
     return kernels.flash_attention(
@@ -126,7 +126,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Pages:
-    """Packed segments in blocks of `BLOCK` tokens. Segments do not share blocks."""
+    """Packed segments laid out in blocks of `BLOCK` tokens. No two segments share a block."""
 
     lengths: Tensor
     rows: Tensor
@@ -159,7 +159,7 @@ _pages = lru_cache(maxsize=2)(_Pages.of)
 
 
 def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the engine's table of cosines followed by sines, [positions, R]."""
+    """Return the engine's rotary table, [positions, R], with the cosines followed by the sines."""
     from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415
     from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: PLC0415
 
@@ -195,10 +195,10 @@ _kernels = cache(_Kernels)
 
 
 def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], bit-identically to vLLM's kernel
-    `local`. On Hopper, cuBLAS is faster and sums in the same order unless it splits K, which it
-    does for few rows and a narrow, deep matrix. In this case, a kernel with narrow tiles is
-    faster."""
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] with the fastest kernel that is
+    bit-identical to vLLM's kernel `local`. On Hopper, cuBLAS is faster and sums in the same order
+    unless it splits K, which it does for few rows and a narrow, deep matrix. In that case, a kernel
+    with narrow tiles is faster."""
     kind = (x.device, x.dtype, weight.shape, bias is None, _log2_ceil(len(x)))
     chosen: _Linear | None = _CHOICES.get(kind)
     if chosen is None:
@@ -210,7 +210,7 @@ def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None =
 
 def norm_heads_like(local: _Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], bit-identically to
-    vLLM's kernel `local`, which needs a contiguous copy of x."""
+    vLLM's kernel `local`. Avoids the contiguous copy of x that `local` needs whenever possible."""
     kind = (x.device, x.dtype, x.shape[1:], eps)
     chosen: _Norm | None = _CHOICES.get(kind)
     if chosen is None:
@@ -275,7 +275,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @cache
 def _trial_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream that all trials share, because cuBLAS reserves 32 MiB per stream on
+    """Return the stream shared by all trials, because cuBLAS reserves 32 MiB per stream on
     Hopper."""
     return torch.cuda.Stream(device)
 

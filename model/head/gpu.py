@@ -50,8 +50,8 @@ other widths."""
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Consecutive tokens with the same plan, gather or union, and their range of positions in the
-    kept ids (entries)."""
+    """Consecutive tokens that use the same method (gather or union), and the range of their entries
+    within the kept ids."""
 
     tokens: tuple[int, int]
     entries: tuple[int, int]
@@ -79,7 +79,7 @@ class SupportPlan:
 
     @cached_property
     def transposed(self) -> EntriesById:
-        """Entries of all gather chunks, sorted by id."""
+        """The entries of all chunks that use gather, merged and sorted by id."""
         if all(chunk.union is None for chunk in self.chunks):
             return EntriesById.build(self.ids, self.token, self.vocabulary)
         spans = [
@@ -104,8 +104,8 @@ def build_plan(
     kept_ids: Tensor, kept_offsets: Tensor, *, vocabulary: int, d: int, device: torch.device
 ) -> SupportPlan:
     """Choose a method for each chunk of tokens. `kept_ids` [E] and `kept_offsets` [T+1] are
-    integers on any device; in host memory, planning does not synchronise. Ids must be in [0,
-    vocabulary) and unique within a token."""
+    integers on any device. Planning doesn't wait for the GPU if they are in host memory. Ids must
+    be in [0, vocabulary) and unique within a token."""
     host_offsets = kept_offsets.cpu().numpy()
     sizes = np.diff(host_offsets)
     tokens = len(sizes)
@@ -285,7 +285,7 @@ def fused_head(
     Only the log-probability is differentiable, with respect to `hidden`, `weight` and `bias`.
     `hidden` [T, d] and `weight` [V, d] are bfloat16, float16 or float32, `targets` [T] are
     integers, and `bias` is [V]. The ids in a sampling mask must be unique. A target outside its
-    mask has log-probability −inf."""
+    mask gets a log-probability of −inf."""
     return _SupportHead.apply(  # type: ignore[return-value]
         hidden if hidden.stride(-1) == 1 else hidden.contiguous(),
         weight if weight.stride(-1) == 1 else weight.contiguous(),

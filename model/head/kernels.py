@@ -38,7 +38,7 @@ _LONG_ROW = 256
 
 
 class _Tiling(NamedTuple):
-    """Entries, columns and warps per program, tuned on an H200."""
+    """Entries, columns and warps per Triton program, tuned on an H200."""
 
     entries: int
     columns: int
@@ -60,8 +60,8 @@ class HeadShape(NamedTuple):
 
 
 class EntriesById(NamedTuple):
-    """Sampling-mask entries sorted by vocabulary id, so that all tokens that kept an id are next to
-    each other."""
+    """Sampling-mask entries sorted by vocabulary id, so that all tokens that kept a given id are
+    adjacent."""
 
     entry: Tensor
     """[E] int64, original position of each sorted entry."""
@@ -74,8 +74,8 @@ class EntriesById(NamedTuple):
 
     @staticmethod
     def build(ids: Tensor, token: Tensor, vocabulary: int) -> EntriesById:
-        """Sort the sampling-mask entries by vocabulary id, without synchronising. `ids` and `token`
-        are [E] int32."""
+        """Sort the sampling-mask entries by vocabulary id, without synchronizing with the device.
+        `ids` and `token` are [E] int32."""
         sorted_ids, entry = torch.sort(ids, stable=True)
         rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
         row_start = torch.searchsorted(sorted_ids, rows, out_int32=True)
@@ -92,7 +92,8 @@ def _shape_logit(dot, scale, softcap, inverse_temperature, CAPPED: tl.constexpr)
 
 @triton.jit
 def _logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
-    """Compute the derivative dz / d(dot) from z."""
+    """Compute the derivative of a logit z (after scaling and soft-capping) with respect to the raw
+    dot product, given z."""
     slope = scale * inverse_temperature
     if CAPPED:
         tanh = z / (softcap * inverse_temperature)
@@ -288,7 +289,7 @@ def gather_logits(
     span: tuple[int, int],
     shape: HeadShape,
 ) -> None:
-    """Write the logits of entries span[0] … span[1] − 1 to `out` [E] float32."""
+    """Write the logits of entries span[0] to span[1] − 1 to `out` [E] float32."""
     (first, last), tiling = span, _LOGITS
     if last > first:
         _logits_kernel[(triton.cdiv(last - first, tiling.entries),)](
@@ -309,7 +310,7 @@ def span_statistics(
     targets: Tensor,
 ) -> None:
     """Write the log-probability, entropy and logsumexp of each token with a non-empty sampling mask
-    to [T] float32 tensors. If a target is outside its mask, its log-probability is −inf."""
+    to [T] float32 tensors. A target outside its mask gets a log-probability of −inf."""
     if targets.numel():
         _span_kernel[(targets.numel(),)](
             logp, entropy, lse, logits, ids, offsets, targets, BLOCK=32, num_warps=1
@@ -325,7 +326,7 @@ def logit_coefficients(
     grad_logp: Tensor,
     shape: HeadShape,
 ) -> Tensor:
-    """Compute dL/d(hidden · weight + bias) for each entry, [E] float32."""
+    """Return dL/d(hidden · weight + bias) for each entry, as [E] float32."""
     out = torch.empty_like(logits)
     if logits.numel():
         _coefficient_kernel[(triton.cdiv(logits.numel(), 1024),)](
@@ -352,8 +353,8 @@ def hidden_gradient(
 def weight_gradient(
     out: Tensor, base: Tensor | None, coefficient: Tensor, hidden: Tensor, transposed: EntriesById
 ) -> None:
-    """Write `base` plus the gradient of `weight` to every row of `out` [V, d]. `base` may be `out`
-    itself."""
+    """Write `base` plus the gradient of `weight` to all rows of `out` [V, d]. `base` may be the
+    same tensor as `out`."""
     (vocabulary, d), tiling = out.shape, _WEIGHT_GRADIENT
     columns = triton.cdiv(d, tiling.columns)
     parts = transposed.ids.numel() // _LONG_ROW
@@ -436,7 +437,7 @@ def _block_coefficient_kernel(
 
 
 def gemm(left: Tensor, right: Tensor) -> Tensor:
-    """Compute left @ right with float32 sums and a float32 result."""
+    """Compute left @ right with float32 accumulation and a float32 result."""
     right = right.to(left.dtype)
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)

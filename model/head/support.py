@@ -61,8 +61,8 @@ def support_head(
     softcap: float | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each target and the entropy, both over the token's sampling
-    mask.
+    """Compute each target's log-probability and the entropy, both restricted to the token's
+    sampling mask.
 
     Args:
         hidden: [T, d] floats; row t predicts `targets[t]`.
@@ -160,7 +160,7 @@ class _Curve(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """(row of `hidden`, kept id) pairs of all sampling masks."""
+    """The (row of `hidden`, kept id) pairs of all sampling masks."""
 
     ids: Tensor
     rows: Tensor
@@ -184,8 +184,8 @@ class _Pairs:
 
 
 class _MaskedHead(Function):
-    """Computes the head for truncated tokens. Saves two floats and two integers per (token, id)
-    pair."""
+    """Computes the head for tokens sampled with truncation. Saves two floats and two integers per
+    (row, id) pair for the backward pass."""
 
     @staticmethod
     def forward(
@@ -238,7 +238,8 @@ class _MaskedHead(Function):
 
 
 class _FullHead(Function):
-    """Computes the head for tokens sampled without truncation. Saves one float per token."""
+    """Computes the head for tokens sampled without truncation. Saves one float per token for the
+    backward pass."""
 
     @staticmethod
     def forward(
@@ -339,7 +340,8 @@ def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
 def _pair_grads(
     grad: Tensor, hidden: Tensor, weight: Tensor, pairs: _Pairs, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of `hidden` and `weight` from those of the logits, `grad` [nnz]."""
+    """Compute the gradients of `hidden` and `weight`, given `grad` [nnz], the gradient of the
+    logits."""
     d_hidden = torch.zeros_like(hidden, dtype=grad.dtype) if needs[0] else None
     d_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
     vocab, dim = weight.shape
@@ -367,8 +369,8 @@ def _gemm_grads(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
 ) -> None:
-    """Add to the gradients of `hidden` and `weight`. `block` [rows, V] is the gradient of these
-    rows' logits."""
+    """Add one block of rows' contribution to the gradients of `hidden` and `weight`. `block` [rows,
+    V] is the gradient of the logits for these rows."""
     if d_hidden is not None:
         d_hidden[row] = block @ operand
     if d_weight is not None:
@@ -485,9 +487,10 @@ _SCALE_KNOBS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_m
 
 
 class SupportHead(nn.Linear):
-    """Output layer that computes log-probabilities of targets over sampling masks (`support_head`).
-    It uses the same `Parameter` objects and names as the layer that it replaces, so tied embeddings
-    stay tied and checkpoints do not change. It is a module so that ZeRO-3 gathers its weight."""
+    """Output layer that computes the targets' log-probabilities over their sampling masks
+    (`support_head`). It keeps the `Parameter` objects and names of the layer it replaces, so tied
+    embeddings stay tied and checkpoints don't change. It is a module so that ZeRO-3 gathers its
+    weight."""
 
     def __init__(
         self, linear: nn.Linear, *, scale: float = 1.0, softcap: float | None = None
@@ -512,8 +515,8 @@ class SupportHead(nn.Linear):
         memo: dict[Any, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies of `targets`, both [T] float32 (see
-        `support_head`). Without `targets`, return W·h + bias without scaling and capping, as the
-        replaced layer did, so that `model(...).logits` and `model.generate` still work."""
+        `support_head`). Without `targets`, return W·h + bias with no scaling or capping, just like
+        the replaced layer, so that `model(...).logits` and `model.generate` keep working."""
         if targets is None:
             return super().forward(hidden)
         if kept_ids is None or kept_offsets is None:
@@ -528,9 +531,9 @@ class SupportHead(nn.Linear):
 
 
 def install_support_head(model: PreTrainedModel) -> SupportHead:
-    """Replace the model's output layer with a `SupportHead` and return it. Does nothing if it was
-    already replaced. Raises ValueError if the output layer is not a `nn.Linear`, or if the config
-    scales logits and the model family is not in `LOGIT_SCALE`."""
+    """Replace the model's output layer with a `SupportHead` and return it. Does nothing if it has
+    already been replaced. Raises ValueError if the output layer is not an `nn.Linear`, or if the
+    config scales logits and the model family is not in `LOGIT_SCALE`."""
     layer = model.get_output_embeddings()
     if isinstance(layer, SupportHead):
         return layer

@@ -23,9 +23,9 @@ _PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)
 
 
 def missing(device: torch.device, folder: Path) -> str:
-    """Return why FlashAttention-4 cannot run on this device, or "" if it can. `folder` caches
-    compiled kernels, with a subfolder for each kind of GPU. By default, the package has no cache on
-    disk, or uses a folder in /tmp that any user could have created."""
+    """Return why FlashAttention-4 can't run on this device, or "" if it can. Compiled kernels are
+    cached in `folder`, with a subfolder for each kind of GPU. By default, the package has no
+    on-disk cache, or uses a folder in /tmp that any user could have created."""
     if device.type != "cuda":
         return "they need a GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -44,7 +44,7 @@ def missing(device: torch.device, folder: Path) -> str:
 
 
 def supports_head_sizes(width: int, of_values: int, device: torch.device) -> bool:
-    """Return True if there are half-precision kernels for these head sizes of keys and values."""
+    """Return True if there are half-precision kernels for these key and value head sizes."""
     if width % 8 or of_values % 8:
         return False
     if torch.cuda.get_device_capability(device)[0] == 9:
@@ -65,8 +65,8 @@ def flash_attention4(
 ) -> Tensor:
     """Compute causal attention within segments, for head sizes that `supports_head_sizes` accepts:
     query [N, Hq, D], key [M, Hkv, D], value [M, Hkv, Dv] → [N, Hq, Dv]. `offsets` and `key_offsets`
-    are [S+1] int32. The queries of a segment are at the last positions of its keys. `window` is the
-    number of tokens that a token may attend to, including itself."""
+    are [S+1] int32. A segment's queries are at the last positions of its keys. `window` is the
+    number of tokens that each token can attend to, including itself."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reach = -1 if window is None else window - 1
     ends = (offsets, key_offsets, longest, key_longest)
@@ -85,8 +85,8 @@ def _attend(
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs and the logsumexps [Hq, N] float32. `reach` is the number of earlier
-    tokens that a token may attend to, or −1 for all."""
+    """Compute the outputs and the logsumexps [Hq, N] float32. `reach` is how many earlier tokens
+    each token can attend to, or −1 for all."""
     out, lse = _empty_outputs(query, value)
     arguments = _arguments((offsets, key_offsets, longest, key_longest), scale, reach)
     _kernels()._flash_attn_fwd(query, key, value, **arguments, out=out, lse=lse, return_lse=True)
@@ -182,7 +182,7 @@ class HeadWidths(NamedTuple):
 
 
 def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...]:
-    """Return the distinct head shapes in the model when its heads are split over `ranks`."""
+    """Return the model's distinct head shapes when its heads are split across `ranks`."""
     text: Any = model.config.get_text_config()
     heads = text.num_attention_heads // ranks
     if getattr(text, "kv_lora_rank", None) is not None:  # each head gets keys from the latent

@@ -58,12 +58,11 @@ def _experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tens
 def fused_experts(
     hidden: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Compute Σ_k weights · down[e] · (silu(gate) · up) for the chosen experts e.
-
-    [gate, up] = gate_up[e] · hidden.
+    """Compute Σ_k weights · down[e] · (silu(gate) · up) for the chosen experts e, where [gate, up]
+    = gate_up[e] · hidden.
 
     Shapes: hidden [T, d], chosen and weights [T, K], gate_up [E, 2·I, d], down [E, d, I]. Returns
-    [T, d]. Does not synchronise.
+    [T, d]. Does not synchronize with the device.
     """
     count = len(gate_up)
     kind = torch.uint8 if count <= 256 else torch.int32  # short keys sort faster
@@ -136,7 +135,8 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Return True if the module computes weight · x / rms(x), and not (1 + weight) · x / rms(x)."""
+    """Return True if the module computes weight · x / rms(x) rather than (1 + weight) · x /
+    rms(x)."""
     weight, name = getattr(module, "weight", None), type(module).__name__
     if "RMSNorm" not in name or "Gated" in name or not hasattr(module, "variance_epsilon"):
         return False

@@ -125,7 +125,8 @@ def combine(rows: Tensor, weights: Tensor | None, position: Tensor, per_token: i
 def combine_gradients(
     grad: Tensor, rows: Tensor, weights: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `combine` for the rows [T·K, d] and the weights [T, K]."""
+    """Compute the gradients of `combine` with respect to the rows [T·K, d] and the weights [T,
+    K]."""
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     _combine_gradient_kernel[(len(grad),)](
         grad_rows, grad_weights, grad, rows, weights, position, rows.shape[1],
@@ -145,7 +146,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def swiglu_gradient(grad: Tensor, packed: Tensor) -> Tensor:
-    """Compute the gradient of the packed input of `swiglu`, [S, 2·I]."""
+    """Compute the gradient for `swiglu`'s packed input, [S, 2·I]."""
     grad_packed = torch.empty_like(packed)
     count, width = grad.shape
     _swiglu_gradient_kernel[(count, triton.cdiv(width, _BLOCK))](
@@ -178,8 +179,8 @@ def _few_rows_kernel(
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16-bit precision, for N up to a few
-    hundred. The sums over K use the same order and instructions as vLLM's kernel for any N. The
-    tiles are narrow, so that every SM helps to load `weight`."""
+    hundred. The sums over K use the same order and instructions as vLLM's kernel for any N. Narrow
+    tiles let every SM help load `weight`."""
     rows, depth = x.shape
     columns = len(weight)
     out = x.new_empty(rows, columns)
@@ -250,8 +251,8 @@ def _rms_norm_grad_kernel(
 
 
 def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of weight [D] · x / rms(x) for x [N, H, D], which may be strided, and
-    for `weight`. `grad` [N, H, D] is the gradient of the output."""
+    """Compute the gradients of weight [D] · x / rms(x) with respect to x [N, H, D], which may be
+    strided, and `weight`. `grad` [N, H, D] is the gradient of the output."""
     tokens, heads, d = x.shape
     rows, block = tokens * heads, triton.next_power_of_2(d)
     tile = max(1, _ELEMENTS // block)

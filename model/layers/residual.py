@@ -22,7 +22,7 @@ OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def use_float32_residual(model: PreTrainedModel) -> None:
-    """Keep the residual stream of the decoder in `model` in float32."""
+    """Keep the residual stream of `model`'s decoder in float32."""
     if model.dtype == torch.float32:  # nothing to do
         return
     decoder: Any = model.get_decoder()
@@ -46,8 +46,8 @@ def linear_float32(input: Tensor, weight: Tensor) -> Tensor:
 
 class _Layer(nn.Module):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Cast before calling the compiled `forward`, which would otherwise be compiled again for
-        the first layer."""
+        """Cast the hidden states to float32 before calling the compiled `forward`, which would
+        otherwise be recompiled for the first layer."""
         return super().__call__(hidden_states.float(), *args, **kwargs)
 
 

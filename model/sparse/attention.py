@@ -59,7 +59,7 @@ _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
 
 @dataclass(slots=True, kw_only=True)
 class SparsePass:
-    """Options and results of one forward pass. The decoder receives it as the keyword argument
+    """Options and results of one forward pass, passed to the decoder as the keyword argument
     `sparse`."""
 
     dense: bool = False
@@ -78,13 +78,13 @@ class SparsePass:
     the top k keys over all queries with more than k keys, and the number of these queries."""
 
     def loss_sum(self) -> Tensor:
-        """Return the loss of the indexers: the sum of the KL divergences over layers and queries,
-        in nats."""
+        """Return the indexers' loss: the sum of the KL divergences over layers and queries, in
+        nats."""
         return torch.stack(self.losses).sum()
 
 
 def sparse_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules with an indexer in layer order."""
+    """Return the attention modules that have an indexer, in layer order."""
     return [m for m in model.modules() if isinstance(getattr(m, "indexer", None), nn.Module)]
 
 
@@ -94,7 +94,7 @@ def indexers(model: nn.Module) -> list[nn.Module]:
 
 def use_sparse_attention(model: PreTrainedModel) -> None:
     """Make the sparse attention layers in `model` process packed segments chunk by chunk. Raises
-    ValueError if the model family is not supported."""
+    ValueError if the model family isn't supported."""
     layers = sparse_layers(model)
     unknown = {type(layer).__name__ for layer in layers} - {_SUPPORTED}
     if unknown:
@@ -118,7 +118,8 @@ class _Packed:
         sparse: SparsePass | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """Run the layer on packed segments, hidden_states [1, N, D] → ([1, N, D], None)."""
+        """Run the layer on packed segments. `hidden_states` is [1, N, D]. Returns ([1, N, D],
+        None)."""
         if segments is None:
             raise UnsupportedAttention("sparse attention needs the keyword `segments`")
         shared = segments.contexts is not None
@@ -148,9 +149,9 @@ class _Packed:
 def _index_inputs(
     indexer: Any, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the inputs of Eq. 1: query [N, J, d], weight [N, J] float32 and key [N, d]. The
-    indexer's rotary embedding rotates halves of the first dimensions, whereas the main attention
-    rotates pairs of the last dimensions."""
+    """Compute the inputs to the index scores (Eq. 1): query [N, J, d], weight [N, J] float32 and
+    key [N, d]. The indexer's rotary embedding rotates halves of the first dimensions, whereas the
+    main attention rotates pairs of the last dimensions."""
     rope = indexer.qk_rope_head_dim
     query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, -1))
     key = indexer.k_norm(indexer.wk(hidden))[:, None]
@@ -178,7 +179,7 @@ class _Rows:
     """The row of each of this rank's queries."""
 
     def slices(self) -> Iterator[tuple[tuple[int, int, int], slice, slice]]:
-        """Yield each block with its rows of `queries` and of `keys`."""
+        """Yield each block along with its rows in `queries` and `keys`."""
         query = key = 0
         for count, first, longest in self.blocks:
             own = slice(query, query + count * longest)
@@ -194,8 +195,8 @@ def _rows_of(segments: Segments) -> _Rows:
 
 @lru_cache(maxsize=2)  # for all layers of a micro-batch
 def _rows_of_shard(lengths: tuple[int, ...], start: int, stop: int, device: torch.device) -> _Rows:
-    """Arrange the queries start … stop − 1 of a row. A segment that begins on an earlier rank gets
-    a block of its own."""
+    """Arrange the queries `start` to `stop` − 1 of a row. A segment that begins on an earlier rank
+    gets its own block."""
     offsets = np.cumsum((0, *lengths))
     before = start - int(offsets[offsets <= start][-1])
     inside = np.diff(offsets.clip(start, stop))
@@ -271,8 +272,8 @@ def _attend(
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
     """Computes attention for one chunk of queries. Returns the outputs [B, c, H, r], the KL
-    divergences [B, c], and the fraction of attention on the top k keys [B, c], or −1 where it was
-    not computed."""
+    divergences [B, c], and the fraction of attention that goes to the top k keys [B, c], or −1
+    where it was not computed."""
 
     scaling: float
     rank: int
@@ -343,8 +344,8 @@ def select_in_chunks(
 ) -> Tensor:
     """Select keys for all queries, chunk by chunk, and return their positions [B, L, k] int32. See
     `_apply_in_chunks` for `first`. `recorded` is either empty or a list with one element, the
-    bitmaps [B, L, b] that an engine recorded. These replace the indexer's selection where they are
-    not zero."""
+    bitmaps [B, L, b] that an engine recorded. These replace the indexer's selection wherever they
+    are nonzero."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor]:
         *bitmaps, key = others
@@ -366,8 +367,8 @@ def _unpack_bits(bitmap: Tensor, count: int) -> Tensor:
 
 
 def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
-    """Return how many queries to process at once so that their largest float32 tensor has at most
-    `_CHUNK_BYTES`. `keys` is the total number of keys over all rows."""
+    """Return how many queries to process at once so that their largest float32 tensor takes up at
+    most `_CHUNK_BYTES`. `keys` is the total number of keys across all rows."""
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])
     largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
@@ -375,9 +376,9 @@ def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to the pairs (0, 1), (2, 3), … of x [N, H, d]. The result has the
-    first elements of all pairs, followed by the second ones. Queries and keys have the same order.
-    """
+    """Apply the rotary embedding to the pairs (0, 1), (2, 3), … of x [N, H, d]. The result holds
+    the first elements of all pairs, followed by the second elements, in the same order for queries
+    and keys."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
     one, two = x[..., 0::2], x[..., 1::2]
@@ -405,7 +406,7 @@ def _apply_in_chunks(
     """Apply `chunk` to `size` queries at a time, and concatenate the outputs [B, L, …]. The queries
     are [B, L, …] and the keys [B, first + L, …]. `first` is the position of the first query, and
     the keys start at position 0. Only inputs and outputs are saved; the backward pass recomputes
-    one chunk at a time. The gradients of keys are summed in float32."""
+    one chunk at a time. Key gradients are summed in float32."""
     plan = _Plan(chunk, size, len(queries), first)
     return _ByChunks.apply(plan, *queries, *keys)  # type: ignore[return-value]
 
@@ -419,7 +420,7 @@ class _Plan:
     first: int
 
     def parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[slice]]]:
-        """Yield the index of the first query and the slices of all tensors, chunk by chunk."""
+        """Yield the index of the first query and slices of all tensors for each chunk."""
         for start in range(0, tensors[0].shape[1], self.size):
             stop = start + self.size
             own, seen = slice(start, stop), slice(0, self.first + stop)
@@ -485,11 +486,9 @@ def recorded_selection(
     model: nn.Module, selected_NLb: NDArray[np.uint8], position_N: NDArray[Any]
 ) -> Tensor:
     """Validate the bitmaps of the positions that an engine selected, and convert them to the layout
-    of `SparsePass.recorded_LNb`. `position_N` contains the tokens' own positions. Raises ValueError
-    if the number of layers is wrong, or if a selection is invalid, naming the first invalid token
-    and layer. A selection is invalid if it contains later tokens or has the wrong number of
-    positions.
-    """
+    of `SparsePass.recorded_LNb`. `position_N` holds each token's own position. Raises ValueError if
+    the number of layers is wrong, or if a selection includes later tokens or has the wrong number
+    of positions. The error names the first invalid token and layer."""
     modules = indexers(model)
     if selected_NLb.ndim != 3 or selected_NLb.shape[:2] != (len(position_N), len(modules)):
         raise ValueError(

@@ -19,7 +19,7 @@ NONE = -1
 
 
 def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply batches of matrices [B, m, d] and [B, d, n] → [B, m, n] with a float32 result. In
+    """Multiply batches of matrices, [B, m, d] · [B, d, n] → [B, m, n], with a float32 result. In
     bfloat16, a logit of 20 would be off by up to 0.06. Gradients have the dtype of the inputs."""
     return _MatmulFloat32.apply(left, right)  # type: ignore[return-value]
 
@@ -50,14 +50,14 @@ class _MatmulFloat32(Function):
 
 
 def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute the scores I from Eq. 1 in float32: query [B, c, J, d], weight [B, c, J], key [B, s,
-    d] → [B, c, s]."""
+    """Compute the index scores I (DeepSeek-V3.2, 2025, Eq. 1) in float32: query [B, c, J, d],
+    weight [B, c, J], key [B, s, d] → [B, c, s]."""
     each = matmul_float32(query.flatten(1, 2), key.transpose(1, 2)).relu()
     return (weight.float().unsqueeze(2) @ each.unflatten(1, query.shape[1:3])).squeeze(2)
 
 
 def selected_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute the scores I when each query has its own keys: key [B, c, k, d] → [B, c, k]."""
+    """Compute the index scores I when each query has its own keys: key [B, c, k, d] → [B, c, k]."""
     each = matmul_own_keys(query, key).relu()  # [B, c, J, k]
     return (weight.float().unsqueeze(2) @ each).squeeze(2)
 
@@ -87,16 +87,15 @@ def causal_mask(first: int, scores: Tensor) -> Tensor:
 
 def kl_divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
     """Compute KL(target ‖ softmax(scores)) over the entries where `among` is True, in nats: [...,
-    s] → [...]. `target` contains probabilities, which are 0 for all other entries and get no
-    gradient."""
+    s] → [...]. `target` contains probabilities, which are 0 everywhere else and get no gradient."""
     target = target.detach().float()
     logs = scores.masked_fill(~among, -torch.inf).log_softmax(-1).masked_fill(~among, 0.0)
     return torch.xlogy(target, target).sum(-1) - (target * logs).sum(-1)
 
 
 def gather_keys(keys: Tensor, chosen: Tensor) -> Tensor:
-    """Gather the selected keys: keys [B, s, d], chosen [B, c, k] → [B, c, k, d]. Where `chosen` is
-    `NONE`, the returned key is arbitrary."""
+    """Gather the selected keys: keys [B, s, d], chosen [B, c, k] → [B, c, k, d]. Keys for `NONE`
+    entries of `chosen` are arbitrary."""
     return _GatherKeys.apply(keys, chosen)  # type: ignore[return-value]
 
 

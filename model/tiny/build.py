@@ -48,7 +48,7 @@ _STOP_S = 30.0
 
 
 def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """Build the model's config. All layers are MoE layers, and the head is not tied."""
+    """Build the model's config. Every layer is an MoE layer, and the head is not tied."""
     shared: dict[str, Any] = {
         "vocab_size": vocab_rows(tokenizer),
         "hidden_size": config.hidden_size,
@@ -114,11 +114,12 @@ def ensure_tiny_model(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder of the warmed-up model for transformers and vLLM, and train the model first
-    if it is not cached. On a GPU, training runs in a separate process, whose exit frees the memory.
-    If several processes need the same model, they use the first one to finish. Raises ConfigError
-    if no source provides training conversations, TimeoutError if the cold start took longer than
-    `config.cold_start.max_seconds`, and RuntimeError if the process on the GPU died."""
+    """Return the folder of the warmed-up model for transformers and vLLM. The model is trained
+    first if it isn't cached yet. On a GPU, training runs in a separate process, so that the memory
+    is freed when it exits. If several processes train the same model, they all use whichever
+    finishes first. Raises ConfigError if no source provides training conversations, TimeoutError if
+    the cold start took longer than `config.cold_start.max_seconds`, and RuntimeError if the GPU
+    process died."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     folder = root / f"tiny-{_content_key(config, curriculum, device=device)}"
     if folder.is_dir() and not missing_weights(str(folder)):
@@ -191,7 +192,7 @@ def _content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str
 
 
 def default_cache_dir() -> Path:
-    """Return the folder `keel` in the user's cache directory (XDG)."""
+    """Return the `keel` folder in the user's cache directory (XDG)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "keel"
 
@@ -200,7 +201,7 @@ def _train_in_process(
     make: Callable[..., None], device: str, *, timeout_s: float, progress: Progress | None = None
 ) -> None:
     """Run `make(device=…, progress=…)` in a new process, with TF32 and, where available,
-    deterministic kernels, so that the same kind of GPU gives the same weights."""
+    deterministic kernels, so that GPUs of the same kind produce the same weights."""
     # Spawned: this process may have threads, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

@@ -52,7 +52,7 @@ _MARKER = "\x00"
 
 
 class _ScriptedPair(Protocol):
-    """A task in an environment with a careful and a hasty solution."""
+    """An environment task with a careful and a hasty solution."""
 
     @property
     def tools(self) -> Sequence[ToolSpec]: ...
@@ -70,7 +70,7 @@ Progress = Callable[[int, float, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """The tasks that the cold start teaches. `ColdStartConfig` has its hyperparameters."""
+    """The tasks taught during the cold start. Its hyperparameters are in `ColdStartConfig`."""
 
     seed: int
     sources: Sequence[SourceConfig] = ()
@@ -101,7 +101,7 @@ _NOTHING = (
 
 
 def taught_sources(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
-    """Return the sources that provide training conversations. Raises ConfigError if there is
+    """Return the sources that provide training conversations. Raises ConfigError if there are
     none."""
     taught = [
         one
@@ -114,8 +114,8 @@ def taught_sources(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message that rollouts use for a source's questions, or "". Environment
-    templates are skipped, because they need the tools."""
+    """Return the system message that rollouts use for a source's questions, or "" if there is none.
+    Environment templates are skipped, because they need the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one
@@ -158,9 +158,9 @@ def train(
     progress: Progress | None = None,
 ) -> float:
     """Train `model` in place with AdamW for `config.steps` batches and return the last loss. Only
-    the tokens of solutions are trained on. On the same kind of CPU, the same arguments give
-    bit-identical weights. Raises TimeoutError after `config.max_seconds`, because a partly trained
-    model would not match its config."""
+    solution tokens are trained on. The same arguments give bit-identical weights on the same kind
+    of CPU. Raises TimeoutError after `config.max_seconds`, because a partly trained model would not
+    match its config."""
     # One call for all experts, instead of the default loop.
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(
@@ -200,7 +200,7 @@ def train(
 
 @contextmanager
 def _reproducible_training(model: PreTrainedModel) -> Iterator[None]:
-    """Make training reproducible in this context. Training uses a single thread, because rounding
+    """Make training reproducible inside this context. It runs on a single thread, because rounding
     depends on the number of threads. Tokens attend to all earlier tokens, because the indexer is
     not trained yet."""
     threads = torch.get_num_threads()
@@ -309,7 +309,7 @@ def _batches(
     config: ColdStartConfig,
     rng: random.Random,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the inputs and targets of each step, [B, T] int64, right-padded."""
+    """Yield the inputs and targets for each step, [B, T] int64, right-padded."""
     order: list[int] = []
     for step in range(config.steps):
         worked_only = step < _WORKED_ONLY * config.steps
@@ -361,7 +361,7 @@ def demonstrator(source: SourceConfig) -> Callable[..., Any]:
 
 
 def script_digest(source: SourceConfig) -> str:
-    """Hash the files of a script and its environment. Returns "" if Keel ships them."""
+    """Hash the files of a script and its environment. Returns "" if they ship with Keel."""
     with _name_script_in_errors(source):
         script = _script_file(source)
     if script is None:
@@ -386,7 +386,7 @@ def _script_file(source: SourceConfig) -> Path | None:
 
 @contextmanager
 def _name_script_in_errors(source: SourceConfig) -> Generator[None]:
-    """Name the source's script in all errors raised inside this context."""
+    """Add the name of the source's script to all errors raised inside this context."""
     try:
         yield
     except (Exception, SystemExit) as error:  # a user's file may raise anything
@@ -404,11 +404,11 @@ def _conversation_ids(
     thinking: bool,
     tools_in_thinking: bool = False,
 ) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation as rollouts do, by appending each turn to the ids of earlier ones.
-    Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. If
-    `tools_in_thinking` is set, a turn with calls leaves its thinking block open for the next turn.
-    Raises ValueError if there is no assistant turn, or if later messages change how the template
-    renders earlier ones, for example because a second user message removes thinking."""
+    """Tokenize a conversation the way rollouts do, by appending each turn to the ids of the earlier
+    ones. Returns the ids up to the last assistant turn, along with a mask of the assistant's
+    tokens. If `tools_in_thinking` is set, a turn with calls leaves its thinking block open for the
+    next turn. Raises ValueError if there is no assistant turn, or if later messages change how the
+    template renders earlier ones, for example because a second user message removes thinking."""
     ids: list[int] = []
     by_policy: list[bool] = []
     done = ""
@@ -486,8 +486,8 @@ def _spell_steps(metadata: _Metadata) -> str:
 
 
 def _gcd_steps(metadata: _Metadata) -> str:
-    """Work out a greatest common divisor by Euclid's algorithm. Returns its remainders, with one
-    line per further number: `24 18 6 0`."""
+    """Work out a greatest common divisor with Euclid's algorithm. For each number after the first,
+    one line lists the sequence of remainders: `24 18 6 0`."""
     result, *others = (int(number) for number in metadata["numbers"])
     lines: list[str] = []
     for number in others:

@@ -158,6 +158,6 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def vocab_rows(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of embedding rows: the vocabulary size, rounded up to a multiple of
+    """Return the number of embedding rows, which is the vocabulary size rounded up to a multiple of
     `_VOCAB_MULTIPLE`."""
     return -(-len(tokenizer) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE

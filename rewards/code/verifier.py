@@ -39,7 +39,7 @@ from keel.rl.strict_json import allow_long_integers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Language:
-    """The commands that compile and run programs in a language, for `Sandbox.run`."""
+    """The commands `Sandbox.run` uses to compile and run programs in one language."""
 
     source: str
     run: tuple[str, ...]
@@ -106,7 +106,7 @@ class _CodeTask:
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return the contents of all fenced code blocks, or an empty list if the last one is not
+    """Return the contents of all fenced code blocks, or an empty list if the last block is never
     closed."""
     blocks: list[str] = []
     fence: re.Match[str] | None = None
@@ -143,8 +143,7 @@ _CALL_TEST: _Kinds = {
 
 
 def read_task(spec: Mapping[str, Any]) -> _CodeTask:
-    """Parse the reward spec of a programming task. Raises ValueError naming the invalid key or
-    test."""
+    """Parse a programming task's reward spec. Raises ValueError naming the invalid key or test."""
     fields = _check_fields(spec, _TASK, "code reward")
     name, tests = fields.get("language", "python"), fields.get("tests")
     if name not in _LANGUAGES:
@@ -206,8 +205,8 @@ def _subtask_weights(points: Mapping[str, Any], tests: Sequence[_CodeTest]) -> d
 
 
 def _check_fields(fields: Any, kinds: _Kinds, where: str) -> dict[str, Any]:
-    """Validate the keys and value types of an object against `kinds`. Numbers must be positive.
-    Raises ValueError naming the first invalid key."""
+    """Validate an object's keys and value types against `kinds`. Numbers must be positive. Raises
+    ValueError naming the first invalid key."""
     if not isinstance(fields, Mapping):
         raise ValueError(f"{where} must be an object")
     values = dict(cast(Mapping[str, Any], fields))
@@ -233,11 +232,11 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def _same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
-    """Compare two values in the JSON form of `keel.rewards.code.call_driver`.
+    """Compare two values encoded as in `keel.rewards.code.call_driver`.
 
-    A list equals a tuple with the same items, and the order of sets and dicts does not matter. A
-    number never equals a boolean. Integers must match exactly. Other numbers may differ by
-    `tolerance`, which is relative unless the expected number is an integer. Values that need more
+    A list equals a tuple with the same items, and the order of sets and dicts doesn't matter. A
+    number never equals a boolean. Integers must match exactly. Other numbers may differ by up to
+    `tolerance`, which is relative unless the expected number is an integer. Values that take more
     than `_MAX_COMPARISONS` comparisons count as different.
     """
     return _Comparison(tolerance).same(expected, value)
@@ -264,8 +263,8 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Compare two collections after sorting both. Items that rounding moved to another place
-        are matched one by one."""
+        """Sort two collections and compare them. Items that end up in different positions because
+        of rounding are matched one by one."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
@@ -286,8 +285,8 @@ class _Comparison:
 
 
 def _same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
-    """Compare two outputs, ignoring trailing white space. If `tolerance` is set, compare them word
-    by word, with the tolerance of `_same_value` for numbers."""
+    """Compare two outputs, ignoring trailing whitespace. If `tolerance` is set, compare them word
+    by word, with the same tolerance for numbers as `_same_value`."""
     if tolerance is None:
         return _lines(expected) == _lines(output)
     left, right = expected.split(), output.split()
@@ -344,8 +343,8 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _collection_items(value: Any) -> tuple[str, list[Any]]:
-    """Return the kind and the items of a collection. The kind is "" for any other value and "?" for
-    a malformed collection."""
+    """Return a collection's kind and its items. The kind is "" for any other value and "?" for a
+    malformed collection."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):
@@ -367,7 +366,7 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 
 def _sort_key(item: Any) -> tuple[int, Any]:
-    """Return a sort key that orders numbers by value, so that 9.999999 is next to 10.0."""
+    """Return a sort key that orders numbers by value, so that 9.999999 ends up next to 10.0."""
     if _is_number(item):
         return 0, math.inf if math.isnan(item) else item
     kind, inside = _collection_items(item)
@@ -415,9 +414,10 @@ class _CodeVerdict(NamedTuple):
 def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
 ) -> _CodeVerdict:
-    """Run the last code block of an answer on the hidden tests. Code in the thinking is ignored.
+    """Run the last code block in an answer against the hidden tests. Code inside the thinking is
+    ignored.
 
-    Raises ValueError if the spec is malformed or this machine cannot isolate programs, and
+    Raises ValueError if the spec is malformed or this machine can't isolate programs, and
     RuntimeError if the sandbox itself fails.
     """
     settings = settings or CodeSettings()
@@ -434,7 +434,7 @@ def verify_code(
 def check_task(
     spec: Mapping[str, Any], settings: CodeSettings, *, name: str, run_reference: bool = False
 ) -> None:
-    """Raise ValueError if an expected output exceeds the output limit of programs or, with
+    """Raise ValueError if an expected output is longer than a program may print or, with
     `run_reference`, if the `reference` solution fails a test."""
     limit, task = settings.limits.output_kib, read_task(spec)
     for index, test in enumerate(task.tests):
@@ -526,8 +526,8 @@ class _Attempt:
         return _verdict(task, failures)
 
     def _run_calls(self, start: int) -> list[str]:
-        """Run consecutive function-call tests in one process, beginning with test `start`. Returns
-        the failure of each test that ran before the process exited."""
+        """Run consecutive function-call tests in one process, starting at test `start`. Returns the
+        failure ("" if it passed) for each test that ran before the process exited."""
         tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
         calls = json.dumps([[test.call, test.args, test.kwargs] for test in tests]).encode()
         outcome = self._run(self._task.language.calls, stdin=calls, lines=len(tests))

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class _ReplyCache:
-    """Caches responses in memory or in a SQLite file on a local disk, which several runs can share.
+    """Caches responses in memory or in a SQLite file on local disk, which several runs can share.
     Errors are logged and treated as cache misses."""
 
     def __init__(self, folder: str) -> None:
@@ -92,8 +92,7 @@ class _ReplyCache:
 
 @dataclass(slots=True, eq=False)
 class _Backend:
-    """A server that requests are sent to: the configured endpoint or one of the run's own
-    servers."""
+    """A server to send requests to: the configured endpoint or one of the run's own servers."""
 
     key: str
     server: ServedJudge | None = None
@@ -104,17 +103,17 @@ class _Backend:
 
 
 class JudgeEndpoint:
-    """Sends questions to one or more OpenAI-compatible servers and caches the responses. Use it
-    from a single event loop."""
+    """Sends questions to one or more OpenAI-compatible servers and caches the responses. Must be
+    used from a single event loop."""
 
     def __init__(
         self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
     ) -> None:
         """Open the cache and the HTTP client. Raises ValueError if the endpoint, its API key or a
-        file cannot be used.
+        file can't be used.
 
         If `servers` is given, their URLs replace `settings.base_url`. `backoff_s` is the delay
-        before the first retry, and doubles with each further retry.
+        before the first retry. It doubles with every further retry.
         """
         if not (settings.base_url or servers) or not settings.model:
             raise ValueError("a rubric needs a judge; set rewards.judge.base_url and model")
@@ -150,15 +149,15 @@ class JudgeEndpoint:
         self.counts = Counts()
 
     def stop(self, reason: str) -> JudgeStopped:
-        """Reject all further calls. Returns the error that they will raise."""
+        """Reject all further calls. Returns the error they will raise."""
         self._stopped = self._stopped or reason
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """Return the judge's response to a question. Later calls with the same `sample` return the
+        """Return the judge's response to a question. Later calls with the same `sample` get the
         cached response, unless `fresh` is set.
 
-        Raises Unjudged if all attempts fail, and JudgeStopped if the endpoint accepts no more
+        Raises Unjudged if all attempts fail, and JudgeStopped if the endpoint no longer accepts
         calls.
         """
         s = self._settings
@@ -190,8 +189,8 @@ class JudgeEndpoint:
             self._chats.close()
 
     async def locate_all(self) -> int:
-        """Wait until all servers are up, and return their number. Raises JudgeStopped if one
-        fails."""
+        """Wait until all servers are up, and return how many there are. Raises JudgeStopped if one
+        of them fails."""
         await asyncio.gather(*(self._start_lookup(backend) for backend in self._backends))
         if self._stopped:
             raise JudgeStopped(self._stopped)
@@ -210,7 +209,7 @@ class JudgeEndpoint:
         )
 
     def _start_lookup(self, backend: _Backend) -> asyncio.Task[None]:
-        """Start looking up the URL of a server. This restarts the server if it has died."""
+        """Start looking up a server's URL. Restarts the server if it has died."""
         if backend.locating is None:
             backend.locating = asyncio.create_task(self._update_url(backend))
         return backend.locating
@@ -243,7 +242,7 @@ class JudgeEndpoint:
 
     @asynccontextmanager
     async def _acquire_server(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
-        """Wait for a server with a free slot, preferably not `avoided`."""
+        """Wait for a server with a free slot, preferring servers other than `avoided`."""
         started, backend = time.monotonic(), None
         async with self._changed:
             while not self._stopped and (backend := self._choose(avoided)) is None:
@@ -263,7 +262,7 @@ class JudgeEndpoint:
             await self._notify(1 if not self._stopped else len(self._in_flight))
 
     async def _notify(self, calls: int) -> None:
-        """Wake at most `calls` calls that are waiting for a free server."""
+        """Wake at most `calls` of the calls that are waiting for a free server."""
         self._changed_at = time.monotonic()
         async with self._changed:
             self._changed.notify(calls)
@@ -289,8 +288,8 @@ class JudgeEndpoint:
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
-        """Append a chat in the format of `keel sft`. It is written in one piece, because several
-        runs can share the file."""
+        """Append a chat in the format of `keel sft`. Each chat is appended in a single write,
+        because several runs can share the file."""
         if self._chats is None:
             return
         chat = {"messages": [*messages, {"role": "assistant", "content": reply}]}
@@ -426,8 +425,8 @@ async def _check_response_size(response: Any) -> None:
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
     """Return an HTTP client that caps the size of responses, for `AsyncOpenAI(http_client=…)`.
 
-    It never follows redirects, which could lead to hosts that are not in the recipe. If `trust_env`
-    is set, it uses the proxies from the environment.
+    It never follows redirects, because they could lead to hosts that aren't in the recipe. If
+    `trust_env` is set, it uses the proxies configured in the environment.
     """
     return DefaultAsyncHttpxClient(
         trust_env=trust_env,

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class BadReply(ValueError):
-    """Raised if a response does not match its schema."""
+    """Raised if a response doesn't match its schema."""
 
 
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -60,7 +60,7 @@ def _parse_reply(schema: Mapping[str, Any], content: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A question that the judge answers in a single call."""
+    """A question for the judge to answer in a single call."""
 
     instructions: str
     material: Mapping[str, str]
@@ -168,7 +168,7 @@ class Verification(NamedTuple):
 
 
 class MetaCheck(NamedTuple):
-    """The result of checking whether the flaws claimed in an evaluation are real."""
+    """The result of checking whether the flaws that an evaluation claims are real."""
 
     analysis: str
     score: float
@@ -180,10 +180,10 @@ def rubric_question(
     reference: str,
     material: Mapping[str, str],
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """Build a question about which criteria an answer meets. The response has a score and a reason
-    for each criterion ID.
+    """Build a question that asks which criteria an answer meets. The response contains a score and
+    a reason for each criterion ID.
 
-    If `material` contains thinking, the criteria are about the thinking.
+    If `material` contains thinking, the criteria apply to the thinking.
     """
     instructions = _RUBRIC.format(
         task=_format_task(task),
@@ -204,7 +204,7 @@ def rubric_question(
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
-    """Build a question that asks for the flaws of a proof and a score (DeepSeekMath-V2, section
+    """Build a question that asks for the flaws and the score of a proof (DeepSeekMath-V2, section
     2.1)."""
     flaws = {"type": "array", "items": _TEXT}
     schema = _object_schema({"evaluation": _TEXT, "flaws": flaws, "score": _choice_schema(SCORES)})
@@ -263,18 +263,18 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """Encode a value as one line of JSON that contains only visible characters and no control
+    """Encode a value as a single line of JSON with only visible characters and no control
     tokens."""
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
 def escape_text(text: str) -> str:
-    """Escape control tokens and invisible characters like `as_json`, but keep line breaks."""
+    """Escape control tokens and invisible characters as in `as_json`, but keep line breaks."""
     return _ESCAPED.sub(_escape, text)
 
 
 def json_length(text: str) -> int:
-    """Return the length of a text encoded as JSON, without the quotes."""
+    """Return how long a text is when encoded as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
@@ -289,5 +289,5 @@ def new_fence() -> str:
 
 
 def add_fence(text: str, fence: str) -> str:
-    """Put a line of text between two lines that contain the fence."""
+    """Enclose a line of text between two lines that contain the fence."""
     return f"<<<DATA {fence}\n{text}\nDATA {fence}>>>"

@@ -41,18 +41,18 @@ class JudgeService:
         self._thread.start()
 
     def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        """Start judging the final answer of a trajectory. See `submit_text`."""
+        """Start judging a trajectory's final answer. See `submit_text`."""
         messages = trajectory.messages
         return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
 
     def submit_text(
         self, prompt: Prompt, answer: str, *, thinking: str = ""
     ) -> Future[Judged | Failed]:
-        """Start judging an answer by the spec in `prompt.reward`. Thinking inside `answer` is
+        """Start judging an answer based on the spec in `prompt.reward`. Thinking inside `answer` is
         removed. `thinking` is used only for criteria about the thinking.
 
         The future raises ValueError if the spec is malformed, and JudgeStopped if the call limit is
-        reached or too many completions could not be judged.
+        reached or too many completions couldn't be judged.
         """
         if self._closed:
             raise RuntimeError("the judge is closed")
@@ -61,7 +61,7 @@ class JudgeService:
 
     def check_reachable(self) -> None:
         """Send a test request to each server. Raises ValueError if a request fails, and
-        JudgeStopped if one of this run's own servers does not start."""
+        JudgeStopped if one of this run's own servers doesn't start."""
         task = [{"role": "user", "content": "Name a colour."}]
         criteria, material = {"c1": "The answer names a colour."}, {"answer": "Blue."}
         question = rubric_question(task, criteria, "", material)
@@ -176,7 +176,8 @@ class JudgeService:
 
 
 def _json_tail(text: str, max_size: int) -> str:
-    """Drop the start of a text so that the rest takes at most `max_size` characters of JSON."""
+    """Drop the beginning of a text so that the rest takes up at most `max_size` characters of
+    JSON."""
     text = text[-max_size:]
     while json_length(text) > max_size:
         text = text[len(text) // 4 + 1 :]

@@ -73,7 +73,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The result for a completion that could not be judged. The completion is dropped from its
+    """The result for a completion that couldn't be judged. Such completions are dropped from their
     group."""
 
     kind: FailureKind
@@ -81,10 +81,10 @@ class Failed:
 
 
 class Unjudged(Exception):
-    """Raised if a call to the judge gave no usable response.
+    """Raised if a call to the judge returned no usable response.
 
-    `after_s` is the retry delay that the endpoint asked for. `thinking` is the number of characters
-    of thinking in the request.
+    `after_s` is the retry delay the endpoint asked for. `thinking` is how many characters of the
+    request are thinking.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Unjudged(Exception):
 
 
 class JudgeStopped(RuntimeError):
-    """Raised if the call limit is reached, too many calls failed, or a server did not start."""
+    """Raised if the call limit is reached, too many calls fail, or a server doesn't start."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counters for the judge's metrics. Each integer field is reported as `judge/NAME`."""
+    """Counters behind the judge's metrics. Each integer field is reported as `judge/NAME`."""
 
     completions: int = 0  # answers judged, including cached ones and those without a call
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])  # answers, by kind
@@ -116,7 +116,7 @@ class Counts:
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
 
     def since(self, previous: Counts) -> dict[str, Metric]:
-        """Return the metrics for the time since `previous`, an earlier copy of the counters."""
+        """Return the metrics accumulated since `previous`, an earlier copy of the counters."""
         metrics: dict[str, Metric] = {
             f"judge/{name}": Sum(count - getattr(previous, name))
             for name in self.__slots__
@@ -138,12 +138,12 @@ class ServedJudge(Protocol):
 
     @property
     def key(self) -> str:
-        """The API key that clients of the server must send."""
+        """The API key that clients must send to the server."""
         ...
 
     def url(self) -> str:
-        """Return the URL of the server, starting or restarting it if necessary. Blocks until the
-        server is ready. Raises RuntimeError if it does not start."""
+        """Return the server's URL, starting or restarting the server if necessary. Blocks until it
+        is ready. Raises RuntimeError if it doesn't start."""
         ...
 
 
@@ -153,11 +153,11 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class _Spec(BaseModel):
-    """Base class of the reward specs for a judge.
+    """Base class for reward specs that use a judge.
 
-    `read` parses an answer, or returns the reason it is malformed. `sample` judges it once, and
-    raises Unjudged if the judge gives no usable response. `combine` combines several samples into a
-    reward. `zero_result` is the result for an answer that scores 0 without being judged.
+    `read` parses an answer, or returns why it is malformed. `sample` judges it once, and raises
+    Unjudged if the judge gives no usable response. `combine` merges several samples into a reward.
+    `zero_result` is the result for an answer that scores 0 without being judged.
     """
 
     model_config = _STRICT
@@ -197,8 +197,7 @@ _Verdicts = Mapping[str, tuple[float, str]]
 
 
 class Rubric(_Spec):
-    """Criteria for an answer, which can meet each criterion fully (1), partly (0.5) or not at all
-    (0)."""
+    """Criteria for an answer. Each can be met fully (1), partly (0.5) or not at all (0)."""
 
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
     reference: str | None = None  # an optional reference answer, which is shown to the judge
@@ -220,7 +219,7 @@ class Rubric(_Spec):
         self, ask: _Ask, task: _Task, answer: Mapping[str, str], thinking: str, number: int
     ) -> _Verdicts:
         """Judge an answer once, with one question for the criteria about the answer and one for
-        those about the thinking. The order of the criteria influences the judge, so it is rotated
+        those about the thinking. Because their order influences the judge, the criteria are rotated
         from sample to sample."""
         ids = {f"c{place}": criterion for place, criterion in enumerate(self.criteria, 1)}
         questions: list[Question[_Verdicts]] = []
@@ -240,7 +239,7 @@ class Rubric(_Spec):
         return {ids[k].name: verdict for one in verdicts for k, verdict in one.items()}
 
     def combine(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
-        """Average each criterion's scores over the samples and return the weighted sum.
+        """Average each criterion's score over the samples, and return the weighted sum.
         `disagreement` is the weighted mean of max − min over the samples."""
         total = sum(c.weight for c in self.criteria)
         value = spread = 0.0
@@ -301,7 +300,7 @@ _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
 
 
 class Proof(NamedTuple):
-    """A solution to a proof problem, and the policy's own evaluation of it."""
+    """A solution to a proof problem, along with the policy's own evaluation of it."""
 
     solution: str
     evaluation: str

@@ -42,17 +42,17 @@ Node = Callable[[int], Value]  # from the number of a sample point to the value 
 
 
 class Unreadable(ValueError):
-    """Raised if the grammar does not cover a text, or if a formula has no bounded value."""
+    """Raised if the grammar doesn't cover a text, or if a value in a formula is too large."""
 
 
 class LostTerm(Exception):
-    """Raised if a term of a sum is too small for the current precision."""
+    """Raised if a term in a sum is too small for the current precision."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A parsed formula. `work` contains its operations on constants, such as `binom`, `!` or `sin`,
-    because computing them may be the task."""
+    """A parsed formula. `work` lists the operations that it applies to constants, such as `binom`,
+    `!` or `sin`, because computing them may be the task."""
 
     node: Node
     text: str = ""
@@ -61,7 +61,7 @@ class Formula:
     imaginary: bool = False
 
     def evaluate(self, point: int) -> Value | None:
-        """Evaluate the formula at a sample point. Returns None if the value is undefined or too
+        """Evaluate the formula at a sample point. Returns None if the result is undefined or too
         large."""
         try:
             value = self.node(point)
@@ -92,8 +92,8 @@ def values_close(left: Value, right: Value) -> bool:
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
-    """Return whether two formulas have the same values at all sample points, up to a constant
-    factor if `ratio` is set."""
+    """Return whether two formulas agree at all sample points, up to a constant factor if `ratio` is
+    set."""
     symbols = bool(one.names or other.names)
     for digits in (_DIGITS, _MOST_DIGITS):
         with _context.workdps(digits):
@@ -120,7 +120,7 @@ def _agree(one: Formula, other: Formula, points: range, *, ratio: bool) -> bool:
 
 
 def parse_formula(text: str) -> Formula:
-    """Parse a formula. Raises Unreadable if the grammar does not cover all of the text."""
+    """Parse a formula. Raises Unreadable if the grammar doesn't cover the whole text."""
     reader = _Reader(text)
     try:
         node = reader.expression()
@@ -319,7 +319,7 @@ class _Reader:
                 return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
     def record_work(self, name: str, symbols: int, node: Node) -> Node:
-        """Add the operation `name` to `work` if its arguments contain no symbols. Returns
+        """Add the operation `name` to `work` if none of its arguments contains a symbol, and return
         `node`."""
         if self.symbols == symbols:
             self.work.add(name)

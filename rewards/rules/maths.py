@@ -110,8 +110,8 @@ def _parse_right_answer(text: str) -> _Answer:
 
 
 class _Number(NamedTuple):
-    """A rational number. `form` says how it was written: integer, decimal, fraction, ratio or
-    scientific. `lowest` is set for a fraction in lowest terms. `unit` contains the words after the
+    """A rational number. `form` is how it was written: integer, decimal, fraction, ratio or
+    scientific. `lowest` is set for fractions in lowest terms. `unit` holds any words after the
     number, in the singular."""
 
     value: Fraction
@@ -138,15 +138,15 @@ _Cut = tuple[float, bool, Formula]  # position, whether the cut lies just after 
 
 
 class _Region(NamedTuple):
-    """A union of intervals of real numbers: from the first cut to the second, from the third to the
-    fourth, and so on."""
+    """A union of intervals on the real line: from the first cut to the second, from the third to
+    the fourth, and so on."""
 
     cuts: tuple[_Cut, ...]
 
 
 class _Relation(NamedTuple):
     """An equation or inequality. `signs` are the signs between its `sides`. `name` is the first
-    side if it is a name, such as `x` or `f(x)`. `value` is the last side."""
+    side if that is a name, such as `x` or `f(x)`. `value` is the last side."""
 
     sides: tuple[str, ...]
     signs: str
@@ -190,8 +190,8 @@ def _parse_number(match: re.Match[str]) -> _Number | str:
 
 
 def _parse_without_grouping(text: str) -> list[_Answer]:
-    """Parse a text such as `100,200` as a list, although `_parse` reads it as a single number.
-    Returns [] if the text has no such comma."""
+    """Parse a text such as `100,200` as a list, even though `_parse` reads it as a single number.
+    Returns [] if the text contains no such comma."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
     return [] if spaced == text else [_parse(spaced)]
 
@@ -202,8 +202,8 @@ _BEGIN = re.compile(
 
 
 def _parse(text: str, depth: int = 0) -> _Answer:
-    """Parse an answer normalized by `normalize_notation`. Returns the text unchanged if it cannot
-    be parsed."""
+    """Parse an answer that `normalize_notation` has normalized. Returns the text unchanged if it
+    can't be parsed."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _parse_number(match)
@@ -231,7 +231,7 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
     """Split a text at the characters in `marks`, except inside brackets. Returns the parts and the
-    characters that separated them."""
+    characters between them."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -276,7 +276,7 @@ def _parse_list(text: str, parts: list[str], marks: str, depth: int) -> _Answer:
 
 
 def _parse_items(parts: Sequence[str], depth: int) -> list[_Answer]:
-    """Parse the items of a list. An item with ± stands for two values, so 0, ±4 has three items."""
+    """Parse the items of a list. An item with ± counts as two values, so 0, ±4 has three items."""
     items: list[_Answer] = []
     for part in parts:
         item = _parse(part, depth)
@@ -570,7 +570,7 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 def _same_number(gold: _Number, given: _Answer, tolerance: float | None) -> bool:
     """Return whether an answer equals `gold` and is written as a number. Scientific notation is
-    accepted only if `gold` is a decimal or in scientific notation."""
+    accepted only if `gold` is a decimal or uses scientific notation itself."""
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()
@@ -621,7 +621,8 @@ def _same_formula(gold: Formula, given: _Answer, tolerance: float | None = None)
 
 
 def _equal_when_rounded(right: Any, given: Any) -> bool:
-    """Return whether two numbers agree to six decimal places, or to six digits if they are tiny."""
+    """Return whether two numbers agree to six decimal places, or to six significant digits if they
+    are tiny."""
     larger = max(abs(right), abs(given))
     return bool(abs(right - given) * 10**_PLACES <= (larger if larger * 10**5 < 1 else 0.5))
 
@@ -653,7 +654,7 @@ def _same_several(gold: _Collection, given: _Answer) -> bool:
 
 
 def _same_item(one: _Answer, other: _Answer) -> bool:
-    """Compare two list items, including their units if both have one, such as `3 red`."""
+    """Compare two list items, including their units if both have one, as in `3 red`."""
     if isinstance(one, _Number) and isinstance(other, _Number) and one.unit and other.unit:
         return one.unit == other.unit and _same_answer(one, other)
     return _same_answer(one, other)
@@ -664,7 +665,7 @@ def _in_order(gold: Sequence[_Answer], given: Sequence[_Answer]) -> bool:
 
 
 def _in_any_order(gold: Sequence[_Answer], given: Sequence[_Answer], *, once: bool) -> bool:
-    """Compare two lists without regard to order, and ignore duplicates if `once` is set."""
+    """Compare two lists in any order. Duplicates are ignored if `once` is set."""
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
@@ -676,8 +677,8 @@ def _in_any_order(gold: Sequence[_Answer], given: Sequence[_Answer], *, once: bo
 
 
 def _same_names(gold: _Collection, given: _Collection) -> bool:
-    """Return whether two lists assign the same values to the same variables. Without names, the
-    order counts."""
+    """Return whether two lists assign the same values to the same variables. Values without names
+    must be in the same order."""
     sides = gold.items, given.items
     named = [{item.name: item.value for item in side if _is_named(item)} for side in sides]
     if [*map(len, named)] == [*map(len, sides)]:
@@ -720,8 +721,8 @@ def _as_formula(answer: _Answer) -> Formula | None:
 
 
 def _to_region(answer: _Answer, *, point: bool = False) -> _Region | None:
-    """Convert an interval to a region. If `point` is set, convert a number or a set of numbers too.
-    Returns None for any other answer."""
+    """Convert an interval to a region. If `point` is set, a number or a set of numbers is accepted
+    too. Returns None for anything else."""
     if isinstance(answer, _Region):
         return answer
     if point and (end := _as_formula(answer)):

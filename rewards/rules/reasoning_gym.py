@@ -103,10 +103,11 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build the verifier for an `entry` of a `task` whose generator has the options `params`.
+    """Build the verifier for one `entry` of a Reasoning Gym `task`. `params` are the options of the
+    task's generator.
 
     An answer gets full marks if its score is exactly 1 and it contains no extra text. Otherwise, it
-    gets at most `_MOST_PARTIAL`.
+    gets `_MOST_PARTIAL` at most.
     """
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
@@ -135,7 +136,7 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """Return a task's `score_answer` function. Cached, because some tasks load a dictionary."""
+    """Return a task's `score_answer` function. Cached because some tasks load a dictionary."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -150,11 +151,11 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
 
 
 def _is_safe_to_verify(task: str, answer: str, right: str) -> bool:
-    """Return whether it is safe to pass an answer to the verifier of a task. The right answer is
-    always safe.
+    """Return whether an answer can safely be passed to a task's verifier. The complete right answer
+    is always safe.
 
-    Parts of the right answer may not be: an integral that sympy could not solve contains
-    `Integral`, and a policy could repeat the question in that form.
+    Parts of the right answer may not be. For example, if sympy couldn't solve an integral, the
+    right answer contains `Integral`, and a policy could repeat the question in that form.
     """
     if right and normalise(answer) == normalise(right):
         return True

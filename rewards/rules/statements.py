@@ -189,7 +189,7 @@ _WRAPPED = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}")
 
 
 def strip_formatting(text: str) -> str:
-    """Remove Markdown, math delimiters, styles and phrases like "The answer is" from an answer."""
+    """Strip Markdown, math delimiters, styles and phrases like "The answer is" from an answer."""
     text = _BOLD.sub(r"\2", text).strip()
     text = text[match.end() :] if (match := _LEAD.match(text)) else text
     for _ in range(6):
@@ -204,7 +204,7 @@ def strip_formatting(text: str) -> str:
 
 
 def normalize_spelling(text: str) -> str:
-    """Normalize the spelling of an answer, so that answers that look the same when typeset become
+    """Normalize an answer's spelling, so that answers that look the same when typeset become
     equal."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text))
@@ -261,8 +261,8 @@ _OPERATOR = re.compile(
 
 
 def final_boxes(text: str, marked: str) -> list[str]:
-    """Return the last marked answer and all earlier ones that the text does not correct, or [] if
-    the words around the last one deny it."""
+    """Return the last marked answer along with any earlier ones that the text doesn't correct, or
+    [] if the words around the last one deny it."""
     start = text.rfind(BOXED)
     if start < 0:
         return [marked]
@@ -288,7 +288,7 @@ def _find_claim(text: str) -> tuple[str, bool]:
 
 
 def stated_answers(text: str, *, exclaims: bool) -> list[str]:
-    """Return the possible answers in a text without marks, or [] if the text expresses doubt. Set
+    """Return the possible answers in a text that marks none, or [] if the text expresses doubt. Set
     `exclaims` if a final "!" may be a factorial."""
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
@@ -317,8 +317,7 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 
 
 def answer_words(right: str) -> str:
-    """Return the normalized words of an answer that consists only of words, or "" for any other
-    answer."""
+    """Return an answer's normalized words if it consists only of words, or "" if it doesn't."""
     spelling = normalize_spelling(right)
     is_words = _WORDS.fullmatch(spelling) and not re.search(r"\\(?!text|math)", right)
     return spelling if is_words and not right.isupper() else ""

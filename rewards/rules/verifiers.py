@@ -165,7 +165,7 @@ def _parse_choices(choices: Any) -> dict[str, str]:
 
 
 def _whole_word_pattern(text: str) -> str:
-    """Build a pattern that matches a text only if it is not part of a longer word or number. The
+    """Build a pattern that matches a text only when it isn't part of a longer word or number. The
     choice 5 is not found in 2.5, -5, 5 %, 5!, <5 or a fraction."""
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
@@ -201,8 +201,8 @@ _MATCH_TIMEOUT_S = 0.5
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier for a reward spec, or for a reward component of a whole trajectory. Raises
-    ValueError if the spec is malformed."""
+    """Build the verifier for a reward spec, or for a reward component that scores a whole
+    trajectory. Raises ValueError if the spec is malformed."""
     kind = spec.get("kind")
     if kind == "function":
         return function_verifier(spec)
@@ -266,7 +266,7 @@ def _exact_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Build a verifier that matches a regular expression against the whole answer. A timeout counts
+    """Build a verifier that matches a regular expression against the whole answer. Timeouts count
     as wrong."""
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
@@ -401,8 +401,8 @@ def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
     answer.
 
     With thinking, there must be exactly one closed think block before the answer. Without thinking,
-    there must be none. `raw` is the sampled text. It may lack the opening `<think>`, because many
-    chat templates put it at the end of the prompt.
+    there must be none. `raw` is the sampled text, which may lack the opening `<think>` because many
+    chat templates already put it at the end of the prompt.
     """
     final = outside_think(raw)
     if not finished or is_blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:

@@ -30,13 +30,13 @@ DEVICES = ("null", "full", "random", "urandom")
 
 
 class IsolationError(ValueError):
-    """Raised if this machine cannot isolate programs."""
+    """Raised if this machine can't isolate programs."""
 
 
 def namespace_args(root: bool, *, network: bool = False) -> list[str]:
-    """Return the bubblewrap arguments that run a program in new namespaces without capabilities.
+    """Return the bubblewrap arguments that run a program in new namespaces with no capabilities.
 
-    If `root` is set, bubblewrap keeps the capabilities that it needs to switch to another user (see
+    If `root` is set, bubblewrap keeps the capabilities it needs to switch to another user (see
     `drop_privileges_args`).
     """
     words = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
@@ -52,8 +52,8 @@ def namespace_args(root: bool, *, network: bool = False) -> list[str]:
 
 
 def system_args(folders: Sequence[str] = ()) -> list[str]:
-    """Return the bubblewrap arguments that mount folders of /usr read-only. Without `folders`, all
-    of /usr is mounted."""
+    """Return the bubblewrap arguments that mount folders under /usr read-only. Without `folders`,
+    all of /usr is mounted."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]
@@ -70,7 +70,7 @@ def system_args(folders: Sequence[str] = ()) -> list[str]:
 
 def folder_args(folders: Iterable[str]) -> list[str]:
     """Return the bubblewrap arguments that create mount points. Folders that bubblewrap creates on
-    its own are accessible only to root."""
+    its own are only accessible to root."""
     words: list[str] = []
     created: set[str] = set()
     for folder in folders:
@@ -109,7 +109,7 @@ def tool(name: str) -> str:
 
 
 def memory_file(stack: ExitStack, data: bytes) -> int:
-    """Write `data` to a sealed memory file, and return a read-only file descriptor for it."""
+    """Write `data` to a sealed in-memory file and return a read-only file descriptor for it."""
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("keel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", buffering=0) as file:
@@ -175,10 +175,9 @@ os._exit(0)
 
 
 def probe_code(*, network: str, processes: int, strict: bool) -> str:
-    """Return Python code that tries to break out of the sandbox, and prints `isolated` if it
-    cannot.
+    """Return Python code that tries to break out of the sandbox and prints `isolated` if it can't.
 
-    `strict` is for sandboxes of programs, which have no /proc and no sockets.
+    Set `strict` for program sandboxes, which have no /proc and no sockets.
     """
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"
 
@@ -187,8 +186,8 @@ _Numbers = Mapping[str, tuple[int, ...]]
 
 
 def _parse_table(text: str) -> _Numbers:
-    """Parse a table of system calls. Each entry `name number number;` has the numbers on x86_64 and
-    aarch64, where -1 means none. The numbers come from the kernel's syscall_64.tbl and
+    """Parse a table of system calls. Each entry `name number number;` gives the numbers on x86_64
+    and aarch64, or -1 if there is none. The numbers come from the kernel's syscall_64.tbl and
     asm-generic/unistd.h."""
     rows = (row.split() for row in text.split(";"))
     return {name: tuple(map(int, numbers)) for name, *numbers in rows}
@@ -253,9 +252,9 @@ def seccomp_filter(
     """Build a classic BPF program for `bwrap --seccomp`. Raises ValueError if the system call
     numbers of `machine` (`platform.machine()`) are unknown.
 
-    `sockets` lists the allowed socket families. `permitted` lists system calls that are allowed
-    although the filter normally rejects them. If `counted` is set, system calls that hide memory or
-    CPU time from measurement are rejected too.
+    `sockets` lists the allowed socket families. `permitted` lists system calls to allow that the
+    filter would normally reject. If `counted` is set, system calls that hide memory or CPU time
+    from measurement are rejected too.
     """
     if machine not in _MACHINES:
         raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")

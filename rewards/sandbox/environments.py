@@ -58,7 +58,7 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True)
 class _SandboxLaunch:
-    """A command line that starts a sandbox. Implements `LaunchedSandbox` in agents."""
+    """A command line that starts a sandbox. Implements `LaunchedSandbox` from `keel.agents`."""
 
     command: Sequence[str]
     pass_fds: Sequence[int]
@@ -71,7 +71,7 @@ class _SandboxLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSandbox:
-    """Creates sandboxes for environments. Use `environment_wrap` to construct it."""
+    """Creates sandboxes for environments. Construct it with `environment_wrap`."""
 
     network: Network = "none"  # with `host`, environments can also reach this machine's services
     memory_mib: int | None = 4096  # limit on an episode's resident memory, and on address spaces
@@ -94,20 +94,20 @@ class EnvironmentSandbox:
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[_SandboxLaunch]:
-        """Prepare a sandbox for a command line. Raises FileNotFoundError if the program does not
-        exist, and PermissionError if the user inside the sandbox cannot read or write a folder."""
+        """Prepare a sandbox for a command line. Raises FileNotFoundError if the program doesn't
+        exist, and PermissionError if the user inside the sandbox can't read or write a folder."""
         return self._launch(command, readable, forking=False)
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[_SandboxLaunch]:
-        """Prepare a sandbox for a process that forks children and isolates them with `inner`."""
+        """Prepare a sandbox for a process that forks children and isolates them using `inner`."""
         return self._launch(command, readable, forking=True)
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Return the settings that isolate a forked process like a sandbox, or None if this machine
-        does not allow mounts."""
+        """Return the settings that isolate a forked process the way a sandbox would, or None if
+        this machine doesn't allow mounts."""
         if not self.mounts:
             return None
         return {
@@ -189,8 +189,8 @@ class EnvironmentSandbox:
             yield _SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Return the bubblewrap arguments that mount readable and writable folders and cover hidden
-        ones. For nested folders, the innermost one takes precedence."""
+        """Return the bubblewrap arguments that mount the readable and writable folders and cover
+        the hidden ones. Where folders are nested, the innermost one takes precedence."""
         binds: dict[Path, str] = {}
         for path in _with_link_targets(readable):
             if path in _RESERVED:
@@ -236,8 +236,8 @@ def environment_wrap(
     """Create an `EnvironmentSandbox` and test it on this machine. Returns None if isolation is
     turned off.
 
-    `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting in error
-    messages, or "" if it cannot be turned off. Raises IsolationError if this machine does not
+    `settings` are the fields of `EnvironmentSandbox`. `knob` is the setting to name in error
+    messages, or "" if isolation can't be turned off. Raises IsolationError if this machine doesn't
     support isolation, and ValueError if a setting is invalid.
     """
     if isolation not in _ISOLATIONS:
@@ -310,8 +310,8 @@ class _Runtime(NamedTuple):
 
 @lru_cache(maxsize=64)
 def find_runtime(program: str) -> _Runtime:
-    """Find the files that an executable needs: a Python interpreter, or a script with a `#!` line.
-    Raises FileNotFoundError if the program does not exist."""
+    """Find the files an executable needs. It can be a Python interpreter or a script with a `#!`
+    line. Raises FileNotFoundError if the program doesn't exist."""
     executable = shutil.which(program)
     if executable is None:
         raise FileNotFoundError(f"there is no program {program}")
@@ -356,8 +356,8 @@ def _python_runtime(path: Path) -> _Runtime:
 
 
 def _link_chain(path: Path) -> Iterator[Path]:
-    """Yield a path, each symbolic link on the way to its target, and the target itself. Paths in
-    /usr are skipped."""
+    """Yield a path, every symbolic link on the way to its target, and the target itself. Paths
+    under /usr are skipped."""
     names, real = [path], path.resolve()
     while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))

@@ -30,9 +30,8 @@ class _ProcessUsage(NamedTuple):
 
 
 def measure_processes(root: int, *, include_root: bool = True) -> _ProcessUsage:
-    """Measure the memory, CPU time and number of the processes below `root`, and of `root` itself
-    if `include_root` is set. Raises OSError if this process has no file descriptors or memory left.
-    """
+    """Measure the memory, CPU time and number of processes below `root`, including `root` itself if
+    `include_root` is set. Raises OSError if this process runs out of file descriptors or memory."""
     resident = ticks = processes = 0
     for pid, fields, tasks in _walk(root):
         if pid == root and not include_root:
@@ -62,13 +61,13 @@ def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
 
 
 def _stat(name: str) -> list[bytes]:
-    """Read the fields of `/proc/…/stat` that follow the process name. The name itself can be any
+    """Read the fields after the process name in `/proc/…/stat`. The name itself may contain any
     text."""
     return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def kill_descendants(root: int, within_s: float) -> None:
-    """Kill all processes below `root`. `root` must be stopped, so that it does not reap them."""
+    """Kill all processes below `root`, which must be stopped so that it doesn't reap them."""
     end, previous = time.monotonic() + within_s, dict[int, bool]()
     while time.monotonic() < end:
         current = _descendants(root)
@@ -116,9 +115,10 @@ def adopt_orphans() -> Generator[None]:
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to exit, and reap it if it is a child. Returns False on timeout.
+    """Wait for a process to exit, and reap it if it is a child of this process. Returns False on
+    timeout.
 
-    The first process of a PID namespace exits only after all others in the namespace.
+    The first process in a PID namespace doesn't exit until all others in the namespace have.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -147,7 +147,7 @@ class _Limit(NamedTuple):
 
 
 class _MemoryLimiter:
-    """Kills sandboxes that exceed their memory limits. A single thread monitors all of them."""
+    """Kills sandboxes that exceed their memory limits. A single thread monitors all sandboxes."""
 
     def __init__(self) -> None:
         self._limits: dict[int, _Limit] = {}
@@ -160,7 +160,7 @@ class _MemoryLimiter:
         """Limit the memory of all processes below `pid`.
 
         `pid` is the outer process of a sandbox. If `inside` is set, it is the first process in a
-        forked sandbox, whose own memory is not counted.
+        forked sandbox, whose own memory isn't counted.
         """
         with self._lock:
             self._drop(pid)
@@ -175,7 +175,7 @@ class _MemoryLimiter:
                 self._thread.start()
 
     def release(self, pid: int) -> str:
-        """Remove the limit. Returns the reason the sandbox was killed, or "" if it was not."""
+        """Remove the limit. Returns why the sandbox was killed, or "" if it wasn't."""
         with self._lock:
             self._drop(pid)
             return self._reasons.pop(pid, "")
@@ -218,7 +218,7 @@ class _MemoryLimiter:
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
-    """Kill the first process inside a sandbox, which ends all other processes of the sandbox."""
+    """Kill the first process inside a sandbox, which takes down all other processes in it."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if inside:
             os.kill(pid, signal.SIGKILL)
@@ -232,8 +232,8 @@ _LIMITER = _MemoryLimiter()
 
 
 def hold(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
-    """Limit the memory of a sandbox. Returns a function that removes the limit and returns the
-    reason the sandbox was killed, or "" if it was not."""
+    """Limit the memory of a sandbox. Returns a function that removes the limit and returns why the
+    sandbox was killed, or "" if it wasn't."""
     if memory_mib is None:
         return lambda: ""
     _LIMITER.hold(pid, memory_mib, inside=inside)

@@ -43,7 +43,7 @@ GRACE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resource limits for one run of a program."""
+    """Resource limits for a single program run."""
 
     time_s: float = 2.0  # CPU seconds of all processes. The wall-time limit is 2 · time_s + 1.
     memory_mib: int = 512  # limit on each address space, and on all resident memory together
@@ -76,7 +76,7 @@ class SandboxOutcome:
         return self.status == "exited" and self.exit_code == 0
 
     def why(self) -> str:
-        """Return a short reason for the failure, or "" if there was none. It may quote the
+        """Return a short reason for the failure, or "" if the run succeeded. It may quote the
         program's output."""
         if self.status != "exited":
             return f"over its limit of {self.status}"
@@ -90,8 +90,8 @@ class SandboxOutcome:
 
 
 class _RunMonitor:
-    """Reads the output of a run, and kills the run if it exceeds a limit. If `lines` is set, the
-    run ends after that many lines of output."""
+    """Reads the output of a run and kills the run if it exceeds a limit. If `lines` is set, the run
+    ends after that many lines of output."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class _RunMonitor:
         lines: int,
         deadline: float,
     ) -> None:
-        """Prepare to monitor a process. `fds` contains bubblewrap's status pipe and a pipe that the
-        first process in the sandbox keeps open."""
+        """Prepare to monitor a process. `fds` contains bubblewrap's status pipe and a pipe kept
+        open by the first process in the sandbox."""
         assert process.stdout is not None and process.stderr is not None
         self._process, self._limits, self._lines = process, limits, lines
         self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
@@ -132,7 +132,7 @@ class _RunMonitor:
         )
 
     def first_process(self) -> int:
-        """Return the PID of the first process in the sandbox, or 0 if it has not started."""
+        """Return the PID of the first process in the sandbox, or 0 if it hasn't started yet."""
         match = _FIRST_PROCESS.search(bytes(self._received[self._status_fd]))
         return int(match[1]) if match else 0
 
@@ -261,7 +261,7 @@ def _python() -> _Python:
 
 
 class Sandbox:
-    """Runs programs with a given kind of isolation. Use `open_sandbox` to construct it."""
+    """Runs programs under a given kind of isolation. Construct it with `open_sandbox`."""
 
     def __init__(self, isolation: str) -> None:
         self._isolated = isolation == "bubblewrap"
@@ -279,12 +279,12 @@ class Sandbox:
         lines: int = 0,
         within_s: float = math.inf,
     ) -> SandboxOutcome:
-        """Run `command` in an empty, writable folder, and return its output. Raises RuntimeError if
+        """Run `command` in an empty, writable folder and return its output. Raises RuntimeError if
         the sandbox itself fails.
 
-        `files` are placed in the read-only folder `{box}` and are executable. `{python}` is the
-        Python interpreter. If `lines` is set, the run ends after that many lines of output, and the
-        wall-time limit applies to each line. `within_s` limits the wall time of the whole run.
+        `files` are placed in the read-only folder `{box}` and are executable. `{python}` stands for
+        the Python interpreter. If `lines` is set, the run ends after that many lines of output, and
+        the wall-time limit applies to each line. `within_s` limits the wall time of the whole run.
         """
         with ExitStack() as stack:
             started, env, folder = time.monotonic(), dict(_ENVIRONMENT), None
@@ -390,8 +390,8 @@ class Sandbox:
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """Create a sandbox and check that a probe cannot break out of it. Raises IsolationError if this
-    machine does not support `isolation`."""
+    """Create a sandbox and check that a probe can't break out of it. Raises IsolationError if this
+    machine doesn't support `isolation`."""
     if isolation not in _ISOLATIONS:
         raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     failure = f"{_KNOB} = {isolation!r} does not work here"

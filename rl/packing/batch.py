@@ -125,8 +125,9 @@ class MicroBatch:
         return int(lengths[followed].sum() - lengths[np.unique(followed)].sum())
 
     def context_rows(self, segment: int) -> NDArray[np.int64]:
-        """Return the rows of a segment's context, including the shared prefix that it follows. For
-        a shared prefix, return the context of the first segment that follows it."""
+        """Return the positions of a segment's context in the packed row, including the shared
+        prefix that it follows. For a shared prefix, return the context of the first segment that
+        follows it."""
         if self.follows is not None:
             followers = np.flatnonzero(self.follows == segment)
             segment = int(followers[0]) if len(followers) else segment
@@ -156,7 +157,7 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The micro-batches of one rank in an optimizer step. All ranks have the same number."""
+    """One rank's micro-batches for an optimizer step. Every rank has the same number of them."""
 
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int

@@ -176,8 +176,8 @@ def _segments(groups: Iterable[PrefixGroup]) -> Iterator[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class BatchFormat:
-    """Which optional fields the micro-batches of a step have. It is the same for all micro-batches,
-    so that all ranks run the same code."""
+    """Which optional fields a step's micro-batches have. All of them share the same format, so that
+    every rank runs the same code."""
 
     routes: tuple[int, int] | None  # (L, K) of the recorded routes, or None if there are none
     sampling_mask: bool
@@ -211,7 +211,7 @@ class BatchFormat:
 def assemble(
     groups: Sequence[PrefixGroup], batch_format: BatchFormat, *, ranks: int, capacity: int
 ) -> list[tuple[MicroBatch, ...]]:
-    """Build the micro-batches of each rank."""
+    """Build each rank's micro-batches."""
     shares = _divide(groups, ranks=ranks, capacity=capacity)
     return [tuple(_join(members, batch_format) for members in share) for share in shares]
 

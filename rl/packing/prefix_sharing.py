@@ -38,7 +38,7 @@ activations of one token. Measured values are 6 to 20 without gradients (docs/sc
 
 @dataclass(frozen=True, slots=True)
 class PackItem:
-    """A trajectory, or a part of one, with the values that its loss needs."""
+    """A trajectory or part of one, along with the values its loss needs."""
 
     segments: tuple[Segment, ...]
     sampled_tokens: int  # number of sampled tokens |o_i| in the whole trajectory
@@ -56,8 +56,8 @@ class PackItem:
 def split_long(
     groups: Sequence[Sequence[PackItem]], capacity: int
 ) -> tuple[list[list[PackItem]], int]:
-    """Split trajectories longer than `capacity` into their segments. Returns the new groups and the
-    number of split trajectories."""
+    """Split trajectories longer than `capacity` into their segments. Returns the new groups and how
+    many trajectories were split."""
     result: list[list[PackItem]] = []
     count = 0
     for group in groups:
@@ -80,12 +80,12 @@ def balance(
 ) -> list[list[list[int]]]:
     """Assign items to micro-batches so that all ranks take about the same time. Returns indices
     into `tokens` as [rank][micro-batch][item]. The sum of `sizes` (by default `tokens`) in a
-    micro-batch is at most `capacity`, except for a single larger item.
+    micro-batch is at most `capacity`, unless a single item is larger than that.
 
     The longest items are placed first, each into the emptiest micro-batch. The number of
     micro-batches is the smallest multiple of `ranks` that fits. Micro-batches of similar size run
-    at the same time on all ranks, in alternating rank order so that the totals per rank are similar
-    too.
+    at the same time on all ranks, in alternating rank order so that the totals per rank also come
+    out similar.
     """
     sizes = tokens if sizes is None else sizes
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
@@ -121,7 +121,7 @@ def _fill_bins(
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Items packed into the same micro-batch, with a common prefix that is packed once."""
+    """Items packed into the same micro-batch, with a common prefix that is packed only once."""
 
     items: tuple[PackItem, ...]
     shared: int = 0
@@ -135,8 +135,8 @@ class PrefixGroup:
 
     @property
     def size(self) -> int:
-        """Memory that the group needs, in tokens. This includes a copy of the prefix's keys and
-        values for each item."""
+        """Memory the group needs, in tokens, including a copy of the prefix's keys and values for
+        each item."""
         return self.tokens + len(self.items) * self.shared // _KV_COPIES_PER_TOKEN
 
 
@@ -146,15 +146,15 @@ def prefix_group_size(count: int, shared: int, whole: int) -> int:
 
 
 def group_individually(items: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Create a separate group for each item, without a shared prefix."""
+    """Put each item in a group of its own, without a shared prefix."""
     return [PrefixGroup((item,)) for item in items]
 
 
 def share_prefixes(
     groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int
 ) -> list[PrefixGroup]:
-    """Choose the prefix groups that minimise the time of the slowest rank. Only groups of one item
-    can exceed `capacity`. The result is deterministic."""
+    """Choose the prefix groups that minimize the slowest rank's time. Only single-item groups can
+    exceed `capacity`. The result is deterministic."""
     apart = group_individually([item for group in groups for item in group])
     clusters = [cluster for group in groups for cluster in _cluster_by_prefix(group)]
     if not any(cluster.shared for cluster in clusters):
@@ -168,8 +168,8 @@ def share_prefixes(
 
 
 def assign(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Assign groups to micro-batches with `balance`. Tokens (time) are balanced, and sizes (memory)
-    are limited."""
+    """Assign groups to micro-batches with `balance`, evening out token counts (time) and capping
+    sizes (memory)."""
     sizes = [group.size for group in groups]
     tokens = [group.tokens for group in groups]
     return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
@@ -191,7 +191,7 @@ def estimate_packing(
 
     def estimate_layout(count: int) -> tuple[float, int, int]:
         """Estimate the step time (see `_step_time`), the number of micro-batches per rank and the
-        number of tokens on the busiest rank, with at most `count` items per prefix group."""
+        number of tokens on the busiest rank, with up to `count` items per prefix group."""
         rows = free = idle = slowest = 0
         for items, parts in ((count, groups * (size // count)), (size % count, groups)):
             if items:
@@ -210,8 +210,8 @@ def estimate_packing(
 
 
 def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> float:
-    """Estimate the time of a step in tokens. In each round, all ranks wait for the one with the
-    most tokens."""
+    """Estimate the time of a step, measured in tokens. Each round of micro-batches takes as long as
+    its busiest rank."""
     tokens = [group.tokens for group in groups]
     plan = assign(groups, ranks=ranks, capacity=capacity)
     filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
@@ -247,9 +247,9 @@ def _cluster_by_prefix(group: Sequence[PackItem]) -> list[PrefixGroup]:
 
 
 def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
-    """Find a cluster that `item` can join. Returns its index and the length of the common prefix.
-    The length is at least `_MIN_OVERLAP` of both prefixes, so that a single diverging trajectory
-    does not shorten the prefix for all the others."""
+    """Find a cluster that `item` can join. Returns its index (or None) and the length of the common
+    prefix. This prefix must cover at least a fraction `_MIN_OVERLAP` of both prefixes, so that a
+    single diverging trajectory doesn't shorten the prefix for all the others."""
     segment, *others = item.segments
     if others or item.split >= 0:  # the trajectory has other segments
         return None, 0

@@ -51,13 +51,13 @@ class TemplateChat:
         ends: Collection[int] = (),
         marks: Sequence[str] = (),
     ) -> None:
-        """Detect the chat format of a tokenizer. Raises ValueError if the tokenizer has no chat
-        template or no tokenizer.json.
+        """Detect a tokenizer's chat format. Raises ValueError if the tokenizer has no chat template
+        or no tokenizer.json.
 
-        If `tools_in_thinking` is set, the policy calls tools only while it thinks, and if a turn
-        ends before its thinking is closed, the next turn continues it (DeepSeek-V3.2, 2025,
-        Appendix B, Table 8). `ends` lists additional tokens at which the engine ends a turn
-        (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`.
+        If `tools_in_thinking` is set, the policy calls tools only while thinking. If a turn ends
+        before its thinking is closed, the next turn continues it (DeepSeek-V3.2, 2025, Appendix B,
+        Table 8). `ends` lists additional tokens that make the engine end a turn
+        (`template_checks.ends_of`). `marks` is the `model.thinking_marks` setting.
         """
         self.encoder = Encoder(tokenizer)
         self.name = name_of(tokenizer)
@@ -106,7 +106,7 @@ class TemplateChat:
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """Tokenize the start of a conversation, without the thinking before the last user message
+        """Tokenize the start of a conversation, dropping any thinking before the last user message
         (see `Chat.opening`)."""
         if tools:
             self.tool_modes.add(thinking)
@@ -120,7 +120,7 @@ class TemplateChat:
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        """Append new messages to `ids`. Returns None if that is impossible (see `Chat.extend`)."""
+        """Append new messages to `ids`. Returns None if that isn't possible (see `Chat.extend`)."""
         roles = [message["role"] for message in messages]
         if not messages or "assistant" in roles:
             raise ValueError(f"a conversation continues with new messages, not with roles {roles}")
@@ -283,8 +283,8 @@ class TemplateChat:
         return self._prefixes[thinking]
 
     def prompt_opens_thinking(self, *, thinking: bool) -> bool:
-        """Return whether the prompt already opens the thinking, so that the policy only has to
-        close it."""
+        """Return True if the prompt already opens the thinking block, so that the policy only has
+        to close it."""
         return self.marks.ends_open(self._prefix(thinking))
 
     @cached_property
@@ -305,7 +305,7 @@ class TemplateChat:
         return self.format.read(text, tools, opened=opened, inside=inside, marks=self.marks)
 
     def _last_turn(self, ids: Sequence[int]) -> str:
-        """Return the text of the policy's last turn, possibly with some text before it."""
+        """Return the text of the policy's last turn, possibly preceded by other text."""
         header = self.header
         first = next(
             (i for text, i in self.encoder.controls.items() if header.startswith(text)), -1
@@ -364,7 +364,7 @@ class TemplateChat:
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode token ids, and insert a mark into text that only looks like a control token."""
+        """Decode token ids, inserting a mark into text that only looks like a control token."""
         return self.encoder.decode(ids)
 
 

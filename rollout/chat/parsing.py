@@ -53,12 +53,13 @@ def _split_thinking(
     call_end: str = "",
     only_calls: re.Pattern[str] | None = None,
 ) -> tuple[str, str, bool]:
-    """Split a turn into reasoning and content. Also returns whether the turn ends while thinking.
+    """Split a turn into reasoning and content. Also returns whether the turn ends inside a thinking
+    block.
 
     A turn that never closes its thinking has no content. If the first mark closes thinking, the
     text before it is reasoning. Set `opened` if the prompt already opened the thinking, and
-    `inside` if the thinking may contain tool calls. Inside a call, thinking marks are ordinary
-    text. `_Format` describes the other arguments.
+    `inside` if the thinking may contain tool calls. Thinking marks inside a call are ordinary text.
+    See `_Format` for the other arguments.
     """
     opening, closing = re.escape(marks.open), re.escape(marks.close)
     call, end = call_start or r"(?!)", re.escape(call_end)
@@ -295,7 +296,7 @@ _LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:'
 
 def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     """Parse JSON objects with `name` and `parameters`, separated by `;`. If exactly one tool takes
-    `code`, the turn may instead contain code after `<|python_tag|>`."""
+    `code`, the turn may contain code after `<|python_tag|>` instead."""
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
     is_json = _LLAMA3_JSON.match(body)
@@ -330,7 +331,7 @@ def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def read_harmony(text: str, *, inside: bool) -> ParsedTurn:
-    """Parse a turn of gpt-oss, which consists of messages with a channel and, for tool calls, a
+    """Parse a gpt-oss turn, which consists of messages with a channel and, for tool calls, a
     recipient. Calls in the `analysis` channel are valid only if `inside` is set."""
     reasoning: list[str] = []
     content: list[str] = []
@@ -353,8 +354,8 @@ def read_harmony(text: str, *, inside: bool) -> ParsedTurn:
 
 
 def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
-    """Parse each block between `start` and `end` by calling `read`. An unclosed block is malformed
-    and extends to the start of the next one."""
+    """Parse each block between `start` and `end` with `read`. An unclosed block is malformed and
+    extends to the start of the next one."""
     before, *blocks = text.split(start)
     around = [before]
     items: list[_Item] = []
@@ -369,8 +370,8 @@ def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Item])
 
 
 def _parse_call_object(value: Any, key: str, body: str) -> _Item:
-    """Parse a tool call from a JSON object. The format stores the arguments under `key`. Both
-    `arguments` and `parameters` are accepted, and the arguments may be missing."""
+    """Parse a tool call from a JSON object. `key` is the format's own name for the arguments, but
+    both `arguments` and `parameters` are accepted. The arguments may be omitted."""
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
         return Broken(body, form)
@@ -401,8 +402,8 @@ def _make_call(name: Any, arguments: Any, body: str) -> _Item:
 
 
 def _parse_argument(value: str, schema: Any) -> Any:
-    """Parse an argument as JSON. Keep it as text if its schema allows strings but not the type of
-    the parsed value."""
+    """Parse an argument as JSON, but keep it as text if its schema allows strings and not the type
+    of the parsed value."""
     kinds = _allowed_types(schema)
     try:
         parsed = strict_json.load(value)
@@ -413,7 +414,7 @@ def _parse_argument(value: str, schema: Any) -> Any:
 
 
 def _allowed_types(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows, or an empty set if it allows all."""
+    """Return the JSON types that a schema allows, or an empty set if it allows any type."""
     if not isinstance(schema, Mapping):
         return set()
     keys = cast(Mapping[str, Any], schema)

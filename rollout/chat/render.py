@@ -85,9 +85,9 @@ class Encoder:
         return text
 
     def shield_whole(self, text: str) -> str:
-        """Shield text, and keep it from forming a control token with the template text around it.
-        Leading and trailing whitespace stays outside the marks, so that templates can still strip
-        it."""
+        """Shield text, and keep it from forming a control token together with the surrounding
+        template text. Leading and trailing whitespace stays outside the marks, so that templates
+        can still strip it."""
         core = text.strip()
         sizes = range(1, min(len(core), self._longest) + 1)
         open_ended = any(
@@ -99,7 +99,7 @@ class Encoder:
         return text[:start] + edge + shielded + edge + text[start + len(core) :]
 
     def encode(self, text: str) -> list[int]:
-        """Encode a rendered text. Marked text never becomes a control token."""
+        """Encode rendered text. Marked text never becomes a control token."""
         expected = [self.controls[m[0]] for m in self._pattern.finditer(text)]
         if _INSIDE not in text:
             ids = self._whole.encode(unmark(text), add_special_tokens=False).ids
@@ -108,7 +108,7 @@ class Encoder:
         return self.encode_in_pieces(text)
 
     def encode_in_pieces(self, text: str) -> list[int]:
-        """Encode a rendered text, tokenizing the text between two control tokens in a single
+        """Encode rendered text, tokenizing everything between two control tokens in a single
         call."""
         ids: list[int] = []
         end, strip = 0, False
@@ -120,7 +120,7 @@ class Encoder:
         return ids + self._encode_plain(text[end:], left=strip, right=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode token ids, and insert a mark into text that only looks like a control token."""
+        """Decode token ids, inserting a mark into text that only looks like a control token."""
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:
@@ -136,7 +136,7 @@ class Encoder:
         return "".join(parts)
 
     def remove_special(self, text: str) -> str:
-        """Remove special tokens from a text, such as those that Command A puts around answers."""
+        """Remove special tokens from text, such as the ones that Command A puts around answers."""
         return self._special.sub("", text)
 
     def _encode_plain(self, text: str, *, left: bool, right: bool) -> list[int]:
@@ -147,7 +147,8 @@ class Encoder:
 
 
 def _remove_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
-    """Build a copy of a tokenizer without its control tokens. `written` is its tokenizer.json."""
+    """Build a copy of a tokenizer without its control tokens. `written` is the text of its
+    tokenizer.json."""
     spec = json.loads(written)
     spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     model = spec["model"]
@@ -177,9 +178,9 @@ _DEVELOPER = re.compile("[\"']developer[\"']")  # in a template that knows this 
 
 
 def drop_old_thinking(messages: Sequence[Message]) -> list[Message]:
-    """Drop the thinking of all turns before the last user message.
+    """Drop the thinking from all turns before the last user message.
 
-    Thinking that is followed only by tool results is kept, and so are all tool calls and results
+    Thinking that is followed only by tool results is kept, as are all tool calls and results
     (DeepSeek-V3.2, 2025, section 3.2.1).
     """
     users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
@@ -214,8 +215,8 @@ def render(
     """Render a conversation with the chat template or with DeepSeek-V3.2's code. If `speak` is set,
     the text ends with the start of the policy's turn.
 
-    Developer messages become system messages if the template does not support them. Errors from the
-    template are raised unchanged.
+    Developer messages become system messages if the template doesn't support them. Template errors
+    are passed through unchanged.
     """
     if written_by_code(tokenizer):
         return _deepseek_v32(messages, tools, thinking=thinking)
@@ -234,7 +235,7 @@ def render(
 
 def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
     """Raise ValueError if the rendered `text` is missing a developer message, or a system message
-    after the first message."""
+    that comes after the first message."""
     for number, message in enumerate(messages):
         late = number > 0 and message["role"] == "system"
         checked = late or message["role"] == "developer"
@@ -268,7 +269,8 @@ def _deepseek_v32(
 
 @cache
 def _load_deepseek_code() -> Any:
-    """Load vLLM's copy of DeepSeek's encoding code, without importing vLLM, which takes seconds."""
+    """Load vLLM's copy of DeepSeek's encoding code without importing vLLM, which takes several
+    seconds."""
     vllm = importlib.util.find_spec("vllm")
     place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"
     spec = importlib.util.spec_from_file_location("deepseek_v32_encoding", place)

@@ -23,7 +23,7 @@ _CHECKED: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDiction
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The token ids of one context, and a mask that selects the tokens to train on."""
+    """The token ids of one context, along with a mask of the tokens to train on."""
 
     ids: list[int] = field(default_factory=list[int])
     trained: list[bool] = field(default_factory=list[bool])
@@ -41,12 +41,12 @@ def render_given(
     thinking: bool,
     trained: Collection[int] | None = None,
 ) -> list[_Context]:
-    """Tokenize a conversation whose assistant messages stand for policy turns. Each returned
+    """Tokenize a conversation whose assistant messages stand in for policy turns. Each returned
     context ends with such a turn.
 
     `trained` lists the indices of the messages to train on, or None for all assistant messages.
-    Without `thinking`, reasoning is left out. Raises ValueError naming the first message that the
-    template does not show completely.
+    Reasoning is left out unless `thinking` is set. Raises ValueError naming the first message that
+    the template doesn't show in full.
     """
     if not thinking:
         messages = [
@@ -92,10 +92,10 @@ def _check_shown(
     first: int,
     way: tuple[bool, bool | None],
 ) -> None:
-    """Raise ValueError if the template does not show a message that the assistant did not write.
-    Some templates skip unknown roles, or a system message that is not first.
+    """Raise ValueError if the template doesn't show a message that the assistant did not write.
+    Some templates skip unknown roles, or a system message that isn't first.
 
-    The check replaces the contents with probe words and renders them with `write`, once for each
+    The check replaces the contents with probe words and renders them with `write`, once per
     sequence of roles and rendering mode. `first` is the index of the first message.
     """
     roles = tuple(

@@ -29,9 +29,9 @@ _TOOLS = tuple(
 def check_prefix_law(
     chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS, modes: Sequence[bool] = (True, False)
 ) -> None:
-    """Check that extending a conversation turn by turn gives the same ids as rendering it at once,
-    that ordinary text never becomes a control token, and that tools are shown. Raises ValueError
-    naming the template, the case and a fix.
+    """Check that extending a conversation turn by turn gives the same ids as rendering it all at
+    once, that ordinary text never becomes a control token, and that tools are shown. Raises
+    ValueError naming the template, the case and a fix.
 
     `modes` selects thinking, no thinking, or both. One difference is allowed: an empty think block
     that a template puts before a turn but omits from the history may remain, because the policy
@@ -44,8 +44,8 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Check that the policy can call tools only while thinking, and that it continues thinking
-    after the tool result. Raises ValueError naming the template and a fix.
+    """Check that the policy can call tools only while thinking, and that it resumes thinking after
+    the tool result. Raises ValueError naming the template and a fix.
 
     `chat` must have `tools_in_thinking` set and pass `check_prefix_law`.
     """
@@ -81,7 +81,7 @@ def _check_conversation(
     chat: TemplateChat, tools: Sequence[ToolSpec], calls: Sequence[int], *, thinking: bool
 ) -> None:
     """Check a conversation in which turn i makes `calls[i]` tool calls, followed by an answer and
-    another question. Each turn is extended both as a finished and as a truncated turn."""
+    another question. Each turn is extended both as a finished turn and as a truncated one."""
     messages: list[Message] = [
         {"role": "system", "content": "Help."},
         {"role": "user", "content": "Which?"},
@@ -195,7 +195,7 @@ def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") ->
 
 
 def ends_of(path: str) -> tuple[int, ...]:
-    """Return a model's `eos_token_id`s, the tokens at which the engine ends every completion.
+    """Return a model's `eos_token_id`s, the tokens that make the engine end any completion.
 
     Like vLLM, this reads generation_config.json, or config.json if that is missing. Raises
     ConfigError if neither exists.

@@ -27,8 +27,8 @@ class _RenderedPrompt:
 
 
 def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> _RenderedPrompt:
-    """Convert a prompt to token ids with the chat template. A raw prompt is tokenized as is, after
-    the tokenizer's start token.
+    """Convert a prompt to token ids with the chat template. A raw prompt is tokenized as is,
+    preceded by the tokenizer's start token.
 
     `marks` are the strings that open and close the model's thinking. Raises ValueError if there are
     no token ids.
@@ -76,7 +76,7 @@ def decode_all(
 def _translate_marks(text: str, marks: ThinkingMarks) -> str:
     """Replace a model's thinking marks with `THINK`, the marks that rewards look for.
 
-    If a model with other marks writes `THINK` as text, a space is inserted so that it is not
+    If a model with other marks writes `THINK` as plain text, a space is inserted so that it isn't
     mistaken for a mark.
     """
     if marks == THINK:
@@ -98,7 +98,7 @@ def _split_message(raw: str, *, thinking: bool) -> dict[str, str]:
     `reasoning_content`.
 
     Set `thinking` if the prompt already opened the think block. If the block is never closed, all
-    text is reasoning, so that an answer inside it does not count.
+    text counts as reasoning, so an answer inside it does not count.
     """
     opens = raw.lstrip().startswith(THINK.open)
     text = THINK.open + raw if thinking and not opens else raw
@@ -134,7 +134,7 @@ class Completion:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """A job of the engine: one or more requests that together produce one result."""
+    """A job for the engine: one or more requests that together produce one result."""
 
     label: str
     context: Sequence[int] | NDArray[np.int32]
@@ -154,8 +154,8 @@ class GroupJob(_Job):
     done: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
 
     def add(self, sibling: int, completion: Completion) -> None:
-        """Add a completion to the group, as a trajectory with one segment of P prompt and G sampled
-        tokens."""
+        """Add a completion to the group as a trajectory. Its only segment has P prompt tokens and G
+        sampled tokens."""
         recording, prompt_id = completion.recording, self.prompt.prompt_id
         prompt = len(self.context)
         if not np.isfinite(recording.logp).all():
@@ -212,7 +212,8 @@ class TurnJob(_Job):
         )
 
     def result(self) -> TurnResult | LostTurn:
-        """Return the turn. It has no tokens if the deadline passed before the first was sampled."""
+        """Return the turn. It has no tokens if the deadline passed before the first token was
+        sampled."""
         return self.done or TurnResult(
             token_ids_N=np.zeros(0, np.int32),
             logp_old_N=np.zeros(0, np.float32),

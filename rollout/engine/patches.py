@@ -41,9 +41,9 @@ def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
     use.
 
     By default, vLLM allocates all available memory. With `rollout.time_share`, this wastes time:
-    the memory is mapped again at each update, and mapping runs at only about 100 GiB per second.
-    vLLM's options cannot express this limit, since the size of a completion is known only after the
-    model is loaded.
+    the memory has to be remapped at each update, at only about 100 GiB per second. vLLM's options
+    cannot express this limit, since the size of a completion is known only after the model is
+    loaded.
     """
     original = _core.get_kv_cache_configs
 
@@ -78,12 +78,12 @@ def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
 
 
 def _worker_cache_bytes(memory: int, one: float | int, free: Callable[[], int]) -> int:
-    """Return the cache size of a worker in bytes: `memory`, or `one` if a single completion fits
-    only with the help of free GPU memory.
+    """Return a worker's cache size in bytes. This is `one`, the size for a single completion, if
+    that fits only with the help of free GPU memory, and `memory` otherwise.
 
-    vLLM refuses to start without room for one completion, although it may overestimate what
-    everything else needs. `free` creates a CUDA context in this process, so it is called only in
-    that case.
+    vLLM refuses to start without room for one completion, even though it may overestimate the
+    memory needed for everything else. `free` creates a CUDA context in this process, so it is
+    called only in that case.
     """
     return int(one) if memory < one and one <= max(0, memory) + free() else memory
 
@@ -98,11 +98,11 @@ def _free_memory() -> int:
 
 @contextmanager
 def shorten_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
-    """Skip the parts of vLLM's warm-up that Keel does not need, about 40 of 112 seconds on an H100
-    host.
+    """Skip the parts of vLLM's warm-up that Keel does not need. They take about 40 of 112 seconds
+    on an H100 host.
 
     The model classes in `architectures` are inspected in this process, which loads them anyway.
-    vLLM would start another process that imports vLLM again.
+    vLLM itself would start another process just to import vLLM again.
     """
     for name in architectures:
         known = ModelRegistry.models.get(name)
@@ -137,8 +137,8 @@ def install_invariant_kernels() -> None:
     """Replace vLLM's batch-invariant kernels with faster ones that return bitwise identical
     results.
 
-    For all but five shapes, vLLM's GEMM tiles suit only large batches. Its norm of attention heads
-    copies its input. The functions are patched, because vLLM's registry can only replace whole
+    For all but five shapes, vLLM's GEMM tiles are tuned for large batches, and its QK norm makes a
+    copy of the input. The functions are patched because vLLM's registry can only replace whole
     layers.
     """
     from keel.model.batch_invariant import vllm_kernels  # noqa: PLC0415  (needs Triton)
@@ -171,12 +171,12 @@ _wide_outputs: list[_SummedLinearMethod] = []  # linear methods of the engine th
 
 @contextmanager
 def patch_residual_stream(layers: int, *, wide: bool) -> Iterator[None]:
-    """Build engines inside this context with a float32 residual stream, if `wide` is set
+    """Give engines built inside this context a float32 residual stream if `wide` is set
     (`keel.model.layers.residual`).
 
     vLLM's norm layers add a block's output to the residual stream and pass the sum on. With this
-    patch they do not round the sum. Raises RuntimeError if the attention of some of the `layers`
-    could not be set up.
+    patch, they no longer round the sum. Raises RuntimeError if attention could not be set up in
+    some of the `layers`.
     """
     _wide_outputs.clear()
     for kind in (_Float32Norm, _Float32Output):

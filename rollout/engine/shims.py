@@ -24,7 +24,7 @@ _chunked: Any = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
 
 
 def install() -> None:
-    """Apply these fixes to vLLM's classes, once per process."""
+    """Apply the fixes in this module to vLLM's classes, once per process."""
     for kind, name, shim in (
         (UnquantizedFusedMoEMethod, "_setup_kernel", _prepack_experts),
         (RotaryEmbedding, "forward_cpu", _rotate_3d_queries),
@@ -39,8 +39,8 @@ def install() -> None:
 
 
 def _prepack_experts(original: Any) -> Any:
-    """Pack expert weights for the CPU kernel after weight updates as well. Otherwise the kernel
-    would read unpacked weights as packed ones, and every expert would be silently wrong."""
+    """Repack expert weights for the CPU kernel after weight updates too. Otherwise, the kernel
+    would treat unpacked weights as packed ones, and every expert would silently be wrong."""
 
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         updating, before = self.moe_kernel is not None, layer.w13_weight
@@ -67,7 +67,7 @@ def _rotate_3d_queries(original: Any) -> Any:
 def _keep_seeded_streams(original: Any) -> Any:
     """Make a seeded request draw random numbers only for the tokens that it keeps.
 
-    After each chunk of a prefill, vLLM samples a token, discards it and rewinds the generator. CPU
+    After each prefill chunk, vLLM samples a token, discards it and rewinds the generator. CPU
     generators cannot be rewound, so completions would depend on how their prompts were split.
     """
 
@@ -85,7 +85,7 @@ def _keep_seeded_streams(original: Any) -> Any:
 
 
 def _gated_delta_rule(original: Any) -> Any:
-    """Compute the gated delta rule in dtypes other than bfloat16, which vLLM's CPU kernels do not
+    """Compute the gated delta rule in dtypes other than bfloat16, which vLLM's CPU kernels don't
     support."""
 
     def core(

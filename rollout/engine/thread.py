@@ -39,8 +39,7 @@ class _Command:
 
 @dataclass(slots=True)
 class _JobInFlight:
-    """A job that is being sampled. Only time in which the engine is busy counts toward its
-    limits."""
+    """A job that is being sampled. Only time when the engine is busy counts toward its limits."""
 
     future: Future[Any]
     begin: float
@@ -52,8 +51,8 @@ class EngineThread:
     """Runs an engine on a separate thread, which samples groups and turns and loads weights."""
 
     def __init__(self, build: Callable[[], VllmEngine], config: RolloutConfig) -> None:
-        """Start the thread, build the engine on it, and wait until it is ready. Raises any error of
-        the engine."""
+        """Start the thread, build the engine on it, and wait until it is ready. Raises the engine's
+        error if it fails to start."""
         self._build, self._config = build, config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._in_flight: dict[int, _JobInFlight] = {}
@@ -75,13 +74,14 @@ class EngineThread:
     def sample(
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
-        """Start sampling a group or a turn, for at most `rollout.timeout_s` or the timeout of the
-        turn. Cancelling the future aborts the request.
+        """Start sampling a group or a turn, for at most `rollout.timeout_s` or the turn's timeout.
+        Cancelling the future aborts the request.
 
         Routes and sampling masks are recorded only if `record` is set. A turn has no tokens if its
-        deadline passed before the first token. The future raises ValueError if the prompt does not
-        fit, RecordingError if a token was not recorded, LostTurn if a log-probability of a turn is
-        not finite, and EngineError if the engine breaks or its last update failed.
+        deadline passed before the first token. The future raises ValueError if the prompt doesn't
+        fit, RecordingError if a token was not recorded, LostTurn if one of a turn's
+        log-probabilities is not finite, and EngineError if the engine breaks or its last update
+        failed.
         """
         job, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
         if isinstance(request, TurnRequest):
@@ -117,8 +117,8 @@ class EngineThread:
         return self._await(self._enqueue(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
-        """Connect to the trainer rank that sends weights. If `shares` is set, it uses the same GPU
-        as the engine, so no channel is needed."""
+        """Connect to the trainer rank that sends weights. No channel is needed if `shares` is set,
+        because this rank uses the engine's GPU."""
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
         self._inbox = Mailbox(rendezvous, name, timeout_s=timeout_s)
@@ -127,12 +127,12 @@ class EngineThread:
             self._await(joined, "the channel to open")
 
     def receive(self) -> None:
-        """Receive the weights that the trainer rank sends, and load them. After an error, the
-        engine can no longer be used.
+        """Receive weights from the trainer rank and load them. The engine is unusable after an
+        error.
 
         Raises TimeoutError if no message arrives for (1 + engines) × `rollout.update_timeout_s`, or
         if the engine takes longer than `rollout.update_timeout_s` to process one. Raises ValueError
-        naming an unknown or missing tensor.
+        if a tensor is unknown or missing.
         """
         inbox = self._inbox
         assert inbox is not None
@@ -148,13 +148,13 @@ class EngineThread:
             inbox.taken()
 
     def sleep(self) -> None:
-        """Release GPU memory until the next update. Depending on `rollout.weight_updates`, running
-        completions are paused or finish first."""
+        """Release GPU memory until the next update. `rollout.weight_updates` determines whether
+        running completions are paused or finish first."""
         self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
-        """Begin a weight update. Depending on `rollout.weight_updates`, running completions are
-        paused or finish first. Sampling continues after `finish_update`."""
+        """Begin a weight update. `rollout.weight_updates` determines whether running completions
+        are paused or finish first. Sampling continues after `finish_update`."""
         self._interrupt(lambda engine: engine.begin_update())
 
     def _interrupt(self, act: Callable[[VllmEngine], Iterable[tuple[int, Result]]]) -> None:

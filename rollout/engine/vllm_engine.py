@@ -74,11 +74,11 @@ _NOT_CUT = "late: had no further token after the time of its group was up (rollo
 
 
 class VllmEngine:
-    """Samples groups and turns with vLLM, and labels each sampled token with the version of the
-    weights. The checkpoint is version 0."""
+    """Samples groups and turns with vLLM, and tags each sampled token with its weight version. The
+    initial checkpoint is version 0."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Load the model. Raises ValueError if its architecture does not support recording."""
+        """Load the model. Raises ValueError if its architecture doesn't support recording."""
         self.spec = spec
         cpu = current_platform.is_cpu()
         _require_version()
@@ -137,8 +137,8 @@ class VllmEngine:
     def add(
         self, number: int, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a group or a turn. Once the result is complete, `step` yields it with
-        `number`. Raises ValueError if the prompt does not fit."""
+        """Start sampling a group or a turn. `step` yields the result, tagged with `number`, as soon
+        as it is complete. Raises ValueError if the prompt does not fit."""
         recording = RecordingOptions(
             routes=record and self._routes,
             sampling_mask=record and self._masks and sampling.truncated,
@@ -233,10 +233,10 @@ class VllmEngine:
                 yield number, self._jobs.pop(number).result()
 
     def cut(self, number: int) -> list[tuple[int, Result]]:
-        """End each of a job's unfinished completions with its next token. Returns the job if it is
+        """End each unfinished completion of a job after its next token. Returns the job if it is
         now complete.
 
-        Completions without any token are dropped, which does not bias the lengths.
+        Completions that have no tokens yet are dropped, which does not bias the lengths.
         """
         job = self._jobs[number]
         job.cut = True
@@ -255,7 +255,7 @@ class VllmEngine:
         return [] if job.requests else [(number, self._jobs.pop(number).result())]
 
     def abort(self, number: int) -> None:
-        """Discard a job. Does nothing if the job is unknown or already finished."""
+        """Discard a job. Does nothing if the job is unknown or has already finished."""
         if (job := self._jobs.pop(number, None)) is not None:
             self._abort_requests(job, list(job.requests))
 
@@ -279,7 +279,7 @@ class VllmEngine:
         after `finish_update`. Returns the jobs that were completed by tokens already in flight.
 
         vLLM recomputes the keys and values of paused completions with the new weights, but each
-        token keeps the route with which it was sampled.
+        token keeps the route it was sampled with.
         """
         completed: list[tuple[int, Result]] = []
         if self._asleep:
@@ -299,17 +299,16 @@ class VllmEngine:
         call_workers(self._llm, "keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load one bucket of weights. Raises ValueError naming a tensor that is not in the
-        checkpoint, and TimeoutError or ConnectionError if the bytes cannot be received
-        (`Channel.receive`)."""
+        """Load one bucket of weights. Raises ValueError if a tensor is not in the checkpoint, and
+        TimeoutError or ConnectionError if the bytes can't be received (`Channel.receive`)."""
         self._checklist.arrived(bucket)
         call_workers(self._llm, "keel_load_bucket", bucket)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Switch sampling to the new weights. After an error, the weights stay incomplete.
+        """Switch sampling to the new weights. After an error, the weights are left incomplete.
 
-        Raises ValueError if tensors are missing, and RuntimeError if the `checksum` does not match
-        the bytes received from the trainer.
+        Raises ValueError if tensors are missing, and RuntimeError if `checksum` doesn't match the
+        bytes received from the trainer.
         """
         self._checklist.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
@@ -325,7 +324,8 @@ class VllmEngine:
         self.version, self.updating = version, False
 
     def _pause(self) -> list[tuple[int, Result]]:
-        """Stop scheduling, and step until nothing is in flight, so that caches can be reset."""
+        """Stop scheduling, and keep stepping until nothing is in flight, so that caches can be
+        reset."""
         self._llm.sleep(level=_PAUSE, mode="keep")
         core, completed = core_of(self._llm), list[tuple[int, Result]]()
         for _ in range(_MAX_DRAIN_STEPS):
@@ -373,7 +373,7 @@ def _require_version() -> None:
 
 def _end_at_next_token(scheduler: Any, request_id: str) -> bool:
     """Make a request end with its next token, or with the tokens in flight. Returns False and
-    changes nothing if it has no sampled token yet."""
+    changes nothing if it has no sampled tokens yet."""
     if (flush := getattr(scheduler, "keel_flush", None)) is not None:
         flush()
     request = scheduler.requests[request_id]
@@ -525,7 +525,8 @@ class _TemplatedRequests:
             self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
 
     def _hash_new_blocks(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
-        """Hash only the blocks of a request that have no hash yet. Replaces vLLM's block hasher."""
+        """Hash only the blocks of a request that don't have a hash yet. Replaces vLLM's block
+        hasher."""
         if self._known:
             request.block_hashes += self._known
         return hasher(request)

@@ -51,13 +51,13 @@ class RolloutWorker:
         self._warnings = tuple(dict.fromkeys(record.getMessage() for record in handler.buffer))
 
     async def ready(self) -> tuple[str, ...]:
-        """Return the warnings that were logged while the engine started."""
+        """Return the warnings logged during engine startup."""
         if self._failure is not None:
             raise self._failure
         return self._warnings
 
     async def sample(self, request: SampleRequest, sampling: SamplingConfig, record: bool) -> Any:
-        """Sample a group or a turn. Cancelling the call aborts it."""
+        """Sample a group or a turn. Cancelling the call aborts sampling."""
         future = self._engine.sample(request, sampling=sampling, record=record)
         return await asyncio.wrap_future(future)
 

@@ -28,7 +28,7 @@ _LOG_BYTES = 32_768
 
 class VllmServer:
     """A vLLM server in a child process. `keel.rollout.judge.reaper` stops the server when this
-    process ends or is killed."""
+    process exits or is killed."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class VllmServer:
         port: int = 0,
         key: str = "",
     ) -> None:
-        """Start the server, without waiting until it answers. Raises OSError if the address cannot
+        """Start the server without waiting for it to respond. Raises OSError if the address can't
         be bound.
 
-        `name` is used in error messages. `options` are vLLM's. `threads` and `kv_cache_gib` are
-        used only on CPUs. If `port` is 0, a free port is chosen. `key` is the API key that clients
-        must send. If it is empty, `VLLM_API_KEY` from the environment applies.
+        `name` is used in error messages. `options` are passed to vLLM. `threads` and `kv_cache_gib`
+        are used only on CPUs. If `port` is 0, a free port is picked. `key` is the API key that
+        clients must send. If it is empty, `VLLM_API_KEY` from the environment is used.
         """
         every = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
         variables = {
@@ -95,9 +95,9 @@ class VllmServer:
         return f"http://{self._host}:{self._port}/v1"
 
     def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server answers requests. `knob` is the setting that `timeout_s` comes
-        from, and is named in error messages. Raises RuntimeError with the end of the server's log
-        if it does not start."""
+        """Wait until the server responds to requests. `knob` is the setting that `timeout_s` comes
+        from, for use in error messages. Raises RuntimeError with the end of the server's log if it
+        doesn't start."""
         end = time.monotonic() + timeout_s
         while not self._is_healthy():
             reason = self.ended()
@@ -113,7 +113,7 @@ class VllmServer:
         self._reserved.close()
 
     def ended(self) -> str:
-        """The reason the server ended, with the end of its log, or "" while the server is
+        """Why the server exited, with the end of its log, or "" while the server is still
         running."""
         output = self._reaper.stdout
         assert output is not None

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class _JudgeActor(VllmServer):
-    """Ray actor that runs the server process. The server stops when the actor ends."""
+    """Ray actor that runs the server process. The server stops when the actor exits."""
 
     def __init__(self, config: JudgeConfig, gpu: bool, key: str) -> None:
         stderr = Path("/proc/self/fd/2")
@@ -66,7 +66,7 @@ class _JudgeActor(VllmServer):
         )
 
     def start(self) -> str:
-        """Wait until the server answers requests, and return its URL."""
+        """Wait until the server responds to requests, and return its URL."""
         self.wait(self._timeout_s, "rewards.judge.server.startup_timeout_s")
         return self.url
 
@@ -77,7 +77,7 @@ class JudgeServer:
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the server, without waiting until it is ready. Ray must be running. `options` are
+        """Start the server without waiting until it is ready. Ray must be running. `options` are
         Ray options for the actor and override the defaults."""
         self._config, self._gpu, self._options = config, gpu, options or {}
         self.key = secrets.token_hex(16)
@@ -89,12 +89,12 @@ class JudgeServer:
 
     @property
     def restarts(self) -> int:
-        """Number of times the server has been restarted in this run."""
+        """Number of times the server has been restarted during this run."""
         return len(self._times)
 
     def url(self) -> str:
         """Return the URL of the running server, restarting it first if it has died. Raises
-        RuntimeError with the end of the server's log if it cannot be started."""
+        RuntimeError with the end of the server's log if it can't be started."""
         with self._lock:
             if self._url:
                 reason = self._ended()
@@ -116,7 +116,7 @@ class JudgeServer:
             return self._url
 
     def stop(self) -> None:
-        """Stop the server, even while another thread waits for it. Calling this twice has no
+        """Stop the server, even while another thread is waiting for it. Calling this again has no
         effect."""
         if self._stopped:
             return

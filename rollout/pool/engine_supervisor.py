@@ -33,10 +33,10 @@ _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0  # lower bounds, as multiples of the longe
 
 
 class RolloutEngine(Protocol):
-    """Interface of an engine in the pool. All methods return immediately. Cancelling a future
+    """Interface for an engine in the pool. All methods return immediately. Cancelling a future
     aborts its work.
 
-    If the engine dies, its futures raise `EngineError` and the pool replaces it. The pool cannot
+    If the engine dies, its futures raise `EngineError` and the pool replaces it. The pool can't
     recover from any other error.
     """
 
@@ -44,14 +44,14 @@ class RolloutEngine(Protocol):
     def receiver(self) -> Receiver: ...
 
     def ready(self) -> Future[tuple[str, ...]]:
-        """Return a future that resolves to the engine's warnings when it can sample or, with
-        `rollout.time_share`, when it is asleep."""
+        """Return a future that resolves to the engine's warnings once it is ready to sample (or
+        asleep, with `rollout.time_share`)."""
         ...
 
     def sample(
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
-        """Start sampling. The future returns a `Group` or a `TurnResult`."""
+        """Start sampling. The future resolves to a `Group` or a `TurnResult`."""
         ...
 
     def translate(self, delivery: Future[int]) -> Future[int]:
@@ -76,7 +76,7 @@ class _Progress:
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
-    """A place for one engine in the pool. If the engine dies, a new one takes its place."""
+    """A slot for one engine in the pool. If the engine dies, a new one takes its place."""
 
     index: int
     engine: RolloutEngine
@@ -113,7 +113,7 @@ class EngineSupervisor:
         startup_s: float,
         update_s: float,
     ) -> None:
-        """Create the supervisor without starting any engine. `build(i)` starts engine i without
+        """Create the supervisor without starting any engines. `build(i)` starts engine i without
         waiting for it. `update_s` is the time limit for updating an engine's weights and for
         putting an engine to sleep."""
         self.slots: list[EngineSlot] = []
@@ -130,8 +130,8 @@ class EngineSupervisor:
         return {slot.pending: slot for slot in self.slots if slot.pending is not None}
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines and return their distinct warnings. Raises TimeoutError if one does not
-        start in time, and EngineError if one fails or `kill` is called meanwhile."""
+        """Start all engines and return their distinct warnings. Raises TimeoutError if one doesn't
+        start in time, and EngineError if one fails or `kill` is called in the meantime."""
         for index in range(self._config.engines):
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s
@@ -166,7 +166,7 @@ class EngineSupervisor:
                 yield f"{name} was restarted: another process freed GPU memory during its start"
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
-        """Make all engines load the new weights, or fall asleep, once they finish their current
+        """Make all engines load the new weights, or go to sleep, once they finish their current
         stage."""
         self.resting = resting
         if target is not None and target is not self.target:
@@ -189,7 +189,7 @@ class EngineSupervisor:
             raise EngineError("the engines were killed while they started")
 
     def advance(self, slot: EngineSlot) -> EngineError | None:
-        """Move a slot to its next stage, after its pending future has resolved or its deadline has
+        """Move a slot to its next stage, once its pending future has resolved or its deadline has
         passed. Returns an error if the engine must be replaced."""
         assert slot.pending is not None
         if not slot.pending.done():
@@ -214,8 +214,8 @@ class EngineSupervisor:
         return None
 
     def replace(self, slot: EngineSlot, error: EngineError) -> None:
-        """Start a new engine in this slot. Raises EngineError if the slot was restarted too often,
-        or if two starts in a row failed with the same error."""
+        """Start a new engine in this slot. Raises EngineError if the slot has been restarted too
+        many times, or if two starts in a row failed with the same error."""
         slot.engine.kill()
         if slot.stage == "starting":
             failure = _NUMBER.sub("#", str(error))
@@ -265,10 +265,10 @@ class EngineSupervisor:
 
 
 class StallDetector:
-    """Detects engines that have work but finish no steps.
+    """Detects engines that have work but don't finish any steps.
 
-    A process still answers when its GPU hangs, so the pool polls the number of finished steps. Time
-    spent idle, asleep or in weight updates does not count, nor does the first step, which may
+    A process keeps responding when its GPU hangs, so the pool polls the number of finished steps.
+    Time spent idle, asleep or in weight updates doesn't count, nor does the first step, which may
     compile kernels.
     """
 
@@ -282,8 +282,8 @@ class StallDetector:
     def poll(
         self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
     ) -> list[tuple[EngineSlot, EngineError]]:
-        """Return the slots of engines that hang, with an error for each. Calls `warn` for engines
-        that have been slow for a shorter time."""
+        """Return the slots of hung engines, with an error for each. Calls `warn` for engines that
+        have been stalled for a shorter time."""
         now = self._clock()
         if now < self.next_poll:
             return []

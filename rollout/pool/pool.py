@@ -55,8 +55,8 @@ class _Request:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Sort key for the queue. Evaluation comes first, because the training loop waits for
-        it."""
+        """Sort key for the queue. Evaluation requests go first, because the training loop waits for
+        them."""
         return self.purpose != "eval", self.number
 
 
@@ -104,11 +104,12 @@ class RolloutPool:
 
     @property
     def steps(self) -> int:
-        """Total number of decoding steps of all engines. The value can be a few seconds old."""
+        """Total number of decoding steps across all engines. The value may be a few seconds old."""
         return sum(slot.progress.last.steps for slot in self._supervisor.slots)
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines and return their warnings. Raises EngineError or TimeoutError."""
+        """Start all engines and return their warnings. Raises EngineError or TimeoutError if one
+        doesn't start."""
         warnings = self._supervisor.start()
         if self._config.time_share:
             self._asleep = Future()
@@ -126,10 +127,10 @@ class RolloutPool:
     ) -> Future[Group]:
         """Start sampling `group_size` completions of `prompt`. Cancelling the future aborts them.
 
-        The engine ends completions `rollout.timeout_s` after it starts to sample them. If an engine
-        dies or stops responding, its groups are sampled again. Evaluation samples are not recorded.
-        The future raises the engine's error if the prompt is invalid, and EngineError if engines
-        keep dying.
+        The engine ends completions `rollout.timeout_s` after it starts sampling them. If an engine
+        dies or stops responding, its groups are resampled. Evaluation samples are not recorded. The
+        future raises the engine's error if the prompt is invalid, and EngineError if engines keep
+        dying.
         """
         with self._lock:
             draw = self._draws[prompt.prompt_id]
@@ -145,8 +146,8 @@ class RolloutPool:
         sampling: SamplingConfig,
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
-        """Start sampling one turn of a conversation, if possible on the engine that sampled the
-        previous turn. If the engine dies, the turn is sampled again."""
+        """Start sampling one turn of a conversation, on the engine that sampled the previous turn
+        if possible. The turn is resampled if the engine dies."""
         label = f"turn of conversation {request.conversation}"
         return self._enqueue(request, sampling, purpose, label, 1, request.max_tokens)
 
@@ -203,8 +204,8 @@ class RolloutPool:
         """Release the GPU memory of every engine until the next `update`. Engines that are loading
         weights finish first.
 
-        The future also resolves if the engines failed for good, so that the last checkpoint can use
-        their memory.
+        The future also resolves if the engines have failed for good, so that their memory is free
+        for saving the last checkpoint.
         """
         with self._lock:
             update = self._update
@@ -262,7 +263,7 @@ class RolloutPool:
             asleep.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
-        """Process the calls of other threads. Returns False if the thread should stop."""
+        """Process calls from other threads. Returns False if the thread should stop."""
         with self._lock:
             if self._ended is not None:
                 return False
@@ -306,10 +307,11 @@ class RolloutPool:
     def _choose_slot(
         self, request: _Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
     ) -> EngineSlot | None:
-        """Choose the engine that has the conversation's prefix, or else the least loaded one.
+        """Choose the engine that already has the conversation's prefix, or else the least loaded
+        one.
 
-        Returns None if the conversation should wait for its own engine. This is the case if that
-        engine is full and every other available engine has at least half of its load.
+        Returns None if the conversation should wait for its own engine, because that engine is full
+        and every other available engine has at least half its load.
         """
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
         if not isinstance(request.sample, TurnRequest):
@@ -396,7 +398,7 @@ class RolloutPool:
         return [request for request in self._in_flight.values() if request.slot is slot]
 
     def _replace(self, slot: EngineSlot, error: EngineError) -> None:
-        """Start a new engine in a slot, and put the old engine's requests back into the queue."""
+        """Start a new engine in a slot, and put the old engine's requests back in the queue."""
         self._supervisor.replace(slot, error)
         self.say(f"rollout engine {slot.index} is restarted: {error}")
         for request in self._in_slot(slot):

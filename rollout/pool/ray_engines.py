@@ -91,8 +91,8 @@ def ray_pool(
     update_timeout_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> RolloutPool:
-    """Build a pool of engines in Ray actors, without starting them. `options(i)` returns additional
-    actor options each time engine i is started."""
+    """Build a pool of engines in Ray actors without starting them. `options(i)` returns extra actor
+    options each time engine i is started."""
     return RolloutPool(
         spec.config,
         lambda index: _RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
@@ -123,7 +123,8 @@ def _with_engine_errors(
     gone: tuple[type[RayError], ...] = GONE,
     convert: Callable[[Any], Any] = lambda result: result,
 ) -> Future[Any]:
-    """Convert errors of a future to `EngineError` if a dead or late engine caused them."""
+    """Convert a future's errors to `EngineError` if they were caused by a dead or unresponsive
+    engine."""
     outer: Future[Any] = Future()
 
     def done(inner: Future[Any]) -> None:

@@ -30,7 +30,7 @@ the request with these cache blocks."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What was recorded for a completion of G tokens after a prompt of P tokens."""
+    """The data recorded for a completion of G tokens after a prompt of P tokens."""
 
     logp: NDArray[np.float32]
     """[G] log-probability of each sampled token, after temperature and truncation. If any value is
@@ -64,7 +64,8 @@ class RecordingOptions:
 
 
 class Recorder(ABC):
-    """Records the requests of one engine. Requests are identified by vLLM's internal ids."""
+    """Records the data that training needs from one engine's requests, which are identified by
+    vLLM's internal ids."""
 
     def __init__(self, *, routes: bool, sampling_mask: bool, selection: bool = False) -> None:
         self._routes, self._masks, self._selection = routes, sampling_mask, selection
@@ -77,15 +78,15 @@ class Recorder(ABC):
     """Class whose methods vLLM adds to its workers."""
 
     def engine_args(self) -> dict[str, Any]:
-        """Return additional arguments for vLLM's engine."""
+        """Return extra arguments for vLLM's engine."""
         return {}
 
     @abstractmethod
     def attach(self, engine: LLMEngine) -> None:
-        """Attach the recorder to an engine. Raises ValueError if the model is not supported."""
+        """Attach the recorder to an engine. Raises ValueError if the model isn't supported."""
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
-        """Return additional `SamplingParams` for a request."""
+        """Return extra `SamplingParams` for a request."""
         return {}
 
     def expect(self, request_id: str, options: RecordingOptions) -> None:
@@ -94,8 +95,8 @@ class Recorder(ABC):
 
     @abstractmethod
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        """Remove the recording of a finished request and return it. Must be called before the
-        engine's next step. Raises RecordingError if a token is missing."""
+        """Remove and return the recording of a finished request. Must be called before the engine's
+        next step. Raises RecordingError if a token is missing."""
 
     def forget(self, request_id: str) -> None:
         """Delete the recording of an aborted request."""
@@ -105,9 +106,9 @@ class Recorder(ABC):
     def _save_before_preemption(self, scheduler: Any, read: _ReadRows, *, group: int = 0) -> None:
         """Save the routes or selections of requests just before vLLM preempts them.
 
-        A preempted request loses its keys and values. They are computed again later, possibly with
-        new weights. Recorders that read rows from the same cache slots must therefore read them
-        before the preemption.
+        A preempted request loses its keys and values, which are recomputed later, possibly with new
+        weights. Recorders that read rows from the same cache slots must therefore read them before
+        the preemption.
         """
         preempt = scheduler._preempt_request
 
@@ -151,7 +152,7 @@ def core_of(engine: LLMEngine) -> Any:
 
 
 def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> str:
-    """Return the name of the recorder for the setting `rollout.recorder`. `full_attention` is the
+    """Return the name of the recorder that `rollout.recorder` selects. `full_attention` is the
     result of `keel.model.load.full_attention`."""
     name = config.recorder
     if name == "auto" and gpu:
@@ -195,8 +196,8 @@ def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
     """Check that every token has a route in every layer. Raises RecordingError otherwise.
 
-    Also raises RecordingError if all routes of a layer are zero, because no router sends every
-    token to expert 0 K times.
+    Also raises RecordingError if all routes of a layer are zero, since a real router never picks
+    expert 0 for all K slots of every token.
     """
     unrouted = routes == NO_ROUTE
     if unrouted.any():

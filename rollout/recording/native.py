@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class NativeRecorder(Recorder):
-    """Records from vLLM's outputs: checks and reshapes `routed_experts`, `sampling_mask` and
-    `logprobs`.
+    """Records the `routed_experts`, `sampling_mask` and `logprobs` that vLLM returns, after
+    checking and reshaping them.
 
-    vLLM does not return the selections of sparse attention, so `SelectionExtension` records them.
+    vLLM doesn't return sparse attention selections, so `SelectionExtension` records them.
     """
 
     def __init__(self, **recorded: bool) -> None:
@@ -123,8 +123,8 @@ class NativeRecorder(Recorder):
 
 
 def default_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
-    """Return the top_k for a request that does not set one, on an engine that returns masks. Raises
-    ValueError if the request is recorded."""
+    """Return the top_k for a request that doesn't set one, on an engine that returns sampling
+    masks. Raises ValueError if the request is recorded."""
     if sampling.top_k > 0:
         return {}
     if options.routes or options.sampling_mask:
@@ -137,7 +137,7 @@ def default_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[s
 
 def sort_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
     """Sort the ids in each mask, so that the trainer can check the masks in one pass. Raises
-    RecordingError if a mask does not contain the sampled token."""
+    RecordingError if a mask doesn't contain the sampled token."""
     check_count(request_id, "sampling masks", len(masks), len(output.token_ids))
     rows = np.repeat(np.arange(len(masks)), masks.sizes())
     if (np.diff(masks.ids)[rows[1:] == rows[:-1]] < 0).any():

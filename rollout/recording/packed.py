@@ -37,8 +37,8 @@ step."""
 
 
 class PackedRecorder(Recorder):
-    """A recorder that stores data in arrays. vLLM's scheduler must run in this process, as it does
-    in rollout workers."""
+    """A recorder that stores its data in arrays. vLLM's scheduler must run in this process, as it
+    does in rollout workers."""
 
     worker_extension = "keel.rollout.vllm_fast.install.FastExtension"
 
@@ -97,8 +97,8 @@ class PackedRecorder(Recorder):
         """Return the routes of a request that finished in the last step, starting at position
         `first`.
 
-        The same call reads the routes of other requests that finished in that step, and caches
-        them.
+        The same call also reads and caches the routes of all other requests that finished in that
+        step.
         """
         if request_id not in self._ahead:
             blocks: dict[str, list[int]] = self._scheduler.finished_blocks

@@ -19,11 +19,11 @@ _BLOCK = 512
 
 
 class SelectionTable:
-    """Stores the selections of one layer on the GPU, as bitmaps by KV cache slot.
+    """Stores the selections of one layer on the GPU, as bitmaps indexed by KV cache slot.
 
-    A token keeps its slot as long as another token attends to it. Selections can therefore be found
-    through a request's blocks, even after chunked prefills or with shared prefixes. The tables have
-    fixed addresses, because CUDA graphs write to them.
+    A token keeps its slot as long as another token attends to it. Selections can therefore be
+    looked up through a request's blocks, even after chunked prefills or with shared prefixes. The
+    tables have fixed addresses, because CUDA graphs write to them.
     """
 
     def __init__(self, cache: Tensor, context: int) -> None:
@@ -77,8 +77,8 @@ _select = _attention.sparse_attn_indexer
 def _select_and_record(
     query: Tensor, layer: str, cache: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Call vLLM's indexer and store its selection. `args[8]` is the length of the engine's longest
-    context."""
+    """Call vLLM's indexer and store its selection. `args[8]` is the engine's maximum context
+    length."""
     chosen = _select(query, layer, cache, *args, **options)
     slots = get_forward_context().slot_mapping
     if isinstance(slots, dict) and layer in slots and cache.numel():

@@ -34,7 +34,7 @@ from keel.weights.loader import moe_runners
 class _RouteTable:
     """Stores the experts of every token in the KV cache, indexed by cache slot.
 
-    A token keeps its slot as long as another token attends to it. Routes can therefore be found
+    A token keeps its slot as long as another token attends to it. Routes can therefore be looked up
     through a request's blocks, even after chunked prefills, with shared prefixes, or when tokens
     are recomputed after a preemption.
     """
@@ -99,7 +99,7 @@ class _RouteTable:
 
 
 class _SampledTokens(NamedTuple):
-    """The tokens sampled in one step, one for each row of the batch."""
+    """The tokens sampled in one step, one per row of the batch."""
 
     tokens: list[int]
     logp: list[float]
@@ -107,7 +107,7 @@ class _SampledTokens(NamedTuple):
 
 
 class V1Recorder(Recorder):
-    """Records on vLLM's V1 model runner, which must run in this process."""
+    """A recorder for vLLM's V1 model runner, which must run in this process."""
 
     _table: _RouteTable | None = None
 
@@ -143,7 +143,7 @@ class V1Recorder(Recorder):
 
     def _kept_ids(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
         """Return the ids with a finite log-probability in each row, for requests with truncated
-        sampling. Returns None if no request is truncated."""
+        sampling. Returns None if there are no such requests."""
         options = [self._options.get(name) for name in names[: len(logprobs)]]
         truncated = torch.tensor([each is not None and each.sampling_mask for each in options])
         if not truncated.any():

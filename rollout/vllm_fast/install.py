@@ -42,8 +42,8 @@ class _SlotRoutes:
     Replaces vLLM's `AuxOutputWorkerConnector`, which copies each step's routes to the CPU and sorts
     them in Python. One kernel per step stores each token's routes under the slot that also holds
     the token's keys. A token keeps its slot as long as another token attends to it, so routes can
-    be found through a request's blocks, even after chunked prefills, with shared prefixes, or after
-    a preemption.
+    be looked up through a request's blocks, even after chunked prefills, with shared prefixes, or
+    after a preemption.
     """
 
     def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:
@@ -71,10 +71,10 @@ class _SlotRoutes:
         self._copy_stream = torch.cuda.Stream() if captured.is_cuda else None
 
     def begin_step(self, metadata: Any) -> None:
-        """Do nothing. vLLM calls this before the forward pass."""
+        """No-op. vLLM calls this before the forward pass."""
 
     def prepare_output(self, batch: Any) -> None:
-        """Store the routes of the step. vLLM calls this after sampling."""
+        """Store the step's routes. vLLM calls this after sampling."""
         self.store(int(batch.query_start_loc_np[batch.num_reqs]))
 
     def store(self, tokens: int) -> None:
@@ -84,8 +84,8 @@ class _SlotRoutes:
         self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
 
     def rows(self, slots: NDArray[np.int64], *, stored: bool = False) -> NDArray[np.int16]:
-        """Return the routes [len(slots), L, K]. Waits for the steps in flight, unless all routes
-        are already `stored`."""
+        """Return the routes [len(slots), L, K]. Waits for the steps in flight, unless `stored` says
+        that the table already has all routes."""
         with (
             torch.cuda.stream(self._copy_stream) if stored and self._copy_stream else nullcontext()
         ):
@@ -93,15 +93,15 @@ class _SlotRoutes:
             return self._table[index].cpu().numpy()
 
     def close(self) -> None:
-        """Do nothing. vLLM calls this when the engine shuts down."""
+        """No-op. vLLM calls this when the engine shuts down."""
 
 
 class FastExtension(WeightsExtension):
     """Methods that vLLM adds to its workers. They run on all ranks."""
 
     def keel_install_fast(self, routes: bool) -> None:
-        """Replace the last part of the sampler, the preparation of repeated steps and, if `routes`
-        is set, route capture."""
+        """Install faster versions of the sampler's final stage, of the preparation of repeated
+        steps and, if `routes` is set, of route capture."""
         runner = self.model_runner
         if sampler.install(runner):
             sampler.install_graphs(runner)
@@ -138,8 +138,8 @@ class FastExtension(WeightsExtension):
     def keel_finished_routes(
         self, requests: Sequence[tuple[Sequence[int], int]]
     ) -> list[NDArray[np.int16]]:
-        """Return the routes [slots from `first` on, L, K] of requests that finished in the last
-        step. Each request is given as (cache blocks, first)."""
+        """Return the routes of requests that finished in the last step. Each request is given as a
+        pair (cache blocks, first), and its routes start at slot `first`: [slots, L, K]."""
         slots = [self._keel_slots(blocks)[first:] for blocks, first in requests]
         rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), stored=True)
         return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])
@@ -275,7 +275,8 @@ class _StepReuse:
         return known._replace(state=state)
 
     def _run(self, graph: Any, state: Any) -> Tensor:
-        """Replay the CUDA graph of a step. Tests without CUDA graphs use `state` instead."""
+        """Replay the CUDA graph of a step. `state` is for tests, which override this method to run
+        without graphs."""
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 
@@ -291,13 +292,13 @@ def _advance_inputs(
     ids: Tensor,
     slots: Tensor,
 ) -> None:
-    """Prepare the inputs of the next decoding step on the GPU: fill the first rows of `positions`,
-    `lengths`, `ids` and `slots`. The input of each row is the token that it sampled last.
+    """Prepare the inputs of the next decoding step on the GPU by filling the first rows of
+    `positions`, `lengths`, `ids` and `slots`. Each row's input is the last token it sampled.
 
     `requests` [rows] int64 is the request of each row. The other arrays are indexed by request:
-    `computed` [requests] is the number of tokens with keys and values, `sampled` [requests, 1] is
-    the last token, and `table` [requests, blocks] lists the KV blocks, which hold `page` tokens
-    each. On the device `meta`, the kernel is only compiled.
+    `computed` [requests] is the number of tokens that already have keys and values, `sampled`
+    [requests, 1] is the last token, and `table` [requests, blocks] lists the KV blocks, which hold
+    `page` tokens each. On the `meta` device, the kernel is only compiled.
     """
     rows = len(requests)
     _advance_kernel[(triton.cdiv(rows, _BLOCK),)](requests, computed, sampled, table,
@@ -323,7 +324,7 @@ def _advance_kernel(
 
 
 def _can_reuse_steps(runner: Any) -> bool:
-    """Return whether steps can be reused. This requires a text model with full attention, one GPU
+    """Return True if steps can be reused. This requires a text model with full attention, one GPU
     and CUDA graphs."""
     groups = runner.kv_cache_config.kv_cache_groups
     return (

@@ -42,7 +42,7 @@ _LAST_BIT = tl.constexpr(10)  # of the bound; an error of 2^-13 adds only a few 
 @triton.jit
 def _ordered_ints(logits_ptr, ids, inside, temperature):
     """Divide logits by the temperature and convert them to integers that sort in the same order.
-    NaN becomes infinity, so that the log-probability becomes NaN and is detected."""
+    NaN becomes infinity, so that the log-probability becomes NaN and gets detected."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     logits = logits / temperature  # as in vLLM's kernel, to the bit
     logits = tl.where(logits != logits, float("inf"), logits)
@@ -63,7 +63,7 @@ def _group_maxima(
     groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Compute the maxima of GROUPS groups of logits in one row. A group contains every `groups`-th
-    id, because likely ids are often neighbours."""
+    id, because likely ids are often next to each other."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -79,7 +79,7 @@ def _find_threshold(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find a threshold such that at least top_k logits of a row are greater than or equal to it. If
+    """Find a threshold such that at least top_k logits in a row are greater than or equal to it. If
     fewer than top_k logits are finite, all finite ones reach the threshold."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
@@ -133,7 +133,7 @@ def _count_at_least(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constex
 @triton.jit
 def _collect_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
     """Collect the sort keys of a row's top_k largest logits in many passes. Used for flat
-    distributions, whose candidates do not fit into the buffer."""
+    distributions, whose candidates don't fit in the buffer."""
     least = tl.where(
         _count_at_least(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, _LEAST
     )
@@ -157,8 +157,8 @@ def _collect_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE:
 
 @triton.jit
 def _sort_and_truncate(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
-    """Sort the candidates of a row, apply top_k and top_p, and store the ids that remain. Returns
-    their number."""
+    """Sort a row's candidates, apply top_k and top_p, and store the remaining ids. Returns how many
+    ids remain."""
     place = tl.arange(0, SIZE)
     keys = tl.load(keys_ptr + place, mask=place < found, other=-0x7FFFFFFFFFFFFFFF)
     keys = tl.sort(keys, descending=True)
@@ -182,7 +182,7 @@ def _truncate_row(
     found_ptr, ids_ptr, counts_ptr, vocab_size, width, LIKELY: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Truncate one row: store the ids that it keeps, and their number."""
+    """Truncate one row, and store its kept ids and how many there are."""
     row = tl.program_id(0)
     keys = keys_ptr + row.to(tl.int64) * ROOM
     ids = ids_ptr + row.to(tl.int64) * width
@@ -259,8 +259,8 @@ def _collect_kept_ids(
     logits_ptr, logits_row, sampled_ptr, ids_ptr, counts_ptr, bits_ptr, bits_row, vocab_size,
     width, RECORD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Collect the ids in a block of a row that vLLM has not cut off, in no particular order. If
-    `RECORD` is set, also set their bits."""
+    """Collect the ids in a block of a row that vLLM has not cut off, in no particular order. Also
+    sets their bits in the bitmap if `RECORD` is set."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(sampled_ptr + row) > 0:
@@ -286,7 +286,7 @@ def _collect_kept_ids(
 
 @triton.jit
 def _load_logits(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
-    """Load logits. If `SCALE` is set, divide them by the temperature."""
+    """Load logits, dividing them by the temperature if `SCALE` is set."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     if SCALE:
         logits = logits / temperature  # as in vLLM's kernel, to the bit
@@ -306,7 +306,7 @@ def _draw_from_ids(
     logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
     RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of a row whose kept ids are all stored. Returns the token, the largest logit
+    """Draw a row's token when all of its kept ids are stored. Returns the token, the largest logit
     and the sum of exponentials."""
     place = tl.arange(0, WIDTH)
     inside = place < count
@@ -325,8 +325,8 @@ def _draw_from_ids(
 
 @triton.jit
 def _draw_from_logits(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
-    """Draw the token of a row that keeps more ids than are stored, from its logits. Returns the
-    token, the largest logit and the sum of exponentials."""
+    """Draw a row's token from its logits. Used if the row keeps more ids than are stored. Returns
+    the token, the largest logit and the sum of exponentials."""
     token = 0
     highest = -float("inf")
     top = -float("inf")
@@ -354,7 +354,7 @@ def _draw_row(
     SCALE: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of one row. Writes the token and its log-probability. The kept ids are written
+    """Draw one row's token and store it along with its log-probability. The kept ids are written
     after those of earlier rows."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * logits_row
@@ -385,7 +385,7 @@ def _draw_row(
 
 
 class SampledRows(NamedTuple):
-    """Tokens, log-probabilities and sampling masks of a step with `rows` requests."""
+    """The tokens, log-probabilities and sampling masks of a step with `rows` requests."""
 
     tokens: Tensor  # [rows, 1] int64 sampled token ids
     logp: Tensor  # [rows, 1] float32 natural log-probabilities over the ids that are kept
@@ -393,7 +393,7 @@ class SampledRows(NamedTuple):
 
 
 class Truncation(NamedTuple):
-    """Truncation parameters of each request (top-k and top-p), stored on the GPU."""
+    """Per-request truncation parameters (top-k and top-p), stored on the GPU."""
 
     top_k: Tensor  # [requests] int32
     top_p: Tensor  # [requests] float32
@@ -415,8 +415,8 @@ def draw(
 
     If `truncation` is given, temperature and truncation are applied here. Otherwise, the logits
     must already be divided by the temperature, and be minus infinity for ids that were cut off.
-    `states` [rows] is the index of each row's request, and `positions` [rows] the position of its
-    token. `temperature` and `seeds` are indexed by request. Where `sampled` [rows] is 0 (an
+    `states` [rows] is the index of each row's request, and `positions` [rows] is the position of
+    its token. `temperature` and `seeds` are indexed by request. Where `sampled` [rows] is 0 (an
     unfinished prompt), the mask is empty and the other results are undefined.
 
     `width` is the largest top_k among the rows or, without `truncation`, the number of ids that a

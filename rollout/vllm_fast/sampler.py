@@ -48,7 +48,7 @@ _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
 class _StepLogprobs(NamedTuple):
-    """The log-probabilities of a step, with the methods of vLLM's `LogprobsTensors` but no ids or
+    """A step's log-probabilities, with the methods of vLLM's `LogprobsTensors` but without ids or
     ranks."""
 
     logp: Tensor  # [rows, 1] float32
@@ -63,7 +63,7 @@ class _StepLogprobs(NamedTuple):
 
 
 class _OneTokenSampler(Sampler):
-    """Samples one token per request, and computes the log-probability of that token only."""
+    """Samples one token per request, and computes only that token's log-probability."""
 
     one_and_none: Tensor  # [2, requests] int32, sampled (1) and rejected (0). Never written.
     unmasked: NDArray[np.bool_]  # [requests] True where sampling masks are not recorded
@@ -84,7 +84,7 @@ class _OneTokenSampler(Sampler):
 
     @property
     def only_known(self) -> bool:
-        """True if all logits processors are vLLM's own. Their state changes only when requests are
+        """True if all logits processors are vLLM's own. Their state only changes when requests are
         added or removed."""
         return [type(processor) for processor in self.logits_processors] == _PROCESSORS
 
@@ -133,7 +133,7 @@ class _OneTokenSampler(Sampler):
         return _to_sampler_output(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
-        """Return whether these requests use only temperature > 0, top-p and a small top-k."""
+        """Return True if these requests only use temperature > 0, top-p and a small top-k."""
         states, thinking = self.sampling_states, self.thinking_budget_state
         if not self.only_known:
             return False
@@ -165,7 +165,7 @@ def _to_sampler_output(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> 
 
 
 def install(runner: Any) -> bool:
-    """Replace a model runner's sampler. Returns False if this process has none."""
+    """Replace a model runner's sampler. Returns False if this process doesn't have one."""
     sampler: Any = runner.sampler
     if type(sampler) is not Sampler:
         return False
@@ -183,7 +183,7 @@ _BLOCK = 256
 
 
 class _SamplingRows(NamedTuple):
-    """Sampling parameters for the rows of a step, [rows] each, in fixed GPU buffers."""
+    """The sampling parameters of a step's rows, each in a fixed GPU buffer of shape [rows]."""
 
     temperature: Tensor
     top_k: Tensor
@@ -210,7 +210,7 @@ def _fill_rows(
     top_p: Tensor,
     seeds: Tensor,
 ) -> None:
-    """Copy the sampling parameters of `requests` to the first rows, and pad them to `size` rows."""
+    """Copy the sampling parameters of `requests` to the first rows, padding them to `size` rows."""
     grid, rows = (triton.cdiv(size, _BLOCK),), len(requests)
     _gather[grid](requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=_BLOCK)
 
@@ -268,7 +268,7 @@ class _SampleGraphs:
         return self._original(hidden_states, input_batch, grammar_output)
 
     def _prepare_graphs(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
-        """Fill the fixed buffers and return the graphs for a batch, or [] if it is not
+        """Fill the fixed buffers and return the graphs for a batch, or [] if the batch isn't
         supported."""
         last, self._last = self._last, None
         if last and last[0] is batch.idx_mapping and hidden_states.data_ptr() == self._at:
@@ -364,7 +364,7 @@ class _SampleGraphs:
 
 @contextmanager
 def _disable_gc() -> Iterator[None]:
-    """Disable garbage collection inside the context, because freeing a tensor would abort a
+    """Disable garbage collection inside this context, because freeing a tensor would abort a
     capture."""
     enabled = gc.isenabled()
     gc.disable()
@@ -394,8 +394,8 @@ def _empty_like(sampled: SampledRows) -> SampledRows:
 
 
 def install_graphs(runner: Any) -> None:
-    """Make a model runner sample with CUDA graphs, if it uses one GPU and keeps few enough steps in
-    flight."""
+    """Make a model runner sample with CUDA graphs, provided it uses one GPU and keeps few enough
+    steps in flight."""
     alone = runner.vllm_config.parallel_config.world_size == 1
     few = runner.vllm_config.max_concurrent_batches <= _COPIES
     if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:

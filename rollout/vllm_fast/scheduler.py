@@ -50,8 +50,8 @@ class _ScheduledStep:
 
 
 class _DecodeBatch:
-    """A batch of requests that sample one token per step, with their counters and recorded arrays.
-    Arrays [P] are indexed by batch slot, and columns correspond to steps."""
+    """A batch of requests that sample one token per step, along with their counters and recorded
+    data. Arrays of shape [P] are indexed by batch slot, and columns correspond to steps."""
 
     def __init__(self, places: int) -> None:
         self.requests: list[Any] = [None] * places  # [P] vLLM's `Request`s, or None
@@ -86,7 +86,7 @@ class _DecodeBatch:
 
     def refresh(self) -> None:
         """Update everything that depends on which requests are in the batch. Call this after
-        requests joined or left."""
+        requests have joined or left."""
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
         self.places = np.array(list(present), int)
         self.ids = [request.request_id for request in present.values()]
@@ -95,8 +95,9 @@ class _DecodeBatch:
         self.end = int(self.room.min())
 
     def join(self, request: Request, *, window: int, block: int) -> None:
-        """Add a request, starting with the next step. Call `refresh` afterwards. `window` is the
-        size of the context window, and `block` the number of tokens per KV block."""
+        """Add a request to the batch, starting with the next step. Call `refresh` afterwards.
+        `window` is the size of the context window, and `block` is the number of tokens per KV
+        block."""
         place, now = self.requests.index(None), self.scheduled
         params: Any = request.sampling_params
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
@@ -118,8 +119,8 @@ class _DecodeBatch:
         self.due[place] = self.room[place] = _NEVER
 
     def to_cached_requests(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
-        """Return the requests of the next step in vLLM's format. `blocks` contains the new KV
-        blocks of each request in `ids`."""
+        """Return the next step's requests in vLLM's format. `blocks` contains the new KV blocks of
+        each request in `ids`."""
         now = self.scheduled
         return CachedRequestData(
             req_ids=self.ids,
@@ -177,7 +178,7 @@ class _DecodeBatch:
             request.append_output_token_ids(tokens)
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
-        """Record the tokens of the oldest step. Returns the batch slots of the requests that end
+        """Record the tokens of the oldest step. Returns the batch slots of the requests that finish
         with them, or None if vLLM has to handle the step."""
         step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
         if output.num_nans_in_logits or column + 1 >= self.end:
@@ -237,7 +238,8 @@ class _DecodeBatch:
         self._num_ids = total
 
     def _steps_received(self, place: int) -> int:
-        """Return the number of steps received for a request, up to its end."""
+        """Return the number of steps received so far for a request, not counting any after it
+        finished."""
         return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
@@ -258,8 +260,8 @@ class _DecodeBatch:
 
 
 def _token_positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
-    """Return the index of each row's token in a flat array. Without `firsts`, this index is the row
-    number."""
+    """Return the index of each row's token in a flat array, which is just the row number if
+    `firsts` is None."""
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]
 
 
@@ -353,7 +355,7 @@ class _FastPath(Scheduler):
 
     def has_finished_requests(self) -> bool:
         """Also return True if a paused engine has undelivered tokens, so that it runs one more
-        (empty) step."""
+        empty step to deliver them."""
         pending = self._undelivered or (self._batch is not None and self._batch.received)
         paused = self._pause_state != PauseState.UNPAUSED
         return bool(paused and pending) or super().has_finished_requests()
@@ -367,7 +369,7 @@ class _FastPath(Scheduler):
     # The batch.
 
     def _new_batch(self) -> _DecodeBatch | None:
-        """Build a batch of all running requests. Returns None if some of them do more than
+        """Build a batch of all running requests. Returns None if any of them does more than
         decode."""
         if (
             not self._possible
@@ -382,8 +384,8 @@ class _FastPath(Scheduler):
         return batch
 
     def _only_decodes(self, request: Request) -> bool:
-        """Return whether a request only samples one token per step until it ends, and returns no
-        log-probabilities except to the recorder."""
+        """Return True if a request does nothing but sample one token per step until it ends, and
+        returns log-probabilities only to the recorder."""
         params = request.sampling_params
         known = request.num_tokens + request.num_output_placeholders
         return not (
@@ -417,8 +419,8 @@ class _FastPath(Scheduler):
             self._join(batch, decoding)
 
     def _next_step(self, batch: _DecodeBatch, throttle_prefills: bool) -> SchedulerOutput | None:
-        """Schedule the next step of the batch, together with requests that begin. Returns None if
-        vLLM has to schedule it."""
+        """Schedule the batch's next step, along with newly started requests. Returns None if vLLM
+        has to schedule the step."""
         if batch.full or self._pause_state != PauseState.UNPAUSED:
             return None
         joined = self._should_begin(batch) or bool(self._outside)
@@ -472,7 +474,7 @@ class _FastPath(Scheduler):
         self, batch: _DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
         """Let vLLM schedule all other requests with the remaining capacity, and merge its step with
-        that of the batch."""
+        the batch's."""
         count, outside = len(batch.ids), len(self._outside)
         self.running = self._outside
         for name in _LIMITS:
@@ -527,8 +529,8 @@ class _FastPath(Scheduler):
     def _report_finished(
         self, batch: _DecodeBatch, places: list[int]
     ) -> dict[int, EngineCoreOutputs]:
-        """Report the requests that ended with the last tokens. They keep their KV blocks until
-        other requests join, because steps in flight still use these blocks."""
+        """Report the requests that ended with the latest tokens. They keep their KV blocks until
+        other requests join, because steps in flight still use those blocks."""
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:
             request = batch.requests[place]
@@ -570,8 +572,8 @@ class _FastPath(Scheduler):
             super()._free_request(request)
 
     def keel_flush(self) -> None:
-        """Write the state of the fast path's batch back to its requests, as if vLLM had run the
-        steps."""
+        """Write the state of the fast-path batch back to vLLM's requests, as if vLLM had run the
+        steps itself."""
         batch, self._batch = self._batch, None
         self._outside = []
         if batch is None or not batch.scheduled:
@@ -599,8 +601,8 @@ class _FastPath(Scheduler):
 
 
 class _FastScheduler(_FastPath):
-    """Fast scheduler that waits for each step to finish before it schedules the next one."""
+    """A fast scheduler that waits for each step to finish before scheduling the next one."""
 
 
 class AsyncFastScheduler(_FastPath, AsyncScheduler):
-    """Fast scheduler that schedules the next step while the previous one is running."""
+    """A fast scheduler that schedules the next step while the previous one is still running."""

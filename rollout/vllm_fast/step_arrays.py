@@ -39,7 +39,7 @@ class StepMasks(NamedTuple):
         return StepMasks(counts, flat, self.ids.clone(), self.bits)
 
     def tolists(self, num_sampled_tokens: Any = None) -> SamplingMaskLists:
-        """Copy the masks to the CPU. The ids that row r kept are `token_ids[offsets[r]:offsets[r +
+        """Copy the masks to the CPU. The ids kept by row r are `token_ids[offsets[r]:offsets[r +
         1]]`, in ascending order."""
         counts, width = self.counts.cpu().numpy(), self.ids.shape[1]
         offsets = np.zeros(len(counts) + 1, np.int64)
@@ -75,7 +75,8 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(slots=True)
 class PackedRecording:
-    """The log-probabilities and sampling masks of one request, in arrays of one or more tokens."""
+    """One request's log-probabilities and sampling masks, stored in arrays that each cover one or
+    more tokens."""
 
     with_masks: bool
     logp: list[NDArray[np.float32]] = field(default_factory=list)
@@ -98,7 +99,7 @@ class PackedRecording:
         return np.concatenate(self.logp) if self.logp else np.zeros(0, np.float32)
 
     def sampling_masks(self) -> SamplingMasks:
-        """Return the sampling masks of the G tokens, with ascending ids."""
+        """Return the G tokens' sampling masks, with ids in ascending order."""
         if not self.sizes:
             return SamplingMasks.empty(0)
         sizes = np.concatenate(self.sizes)

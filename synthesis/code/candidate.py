@@ -29,7 +29,8 @@ _NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A repository before and after a code change, and the issue that the change resolves."""
+    """A repository before and after a code change, along with the issue that the change
+    resolves."""
 
     key: str
     source: CodeSourceConfig
@@ -119,9 +120,9 @@ _NUMBER = re.compile(r"\s*\((?:#|gh-)\d+\)\s*$", re.IGNORECASE)
 
 
 class GitSource:
-    """Finds candidates among the first-parent commits of a git repository that refer to an issue.
-    No code of the repository is run: only plumbing commands are used, because even `git log` can
-    run a configured program."""
+    """Finds candidates among those first-parent commits of a git repository that refer to an issue.
+    None of the repository's code is run. Only plumbing commands are used, because even `git log`
+    can run a program set in the config."""
 
     def __init__(self, source: CodeSourceConfig) -> None:
         self._source = source
@@ -178,8 +179,8 @@ class GitSource:
         return version[0] if version else "1.0"
 
     def _tree(self, commit: str, env: Mapping[str, str] = {}) -> Tree:
-        """Read the files of a commit. `git archive` is not used, because it would omit files marked
-        export-ignore."""
+        """Read the files in a commit. `git archive` isn't used because it would leave out files
+        marked export-ignore."""
         modes: dict[str, tuple[str, str]] = {}
         for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit, env=env).split("\0")[
             :-1
@@ -204,8 +205,8 @@ class GitSource:
         return tree
 
     def _log_fields(self, what: Sequence[str], *which: str) -> list[list[str]]:
-        """Return the requested fields of each commit. In the output of git, they are separated by
-        NUL bytes, which commit messages cannot contain."""
+        """Return the requested fields for each commit. In git's output, they are separated by NUL
+        bytes, which commit messages can't contain."""
         form = "".join(f"%x00{word}" for word in what)
         parts = self._git("rev-list", f"--format={form}%x00", *which).split("\0")
         size = len(what) + 1  # plus the line with the commit hash
@@ -229,8 +230,8 @@ _PAIR = ("base_commit", "problem_statement", "patch", "test_patch")
 
 
 class PairSource(GitSource):
-    """Reads candidates from a JSONL file of issues and pull requests in the format of SWE-bench.
-    The repository must contain every `base_commit`."""
+    """Reads candidates from a JSONL file of issues and pull requests in SWE-bench format. The
+    repository must contain every `base_commit`."""
 
     def _read_keys(self) -> list[str]:
         super()._read_keys()  # checks that the repository can be read
@@ -282,7 +283,7 @@ class PairSource(GitSource):
 
 
 def _issue_text(message: str) -> str:
-    """Convert a commit message to an issue: drop trailers, the merge line and the issue's own
+    """Turn a commit message into an issue by dropping trailers, the merge line and the issue's own
     number."""
     lines = [
         line.rstrip()

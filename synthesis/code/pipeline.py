@@ -193,7 +193,7 @@ _Results = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcomes:
     """Tests grouped by their outcome before and after the change, such as fail-to-pass (`f2p`). A
-    test that is missing from a run counts as failed."""
+    test missing from a run counts as failed."""
 
     f2p: list[str]
     p2p: list[str]
@@ -306,10 +306,10 @@ def _added_and_removed(patch: str) -> tuple[list[str], list[str]]:
 
 
 def _check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
-    """Check that the installed packages and the files left by the set-up do not contain the change.
-    They could, because a prefix built from one commit is reused for earlier commits with the same
-    manifests. Raises Rejected if a file contains more than the fraction `most` of the changed
-    lines."""
+    """Check that neither the installed packages nor the files left behind by the setup script
+    contain the change. This can happen because a prefix built from one commit is reused for earlier
+    commits with the same manifests. Raises Rejected if a file contains more than the fraction
+    `most` of the changed lines."""
     added, _ = _added_and_removed(candidate.patch(candidate.gold))
     every = {line.strip().encode() for line in added if len(line.strip()) >= _MIN_LINE}
     before = [entry[1] for entry in candidate.base.values()]

@@ -87,8 +87,8 @@ def _split_change(changed: Mapping[str, Entry | None]) -> tuple[dict[str, list[s
 
 
 class CodeSandboxes:
-    """Opens sandboxes for a folder of tasks. Those for episodes have no network access, but those
-    for set-ups do."""
+    """Opens sandboxes for a folder of tasks. Sandboxes for setup scripts have network access, but
+    those for episodes don't."""
 
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
         """Create sandboxes that can only read `folder/environment`. Raises ConfigError if this
@@ -117,8 +117,8 @@ class CodeSandboxes:
     async def workshop(
         self, instance: Mapping[str, Any], candidate: Candidate, *, sets_up: bool = False
     ) -> AsyncGenerator[Hosted]:
-        """Open an environment that runs set-ups and tests with the candidate's gold patch. With
-        `sets_up`, it has network access and can write to the prefix."""
+        """Open an environment that runs setup scripts and tests with the candidate's gold patch. If
+        `sets_up` is set, it has network access and can write to the prefix."""
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:
@@ -186,7 +186,7 @@ async def call_workshop(
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file atomically, readable for everyone."""
+    """Write a file atomically and make it readable by all users."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.chmod(0o644)
@@ -249,7 +249,7 @@ class PrefixBuilder:
         self._projects = {normalize_name(source.name) for source in config.sources}
 
     async def get_or_build(self, candidate: Candidate) -> Prefix:
-        """Return the prefix with the dependencies of a candidate, and build it if necessary. Raises
+        """Return the prefix with a candidate's dependencies, building it if necessary. Raises
         Rejected if no test passes."""
         name = self._name(candidate)
         async with self._locks.setdefault(name, asyncio.Lock()):
@@ -318,8 +318,8 @@ class PrefixBuilder:
     async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
-        """Run the set-up script of `expected` in the sandbox `hosted`, then run the tests exactly
-        as episodes will. Returns the finished prefix, or None and the reason for the failure."""
+        """Run the setup script of `expected` in the sandbox `hosted`, then run the tests exactly as
+        episodes will. Returns the finished prefix, or None and the reason why it failed."""
         within_s = self._config.setup_s
         result = await call_workshop(
             hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s

@@ -99,9 +99,9 @@ class GeneralSandboxes:
         network: bool = False,
         seed: int = 0,
     ) -> AsyncGenerator[tuple[Hosted, Opening]]:
-        """Open an environment of the package and yield it with its first messages and tools.
-        `hash_seed` is the Python hash seed of its process. Raises EnvironmentLost if the
-        environment crashes or hangs."""
+        """Open the environment `target` from `keel.agents.environments.general`, and yield it along
+        with its first messages and tools. `hash_seed` is the Python hash seed of its process.
+        Raises EnvironmentLost if the environment crashes or hangs."""
         program = self._program(target, arguments or {}, hash_seed, network)
         parent = self._parent if hash_seed is None and not network else None
         hosted = Hosted(program, starting=self._starting, fork_server=parent)
@@ -129,8 +129,8 @@ class GeneralSandboxes:
         seed: int = 0,
     ) -> Any:
         """Call a method of `AuthorWorkshop` in a sandbox and return its result. The method runs the
-        author's code `times` times, each with the timeout `each_s`. Raises Rejected with the name
-        `gate` if that code fails."""
+        author's code `times` times, with a timeout of `each_s` per run. Raises Rejected with the
+        name `gate` if the code fails."""
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
         with reject_crashes(gate):
@@ -145,7 +145,7 @@ class GeneralSandboxes:
 
 @contextmanager
 def reject_crashes(gate: str) -> Generator[None]:
-    """Raise Rejected with the name `gate` if code in a sandbox crashes or hangs it."""
+    """Raise Rejected with the name `gate` if code in a sandbox crashes or hangs."""
     try:
         yield
     except EnvironmentLost as error:
@@ -190,7 +190,7 @@ async def check_types(sandboxes: GeneralSandboxes, environment: Path) -> Specs:
 def open_episode(
     sandboxes: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0
 ) -> Any:
-    """Open the environment in the same way as for the policy."""
+    """Open the environment the same way as for an episode of the policy."""
     arguments = {"folder": str(environment), "verify_s": sandboxes.config.verify_s}
     reward = {"general": {"task": number}}
     return sandboxes.open("environment:General", reward=reward, arguments=arguments, seed=seed)
@@ -198,7 +198,7 @@ def open_episode(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDraft:
-    """A new task in the folder of an environment. It has not passed the gates yet."""
+    """A new task in an environment's folder that hasn't passed the gates yet."""
 
     sandboxes: GeneralSandboxes
     path: Path
@@ -212,8 +212,8 @@ class TaskDraft:
     ) -> tuple[Any, int, int]:
         """Run all gates on the task. Returns the solution's answer, its number of tool calls, and
         how many reference attempts passed. `earlier` holds the answers of earlier tasks, and
-        `before` how many attempts passed the previous task. Raises Rejected if a gate rejects the
-        task, and RecursionError if values are nested too deeply."""
+        `before` is how many attempts passed the previous task. Raises Rejected if a gate rejects
+        the task, and RecursionError if values are nested too deeply."""
         answer, results = await self.solve()
         again, _ = await self.solve(self.seed + 1)
         await self._check_verified([answer, again])
@@ -249,8 +249,9 @@ class TaskDraft:
         return answer, len(results), passed
 
     async def solve(self, seed: int = 0) -> tuple[Any, _Results]:
-        """Run the solution in a process that has only the tools. Returns its answer, and its tool
-        calls with their results. The calls go through the environment, like a policy's."""
+        """Run the solution in a process that has access only to the tools. Returns its answer,
+        along with its tool calls and their results. The calls go through the environment, just like
+        a policy's."""
         results: list[tuple[ToolCall, Mapping[str, str]]] = []
         with reject_crashes("solution"):
             async with open_episode(self.sandboxes, self.path, self.number, seed=seed) as (
@@ -323,7 +324,7 @@ class TaskDraft:
     async def _check_grounded(self, answer: Any, results: _Results) -> None:
         """Check that the answer depends on the tool results: it must change if they contain other
         names, other numbers or fewer entries. The author has seen the database and could have
-        hard-coded the answer. A solution that fails on altered results passes."""
+        hard-coded the answer. A solution that fails on the altered results passes too."""
 
         async def outcome(change: _Leaf, entries: _Leaf = lambda value: value) -> str:
             try:
@@ -344,8 +345,8 @@ class TaskDraft:
             )
 
     async def _check_deterministic(self, calls: Sequence[ToolCall]) -> None:
-        """Check that tools return the same results in two processes with different hash seeds. This
-        covers the solution's calls and random calls with arguments from the database."""
+        """Check that tools return the same results in two processes with different hash seeds, both
+        for the solution's calls and for random calls with arguments from the database."""
         texts, draw = await self._texts(), random.Random(self.seed)
         request = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         request = request[:_MAX_REPLAYED]
@@ -435,9 +436,9 @@ def _short(value: Any) -> str:
 
 
 def _replay(results: _Results, change: _Leaf, entries: _Leaf) -> _CallAnswerer:
-    """Answer a solution's tool calls with altered copies of the recorded results. `entries` alters
-    whole results, and `change` alters their values. Altered values in the arguments are mapped back
-    to the true ones."""
+    """Return a function that answers a solution's tool calls with altered copies of the recorded
+    results. `entries` alters whole results, and `change` alters the values in them. Altered values
+    in the arguments are mapped back to the true ones."""
 
     def key(name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps([name, dict(arguments)], sort_keys=True)
@@ -511,8 +512,8 @@ _HOLLOW: Sequence[_Leaf] = (
 
 
 def _mutate_answer(answer: Any) -> list[tuple[str, Any]]:
-    """Return up to `_MAX_MUTATIONS` wrong answers that differ from the true one in one value, key
-    or entry, each with a description."""
+    """Return up to `_MAX_MUTATIONS` wrong answers that differ from the true one in a single value,
+    key or entry, each with a description."""
     every = [
         (place if place.startswith("[") else f"the answer{place}", other)
         for place, other in _changed(answer)
@@ -562,8 +563,8 @@ def _other_leaves(value: Any) -> list[Any]:
 
 
 def _draw_wrong_answers(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
-    """Draw wrong answers with the same structure as the true one. Strings come from `texts`, and
-    numbers are close to the true ones."""
+    """Draw wrong answers with the same structure as the true one. Strings are taken from `texts`,
+    and numbers are close to the true ones."""
     draw = random.Random(seed)
 
     def other_leaf(value: Any) -> Any:

@@ -47,8 +47,7 @@ from keel.synthesis.ledger import Rejected
 
 
 class GeneralPipeline:
-    """Creates tasks for general agents. Each key consists
-    of a category and a number."""
+    """Creates tasks for general agents. A task's key consists of a category and a number."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class GeneralPipeline:
         reference: Author,
         seed: int,
     ) -> None:
-        """Set up the pipeline. `reference` attempts tasks to measure their difficulty. Raises
+        """Set up the pipeline. `reference` attempts tasks to measure how hard they are. Raises
         ConfigError if a setting is invalid."""
         if not config.categories:
             raise ConfigError("general.categories is empty. Name the topics of the tasks")
@@ -352,8 +351,8 @@ def _put(path: Path, data: bytes) -> None:
 def _split_sections(
     reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Split a response into sections at its headings. The content of a section is its first code
-    block, or its text if it has none. Raises Rejected if a required section is missing."""
+    """Split a response into sections at its headings. A section's content is its first code block,
+    or its text if it has none. Raises Rejected if a required section is missing."""
     if reply.cut:
         raise Rejected("form", "the reply was cut off by author.max_tokens or the context")
     # Blank out the code blocks, so that comments in code are not taken for headings.
@@ -372,8 +371,8 @@ def _split_sections(
 
 
 def _number_function(source: str, name: str, number: int) -> str:
-    """Append the number of the task to the name of the function `name`. Raises Rejected unless the
-    code defines it exactly once."""
+    """Append the task's number to the name of the function `name`. Raises Rejected unless the code
+    defines that function exactly once."""
     changed, count = re.subn(
         rf"^def {name}(?=\s*\()", f"def {name}_{number}", source, flags=re.MULTILINE
     )

@@ -239,7 +239,7 @@ class SearchPipeline:
         return starts
 
     def _read_accepted(self) -> None:
-        """Read the tasks that earlier runs accepted, and drop an incomplete last line."""
+        """Read the tasks accepted by earlier runs, and drop any incomplete last line."""
         if not self._file.exists():
             return
         data = self._file.read_bytes()

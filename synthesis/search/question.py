@@ -80,10 +80,10 @@ class Workspace:
         tools: bool = True,
         hand_in: tuple[ToolSpec, _HandIn] | None = None,
     ) -> ToolLoopResult:
-        """Let an agent work on a task about the untrusted text `material`. `hand_in` contains the
-        tool for submitting the result and the check that the result must pass. The agent has
-        `tries` attempts. Raises Rejected if none is accepted, and AuthorLost or BudgetSpent if a
-        model call fails."""
+        """Have an agent work on a task about the untrusted text in `material`. `hand_in` contains
+        the tool for submitting the result and the check that the result has to pass. The agent gets
+        `tries` attempts. Raises Rejected if none of them is accepted, and AuthorLost or BudgetSpent
+        if a model call fails."""
         search = Search(
             ready=self.library,
             results=self.config.results,
@@ -158,7 +158,7 @@ that state it. One of the quotes has to contain the answer."""
 
 
 class DraftStart(NamedTuple):
-    """The starting point of a draft: an entity, a language, and the kind of task."""
+    """The starting point for a draft: an entity, a language, and the kind of task."""
 
     entity: str
     language: str
@@ -175,7 +175,7 @@ class _Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A drafted question, or an open request with a rubric for its answers."""
+    """A drafted question, or an open request with a rubric for grading answers."""
 
     text: str
     evidence: tuple[_Evidence, ...]
@@ -189,7 +189,7 @@ class _Draft:
 
     @property
     def spellings(self) -> list[str]:
-        """All distinct correct spellings of the answer. The first is the answer itself."""
+        """All distinct correct spellings of the answer, starting with the answer itself."""
         result: dict[str, str] = {}
         for one in (self.answer, *self.also):
             result.setdefault(_normalize_answer(one), one)
@@ -322,14 +322,14 @@ _FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
 
 
 def _normalize_answer(text: str) -> str:
-    """Normalize white space, quotes, dashes and case, so that equivalent spellings become equal."""
+    """Normalize whitespace, quotes, dashes and case, so that equivalent spellings become equal."""
     reply = unicodedata.normalize("NFC", " ".join(text.split())).translate(_FIRST)
     return "".join(low if len(low := sign.lower()) == 1 else sign for sign in reply)
 
 
 def answer_rule(right: Sequence[str]) -> dict[str, str]:
-    """Return the JSONL keys of the rule that grades answers. Numbers are compared by value, and all
-    other answers with the accepted spellings."""
+    """Return the JSONL keys of the rule for grading answers. Numbers are compared by value. All
+    other answers are compared with the accepted spellings."""
     by_value = {"answer": right[0], "match": "math"}
     if all(map(_NUMBER.fullmatch, right)) and all(map(accepts(by_value), right)):
         return by_value
@@ -392,7 +392,7 @@ def _check_evidence(
 
 def _check_quote(gate: str, name: str, quote: str, search: Search) -> None:
     """Check that a quote occurs in the opened document `name`. Raises Rejected with the name `gate`
-    otherwise."""
+    if it doesn't."""
     document = search.opened.get(name)
     if document is None:
         raise Rejected(gate, f"{name!r} was not opened; name documents you read")
@@ -416,8 +416,8 @@ def _separate_quotes(evidence: Sequence[_Evidence], search: Search) -> int:
 
 
 def _check_chain(evidence: Sequence[_Evidence], search: Search, index: SearchIndex) -> None:
-    """Check that the documents are linked: a rare term quoted from one must occur in another.
-    Raises Rejected otherwise."""
+    """Check that the documents are linked, meaning that a rare term quoted from one occurs in
+    another. Raises Rejected if they aren't."""
     documents = {one.document: search.opened[one.document] for one in evidence}
     most = max(2, int(_RARE * len(index)))
     rare: dict[str, set[str]] = {name: set() for name in documents}
@@ -440,8 +440,8 @@ def _check_chain(evidence: Sequence[_Evidence], search: Search, index: SearchInd
 
 
 def _check_answer(draft: _Draft, library: Library, *, depth: int) -> None:
-    """Check that the evidence contains the answer, and that the question and its first search
-    result do not. Raises Rejected otherwise."""
+    """Check that the evidence contains the answer, but the question and its first search result
+    don't. Raises Rejected if a check fails."""
     spellings = [letters_and_digits(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")
@@ -505,7 +505,7 @@ async def _ask_agent(
     workspace: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
     """Ask an agent and return its answer, or "" if it has none. With `at_length`, the answer is a
-    full text instead of a name."""
+    full text rather than a name."""
     expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=_UNKNOWN)
     worked = await workspace.work(
         answerer.author,
@@ -525,7 +525,7 @@ async def _ask_agent(
 async def collect_answers(
     workspace: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
-    """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts one of
+    """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts any of
     them, or if no agent answers."""
     reply = await gather_or_cancel(*(_ask_agent(workspace, one, question) for one in answerers))
     if easy := [one for one in reply if one and right(one)]:
@@ -578,8 +578,8 @@ async def verify_answers(
     passes: int,
     seed: str,
 ) -> list[dict[str, _Verdict]]:
-    """Let the verifier judge all answers in several passes, and return its verdicts. `truths` are
-    the accepted spellings of the author's answer, shuffled among the candidates. Raises Rejected
+    """Have the verifier judge all answers in several passes, and return its verdicts. `truths` are
+    the accepted spellings of the author's answer, shuffled in among the candidates. Raises Rejected
     unless every pass finds all truths right and all candidates wrong."""
     answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, _Verdict]]()
@@ -629,7 +629,7 @@ async def _pass(
 async def measure_gain(
     workspace: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the mean scores of answers to the request `text`, with and without tools. Raises
+    """Return the mean scores of answers to the request `text` with and without tools. Raises
     Rejected if the difference is below `search.least_gain`."""
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(

@@ -47,8 +47,8 @@ class _StatePiece(NamedTuple):
 
 class ElementRun(NamedTuple):
     """A run of consecutive elements in one of this rank's flattened parameters, and its position in
-    the original parameter. `whole` is the name of the original parameter. It differs from the name
-    on this rank if the rank holds only some experts of a fused tensor."""
+    the original parameter. `whole` is the original parameter's name. It differs from the name on
+    this rank if the rank holds only some of the experts in a fused tensor."""
 
     start: int
     count: int
@@ -68,7 +68,7 @@ class _Share(NamedTuple):
 
 
 class Checkpoints:
-    """Save and load one rank's part of a checkpoint. All methods are collective: every rank must
+    """Saves and loads one rank's part of a checkpoint. All methods are collective: every rank must
     call them."""
 
     def __init__(
@@ -85,8 +85,8 @@ class Checkpoints:
         self._runs, self._stage, self._device = runs, stage, device
 
     def save(self, folder: Path, progress: Mapping[str, Any]) -> dict[str, Entry]:
-        """Write this rank's state and `progress`. All ranks raise `SaveError` if any rank fails to
-        write."""
+        """Write this rank's state and `progress`. If any rank fails to write, all ranks raise
+        `SaveError`."""
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
         shares = _all_gather(self._share())
         try:
@@ -109,8 +109,8 @@ class Checkpoints:
         return sealed
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore this rank's state and return `progress`. Raises ValueError if the checkpoint does
-        not match the model."""
+        """Restore this rank's state and return `progress`. Raises ValueError if the checkpoint
+        doesn't match the model."""
         progress = json.loads((folder / PROGRESS).read_text())
         shares = _all_gather(self._share())
         try:
@@ -255,7 +255,8 @@ def _check_complete(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> 
 
 
 class _Source(NamedTuple):
-    """Consecutive elements in a saved tensor, and where to copy them in the requested tensor."""
+    """A run of consecutive elements in a saved tensor, and where they belong in the requested
+    tensor."""
 
     rank: int
     tensor: int
@@ -267,7 +268,8 @@ class _Source(NamedTuple):
 def _sources(
     piece: _StatePiece, written: Sequence[tuple[int, int, _StatePiece]]
 ) -> Iterator[_Source]:
-    """Find the saved elements that make up a piece, given all saved pieces of its parameter."""
+    """Find the saved elements that make up a piece, given all saved pieces of the same
+    parameter."""
     end = piece.start + piece.count
     first = bisect_right(written, piece.start, key=lambda entry: entry[0]) - 1
     for start, rank, source in written[first:]:
@@ -280,8 +282,8 @@ def _sources(
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write flat float32 tensors to a safetensors file block by block. The `safetensors` package
-    would need all of them in host memory at once."""
+    """Write flat float32 tensors to a safetensors file, block by block. The `safetensors` package
+    would need all of them in host memory at the same time."""
     ends = [0, *accumulate(4 * tensor.numel() for tensor in tensors.values())]
     text = json.dumps(
         {

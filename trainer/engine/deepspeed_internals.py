@@ -24,8 +24,8 @@ VERSION = "0.19.8"
 
 
 def check_libraries() -> None:
-    """Raise RuntimeError unless PyTorch and DeepSpeed have the versions that Keel needs. Also
-    disable DeepSpeed's all-reduce kernel for CPUs, which would take a minute to compile."""
+    """Raise RuntimeError unless PyTorch and DeepSpeed are the versions that Keel needs. Also
+    disables DeepSpeed's all-reduce kernel for CPUs, which would take a minute to compile."""
     check_torch()
     if deepspeed.__version__ != VERSION:
         raise RuntimeError(
@@ -37,7 +37,7 @@ def check_libraries() -> None:
 
 
 def whole_shape(parameter: nn.Parameter) -> Sequence[int]:
-    """Return the shape of the full parameter, even if ZeRO-3 has sharded it."""
+    """Return a parameter's full shape, even if ZeRO-3 has sharded it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -56,7 +56,7 @@ smaller tensors."""
 
 def sum_in_one_pass(optimizer: Any) -> None:
     """Patch DeepSpeed's bfloat16 optimizer to add each gradient directly to its float32 sum. This
-    moves 10 instead of 18 bytes per parameter, with bit-identical results."""
+    moves 10 bytes per parameter instead of 18, and the results are bit-identical."""
     base: Any = type(optimizer)
 
     class SummingOptimizer(base):
@@ -98,7 +98,7 @@ def clip_apart(optimizer: Any, apart: Set[nn.Parameter]) -> None:
     base: Any = type(optimizer)
 
     class WholeGradients(base):
-        """BF16_Optimizer, in which each rank has whole gradients."""
+        """DeepSpeed's BF16_Optimizer, in which each rank holds the full gradients."""
 
         def step(self, closure: Any = None) -> None:
             groups = [i for i, group in enumerate(self.bf16_groups) if group[0] in apart]
@@ -165,7 +165,7 @@ class HeldTensors:
         return list(weights_of(self._module))
 
     def gradient_sums(self) -> list[Tensor]:
-        """Return the float32 gradient buffers. They are unused between an optimizer update and the
+        """Return the float32 gradient buffers, which are free between an optimizer update and the
         next backward pass."""
         zero_3: Tensor | None = getattr(self._optimizer, "grad_partitions_flat_buffer", None)
         if zero_3 is not None:
@@ -177,21 +177,21 @@ class HeldTensors:
         return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
 
     def optimizer_state(self) -> list[Tensor]:
-        """Return the master weights and moments, which are only needed during an update."""
+        """Return the master weights and moments, which are needed only during an update."""
         masters, state = self._masters()
         moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
         weights = set(map(_storage, self.weights()))
         return [t.data for t in (*masters, *moments) if _storage(t) not in weights]
 
     def missing_moment_bytes(self, device: torch.device) -> int:
-        """Return the size in bytes of the moments that the next update will allocate on
-        `device`."""
+        """Return how many bytes of moments the next update will allocate on `device`."""
         masters, state = self._masters()
         sizes = {id(m): 8 * m.numel() for m in masters if m.device == device}
         return sum(sizes.values()) - sum(sizes.get(id(m), 0) for m in state)
 
     def other_state(self) -> list[Tensor]:
-        """Return all other tensors reachable from the optimizer, such as gradient shards."""
+        """Return every tensor reachable from the optimizer, including gradient shards but excluding
+        weights, buckets, gradient sums and optimizer state."""
         named = (self.weights(), self.buckets(), self.gradient_sums(), self.optimizer_state())
         listed = {_storage(tensor) for part in named for tensor in part}
         return [t for t in _tensors(self._optimizer, set()) if _storage(t) not in listed]
@@ -201,8 +201,8 @@ class HeldTensors:
             self._optimizer.empty_partition_cache()
 
     def _masters(self) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
-        """Return all tensors that can hold master weights, and the optimizer's state. Under ZeRO-3,
-        the parameter groups contain the master weights only during an update."""
+        """Return all tensors that can hold master weights, plus the optimizer's state. Under
+        ZeRO-3, the parameter groups contain the master weights only during an update."""
         optimizer = self._optimizer
         groups = [p for group in optimizer.param_groups for p in group["params"]]
         zero_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
@@ -211,7 +211,7 @@ class HeldTensors:
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the data of all parameters. Under ZeRO-3, also yield this rank's shards."""
+    """Yield the data of all parameters and, under ZeRO-3, of this rank's shards too."""
     parameter: Any
     for parameter in module.parameters():
         yield parameter.data
@@ -250,7 +250,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Part(NamedTuple):
-    """The part of a parameter that is stored in one master weight tensor."""
+    """The part of a parameter that is stored in a single master weight tensor."""
 
     name: str
     start: int  # index of the piece's first element in the flattened parameter
@@ -260,7 +260,7 @@ class Part(NamedTuple):
 
 
 class Master(NamedTuple):
-    """A tensor of master weights, which Adam updates as one parameter."""
+    """A tensor of master weights, which Adam updates as a single parameter."""
 
     tensor: Tensor
     parts: list[Part]
@@ -294,7 +294,7 @@ def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) ->
 
 
 def _find_zero_1_slice(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
-    """Return a parameter's optimizer group and its slice of the master weights under ZeRO-1 and
+    """Return a parameter's optimizer group and its slice of the master weights under ZeRO-1 or
     2."""
     mapping = parameter._hp_mapping
     if mapping is None:  # in the partition of another rank
@@ -318,8 +318,8 @@ def _find_zero_3_slice(name: str, parameter: Any, optimizer: Any) -> tuple[int, 
 def edit_master_weights(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
-    """Return a context for changing master weights. On exit, the model's weights are updated from
-    them."""
+    """Return a context for editing master weights. On exit, the model's weights are updated to
+    match."""
     optimizer: Any = engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -353,7 +353,7 @@ def set_loss_scale(engine: DeepSpeedEngine, state: Mapping[str, float]) -> None:
 
 def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
     """Double the loss scale after every `window` steps without overflow. DeepSpeed itself would do
-    so too early, before it unscales that step's gradient."""
+    this too early, before unscaling that step's gradient."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     steady = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", 0) - 2
     if steady > 0 and steady % window == 0:
@@ -361,8 +361,8 @@ def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
 
 
 def discard_gradient_sums(engine: DeepSpeedEngine) -> None:
-    """Discard the non-finite gradient sums of a skipped step. DeepSpeed keeps them under ZeRO-1 and
-    2 if the optimizer is offloaded."""
+    """Discard the non-finite gradient sums of a skipped step. Under ZeRO-1 and 2, DeepSpeed keeps
+    them if the optimizer is offloaded."""
     if engine.zero_cpu_offload() and engine.zero_optimization_stage() < 3:
         optimizer: Any = engine.optimizer
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -374,15 +374,15 @@ WEIGHTS = ("w1", "w2", "w3")  # AutoEP's names for the gate, down and up project
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the AutoEP layers of the model, keyed by module name."""
+    """Return the model's AutoEP layers, keyed by module name."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: PLC0415
 
     return {name: m for name, m in model.named_modules() if isinstance(m, AutoEPMoELayer)}
 
 
 def original_names(layer: Any) -> dict[str, str]:
-    """Map the names of modules and experts in an AutoEP layer to their names in Transformers, which
-    fuses the gate and up projections."""
+    """Map the names of modules and experts in an AutoEP layer to their names in Transformers, where
+    the gate and up projections are fused."""
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset  # noqa: PLC0415
 
     preset: Any = get_preset(layer.model_family)

@@ -82,7 +82,7 @@ all of the probability."""
 
 
 class SplitGaps:
-    """The mean of log π_old − log π_θ of each of the P trajectories that are split over
+    """The mean of log π_old − log π_θ for each of the P trajectories that are split across
     micro-batches or ranks. The sequence mask needs the means from before the optimizer step."""
 
     def __init__(self, batch: TrainBatch, device: torch.device) -> None:
@@ -99,21 +99,21 @@ class SplitGaps:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
     def begin_step(self) -> None:
-        """Use the trajectories added so far as those before the step. Collective."""
+        """Treat the trajectories added so far as scored before the step. Collective."""
         self._before_P = self._all_reduce_means()
         self._totals = GapTotals(self._count, self._before_P.device)
 
     def before_step(self, inputs: Inputs) -> Tensor | None:
-        """Return the mean gap of each trajectory in a micro-batch, for the argument `sequence_gap`
-        [S] of `keel.rl.losses.grpo_loss`. Returns None if the micro-batch contains no split
-        trajectories."""
+        """Return the mean gap of each trajectory in a micro-batch, [S], which
+        `keel.rl.losses.grpo_loss` takes as the argument `sequence_gap`. Returns None if the
+        micro-batch contains no split trajectories."""
         if inputs.split_S is None:
             return None
         gaps = self._before_P[inputs.split_S.clamp(min=0)]
         return torch.where(inputs.split_S < 0, torch.nan, gaps)
 
     def end_step(self) -> dict[str, Metric]:
-        """Return the metrics of the trajectories added during the step. Collective."""
+        """Return metrics for the trajectories added during the step. Collective."""
         if not self._count:
             return {}
         return {"mask/logp_gap_max": Max(float(self._all_reduce_means().clamp(min=0).amax()))}
@@ -162,7 +162,7 @@ def _loss(
 def mass_penalty(
     inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """Compute this micro-batch's part of the penalty on probability outside the sampling masks
+    """Compute this micro-batch's share of the penalty on probability outside the sampling masks
     (`algorithm.kept_mass_coef`).
 
     c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
@@ -199,7 +199,7 @@ def _mass_metrics(totals: Tensor) -> dict[str, Metric]:
 
 
 class TrainerEngine:
-    """The policy, optimizer and reference models on one rank. All methods are collective."""
+    """The policy, optimizer and reference models of one rank. All methods are collective."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class TrainerEngine:
     # Training
 
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
-        """Take one optimizer step per batch and return the metrics. Stops early if `gave_up`
+        """Take one optimizer step per batch and return the metrics. Stops early once `gave_up`
         becomes true."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
@@ -321,9 +321,9 @@ class TrainerEngine:
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
     def recover(self) -> bool:
-        """Clean up after `step` ran out of memory. Returns True if training can continue: there is
-        only one rank, the error occurred before the update, and the gradient sums are not in ZeRO's
-        buffers."""
+        """Clean up after `step` ran out of memory. Returns True if training can continue, which
+        requires that there is only one rank, that the error occurred before the update, and that
+        the gradient sums aren't in ZeRO's buffers."""
         self._offload.mark_crowded()
         outside_zero = self._stage == 0 or self._sums_apart
         alone = self._world_size == 1 and outside_zero and not self._updated
@@ -337,12 +337,12 @@ class TrainerEngine:
 
     def recompute(self, *, keep_attention: bool) -> None:
         """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
-        instead of recomputed."""
+        rather than recomputed."""
         self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Return `nll` for a batch of conversations, and `indexer/held` while indexers are warming
-        up."""
+        """Return `nll` for a batch of conversations, plus `indexer/held` during the indexer
+        warmup."""
         self._offload.load()
         scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
         parts = [_indexer_metrics(held) for _, held in scored]
@@ -388,8 +388,8 @@ class TrainerEngine:
         return merge(parts)
 
     def _examine(self, batch: TrainBatch) -> None:
-        """Rerun the forward and backward passes of a skipped step to find the tokens that caused
-        the skip. The weights are not updated."""
+        """Rerun a skipped step's forward and backward passes to find the tokens that caused the
+        skip. The weights are not updated."""
         self._offload.before_gradients()
         split = self._split_gaps(batch)
         tracer = NanTracer(self._traced_layers)
@@ -411,7 +411,7 @@ class TrainerEngine:
         split: SplitGaps,
         tracer: NanTracer | None = None,
     ) -> Callable[[], dict[str, Metric]]:
-        """Run the forward and backward pass of one micro-batch. Returns a function that waits for
+        """Run the forward and backward passes of one micro-batch. Returns a function that waits for
         the device and returns the metrics."""
         config = self._config
         inputs = Inputs.of(micro_batch, self.device, self._part, probes=config.algorithm.probes)
@@ -463,14 +463,14 @@ class TrainerEngine:
 
     def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
         """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
-        `held` [2] (see `PolicyNetwork`)."""
+        `held` [2] (see `PolicyNetwork.forward`)."""
         inputs = Inputs.of(batch, self.device, self._part)
         with torch.no_grad(), self._replay(inputs):
             logp, *_, held = self._engine(inputs=inputs)
         return inputs, whole_sequences(inputs, logp, None)[0], held
 
     def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
-        """Score the batch's split trajectories before an optimizer step. Collective."""
+        """Score the batch's split trajectories ahead of an optimizer step. Collective."""
         gaps = SplitGaps(batch, self.device)
         for micro_batch in batch.scored_first:
             gaps.add(*self._score(micro_batch)[:2])
@@ -499,8 +499,8 @@ class TrainerEngine:
 
     def buckets(self, *, requested: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
         """Yield the current weights on this rank's device, in the engines' dtype. If `requested` is
-        False, only help the other ranks gather weights and yield nothing. With
-        `rollout.time_share`, engines wake up during this call, so tensors that do not fit next to
+        False, only help the other ranks gather weights, without yielding any. With
+        `rollout.time_share`, engines wake up during this call, so tensors that don't fit alongside
         them are offloaded."""
         if requested or self._weights.gathered:
             self._offload.load()
@@ -531,7 +531,7 @@ class TrainerEngine:
 
     def load(self, folder: Path) -> None:
         """Restore a saved state. If the ranks are laid out differently, results can differ by
-        rounding, because values are summed in a different order."""
+        rounding error, because values are summed in a different order."""
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self.steps, self.version = progress["steps"], progress["version"]

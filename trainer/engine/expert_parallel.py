@@ -26,8 +26,8 @@ _LAYERS = r"model\.model\.layers\.\d+\.mlp"
 def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[str, Any]:
     """Build the `expert_parallel` section of DeepSpeed's config.
 
-    `text` is the config of the language model. With `grouped`, a rank computes all its experts in
-    one grouped GEMM (for bfloat16 on a GPU) instead of one expert at a time.
+    `text` is the language model's config. With `grouped`, a rank computes all its experts in a
+    single grouped GEMM (for bfloat16 on a GPU) instead of one expert at a time.
     """
     greedy = text.model_type == "deepseek_v2" and getattr(text, "topk_method", "") == "greedy"
     groups: dict[str, int] = {}
@@ -47,11 +47,11 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
 
 
 class ExpertLayers:
-    """The AutoEP layers of a model. If there are none, all methods return their input unchanged."""
+    """A model's AutoEP layers. If there are none, all methods return their input unchanged."""
 
     def __init__(self, model: nn.Module, *, expected: int) -> None:
         """`expected` is the number of MoE layers in the model, or 0 without expert parallelism.
-        Raises RuntimeError if AutoEP has replaced a different number of layers."""
+        Raises RuntimeError if AutoEP replaced a different number of layers."""
         self._layers = internals.expert_layers(model) if expected else {}
         if len(self._layers) != expected:
             raise RuntimeError(
@@ -65,8 +65,8 @@ class ExpertLayers:
         return bool(self._layers)
 
     def original(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a module's own tensors unsharded, under the names they had before AutoEP. This
-        gathers experts from all ranks, so all ranks must call it for the same modules in the same
+        """Return a module's own tensors, unsharded and under the names they had before AutoEP. This
+        gathers experts from all ranks, so every rank must call it for the same modules in the same
         order."""
         prefix, layer = self._find(next(iter(part)))
         if layer is None:
@@ -84,8 +84,8 @@ class ExpertLayers:
         return {_renamed(name, prefix, names): tensor for name, tensor in part.items()}
 
     def runs(self, name: str, shape: Sequence[int]) -> list[ElementRun]:
-        """Map the elements of a parameter on this rank to their positions in the model before
-        AutoEP. `shape` is the shape of the parameter on this rank."""
+        """Map a parameter's elements on this rank to their positions in the model before AutoEP.
+        `shape` is the parameter's shape on this rank."""
         count = math.prod(shape)
         prefix, layer = self._find(name)
         if layer is None:
@@ -111,8 +111,8 @@ class ExpertLayers:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Clip the gradients in place to a global norm of `limit`, and return the norm before clipping.
-    The ranks of an expert group hold different experts, so their squared norms are summed over the
-    group. Used only without ZeRO, because otherwise DeepSpeed clips the gradients."""
+    The ranks in an expert group hold different experts, so their squared norms are summed over the
+    group. Used only without ZeRO, because otherwise DeepSpeed does the clipping."""
     parameters = [p for p in parameters if p.grad is not None]
     shared, experts = internals.split_experts(parameters)
     norm = get_total_norm([p.grad for p in shared if p.grad is not None])
@@ -125,8 +125,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 
 
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups for AdamW, with experts in a separate group that ZeRO reduces on its
-    own."""
+    """Return parameter groups for AdamW. The experts get their own group, which ZeRO reduces
+    separately."""
     shared, experts = internals.split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
     if experts:
@@ -144,7 +144,7 @@ def _renamed(name: str, prefix: str, names: Mapping[str, str]) -> str:
 
 
 def _gather(share: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather [E/P, …] from each rank into [E, …], with experts in rank order."""
+    """Gather the experts from all ranks, in rank order: [E/P, …] → [E, …]."""
     share = share.detach().contiguous()
     whole = share.new_empty(len(share) * dist.get_world_size(group), *share.shape[1:])
     dist.all_gather_into_tensor(whole, share, group=group)

@@ -19,6 +19,6 @@ def _add_kernel(sums, gradients, count, BLOCK: tl.constexpr):
 
 
 def add(sums: Tensor, gradients: Tensor) -> None:
-    """Add `gradients` to the float32 `sums` in place. `gradients` must be contiguous."""
+    """Add `gradients`, which must be contiguous, to the float32 `sums` in place."""
     count = sums.numel()
     _add_kernel[(triton.cdiv(count, BLOCK),)](sums, gradients, count, BLOCK=BLOCK, num_warps=8)

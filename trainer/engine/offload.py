@@ -37,7 +37,7 @@ class _Buffer:
     def __init__(
         self, device: torch.device, content: Literal["changing", "constant", "scratch", "zeros"]
     ) -> None:
-        """`content` determines when storages are copied to host memory: `changing` at every
+        """`content` determines when storages are copied to host memory: `changing` on every
         offload, `constant` only once, `scratch` and `zeros` never."""
         self._device, self._content = device, content
         self._copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
@@ -93,8 +93,7 @@ class _Buffer:
 
 
 class NoOffload:
-    """Stands in for `Offload` on a rank that does not share its GPU with an engine, and does
-    nothing."""
+    """A no-op stand-in for `Offload`, for ranks that don't share their GPU with an engine."""
 
     def offload(self, *, weights: bool) -> None: ...
     def load(self, *, state: bool = False) -> None: ...
@@ -104,7 +103,7 @@ class NoOffload:
 
 
 class Offload:
-    """Move a rank's tensors between GPU and host memory before each phase of a step.
+    """Moves a rank's tensors between GPU and host memory ahead of each phase of a step.
 
     Forward and backward passes need the weights, the reference policy, gradient sums, buckets and
     other DeepSpeed tensors. The update needs the weights, master weights and moments. While an
@@ -138,8 +137,8 @@ class Offload:
         self._gradients = _Buffer(device, "zeros")
 
     def offload(self, *, weights: bool) -> None:
-        """Free memory until this rank uses at most `_max_resident_bytes`. Weights are offloaded
-        last, and only if `weights` is set."""
+        """Free memory until this rank uses no more than `_max_resident_bytes`. Weights are
+        offloaded last, and only if `weights` is set."""
         self._gradients.offload(self._held.gradient_sums())
         self._buckets.offload(self._held.buckets())
         self._held.drop_gathered()
@@ -165,8 +164,8 @@ class Offload:
             self._rest.load()
 
     def before_gradients(self) -> None:
-        """Load everything needed for forward and backward passes. Offload optimizer state if it
-        does not fit next to the activations."""
+        """Load everything needed for forward and backward passes. Optimizer state is offloaded if
+        it doesn't fit alongside the activations."""
         self._weights.load()
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
         need = SPARE + _SLACK * self._activations + sum(b.offloaded_bytes for b in needed)

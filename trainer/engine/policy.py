@@ -55,8 +55,9 @@ BACKEND = "inductor"
 
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
-    """Return whether to use FlashAttention-4, and a warning if only its package is missing. Raises
-    RuntimeError if the recipe requires FlashAttention-4 but it cannot be used."""
+    """Return whether to use FlashAttention-4, along with a warning if a missing package is the only
+    thing preventing it. Raises RuntimeError if the recipe requires FlashAttention-4 but it can't be
+    used."""
     trainer, longest = config.trainer, config.max_context
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
         return False, ""
@@ -85,7 +86,7 @@ class Inputs:
 
     Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
     parallelism, `token_ids`, `positions`, `head` and `*_N*` cover only this rank's shard of the
-    row, while `segments` and `*_R` cover the whole row.
+    row, whereas `segments` and `*_R` cover the whole row.
     """
 
     token_ids: Tensor
@@ -124,8 +125,8 @@ class Inputs:
 
     @property
     def padding(self) -> bool:
-        """True if the micro-batch is empty and only keeps this rank's collectives in step with
-        other ranks."""
+        """True if the micro-batch is empty. This rank then runs it only to join in the other ranks'
+        collectives."""
         return len(self.sequence_tokens_S) == 0
 
     @staticmethod
@@ -179,8 +180,8 @@ class Inputs:
 
 
 class PolicyNetwork(nn.Module):
-    """A causal language model that computes log-probabilities of sampled tokens without computing
-    the full logits."""
+    """A causal language model that computes log-probabilities of sampled tokens without
+    materializing the full logits."""
 
     learning_indexers: int = 0
     """Number of layers with a sparse-attention indexer that is being trained."""
@@ -201,7 +202,7 @@ class PolicyNetwork(nn.Module):
         learns_mass: bool = False,
     ) -> None:
         """`context` is the engines' `max_model_len`. `indexer_loss` trains the indexers.
-        `learns_mass` makes the probability mass of sampling masks differentiable."""
+        `learns_mass` makes the sampling masks' probability mass differentiable."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -244,7 +245,7 @@ class PolicyNetwork(nn.Module):
 
     def recompute(self, *, keep_attention: bool) -> None:
         """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
-        instead of recomputed."""
+        rather than recomputed."""
         options = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
 
@@ -290,10 +291,10 @@ class PolicyNetwork(nn.Module):
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each decoder layer when it is first called, for any number of tokens.
+    """Compile each decoder layer on its first call, for any number of tokens.
 
     Each layer becomes a single graph. With several graphs per layer, launching them would take
-    longer than the GPU needs for a small micro-batch. MoE blocks are not compiled, because their
+    longer than a small micro-batch takes on the GPU. MoE blocks aren't compiled, because their
     shapes depend on the routing, and because Keep Routing (`keel.model.routing`) hooks into them.
     Attention is compiled only if it uses flash attention.
     """
@@ -316,7 +317,7 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> None:
-        """With `replays`, each token is routed to the experts that the engine recorded."""
+        """If `replays` is set, each token is routed to the experts recorded by the engine."""
         self.network, self._forward, self._replays = network, forward, replays
 
     @classmethod
@@ -329,7 +330,7 @@ class ReferencePolicy:
         replays: bool = False,
     ) -> Self:
         """Create a reference policy with its own network. `sharded` is DeepSpeed's config under
-        ZeRO-3 or expert parallelism. Otherwise it is None, and each rank has a full copy."""
+        ZeRO-3 or expert parallelism. Otherwise it is None, and each rank holds a full copy."""
         network.eval().requires_grad_(False)
         network.replays = False  # uses its own indexers
         forward = network.to(device) if sharded is None else initialize(network, sharded, device)
@@ -337,8 +338,8 @@ class ReferencePolicy:
 
     @classmethod
     def base(cls, network: PolicyNetwork, *, replays: bool) -> Self:
-        """Create a reference policy from a policy that trains with LoRA, using its network without
-        the adapters."""
+        """Create a reference policy from a policy that trains with LoRA by using its network
+        without the adapters."""
 
         def forward(*, inputs: Inputs) -> tuple[Tensor, ...]:
             with adapters_off(network.model):
@@ -357,16 +358,16 @@ class ReferencePolicy:
 
 
 class References:
-    """The reference models for the KL terms, indexed as in `DataConfig.references`."""
+    """The reference models for the KL terms, in the same order as `DataConfig.references`."""
 
     def __init__(self, models: Sequence[ReferencePolicy | None], *, together: bool) -> None:
-        """Set `together` if the weights are sharded, so that every rank calls every model."""
+        """Set `together` if the weights are sharded, in which case every rank calls every model."""
         self._models, self._together = models, together
 
     def logp(self, inputs: Inputs) -> Tensor | None:
         """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard, or None
-        if there are no models. Each trajectory is scored by its own reference model, with NaN for
-        trajectories that have none."""
+        if there are no models. Each trajectory is scored by its own reference model. Trajectories
+        without one get NaN."""
         if not any(self._models):
             return None
         first, *teachers = self._models
@@ -384,7 +385,7 @@ class References:
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-    """Return a context in which each token is routed to the experts that the engine recorded."""
+    """Return a context in which each token is routed to the experts recorded by the engine."""
     routes = inputs.routes_NLK
     if inputs.padding:
         # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
@@ -402,10 +403,10 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
 def seen_tokens(
     batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
-    """Return per-token values of the segments that will be saved (`batch.watched`), keyed by
-    segment number. The values are the log-probabilities, and the overlap between the trainer's
-    routing and the engine's. `logp` [R] covers the whole micro-batch. `replay` must come from a
-    completed forward pass of that micro-batch."""
+    """Return per-token values for the segments to be saved (`batch.watched`), keyed by segment
+    number. The values are the log-probabilities and the overlap between the trainer's routing and
+    the engine's. `logp` [R] covers the whole micro-batch. `replay` must come from a completed
+    forward pass over that micro-batch."""
     if batch.watched is None:
         return {}
     count = len(batch.token_ids_N)
@@ -429,7 +430,7 @@ def seen_tokens(
 def whole_sequences(
     inputs: Inputs, logp: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather the values [r] of all shards of a micro-batch into [R]. Gradients flow back only to
+    """Gather the values [r] from all shards of a micro-batch into [R]. Gradients flow back only to
     this rank's own values."""
     if inputs.part.group is None or inputs.padding:
         return logp, reference

@@ -54,8 +54,8 @@ def outline(model: PreTrainedModel) -> bytes:
 
 
 def _from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Build a model with uninitialized weights, which take no host memory until they are written.
-    `data` must come from this run, because unpickling can run arbitrary code."""
+    """Build a model with uninitialized weights, which take up no host memory until they are
+    written. `data` must come from this run, because unpickling can run arbitrary code."""
     with torch.device(device):
         return pickle.loads(data)
 
@@ -66,13 +66,13 @@ def read_once(
     """Load the model from disk on as few ranks as possible. Every rank must call this.
 
     The first `readers` ranks load the model, unless they already have it (`read`). The other ranks
-    build it with uninitialized weights from rank 0's outline, and `zero.initialize` sets their
-    weights. If the model has no outline, they load it as well. If loading fails on one rank, all
-    ranks raise an error.
+    build it with uninitialized weights from rank 0's outline, and `zero.initialize` fills them in.
+    If the model has no outline, they load it too. If loading fails on one rank, all ranks raise an
+    error.
 
-    Returns the model in host memory, and the outline from which `build_from_outline` can build
-    another copy. The outline is empty if any weights are not in `dtype`, because DeepSpeed would
-    round them.
+    Returns the model in host memory, along with the outline from which `build_from_outline` can
+    build another copy. The outline is empty if any weights aren't in `dtype`, because DeepSpeed
+    would round them.
     """
     model = read if read is not None and read.dtype == dtype else None
     failed: Exception | None = None
@@ -101,12 +101,12 @@ def read_once(
 
 def build_from_outline(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
     """Build another copy of the model with uninitialized weights on `device`. If the outline `data`
-    is empty, load the model again instead."""
+    is empty, the model is loaded again instead."""
     return _from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
-    """Copy the weights of `source` to `target`. Every rank must call this."""
+    """Copy weights from `source` to `target`. Every rank must call this."""
     for weight, copy in zip(source.parameters(), target.parameters(), strict=True):
         with gathered([weight], stage=stage), gathered([copy], stage=stage, modifier_rank=0):
             copy.data.copy_(weight.data)
@@ -115,7 +115,7 @@ def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
 def gathered(
     parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a context in which ZeRO-3 parameters are unsharded. Only `modifier_rank` may change
+    """Return a context in which ZeRO-3 parameters are unsharded. Only `modifier_rank` may modify
     them."""
     return deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
@@ -123,7 +123,7 @@ def gathered(
 
 
 class Weights:
-    """Iterate over the full weights of a model that DeepSpeed has initialized."""
+    """Iterates over the full weights of a model initialized by DeepSpeed."""
 
     def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
         self._model, self._experts, self._stage = model, experts, stage
@@ -131,7 +131,7 @@ class Weights:
 
     @property
     def gathered(self) -> bool:
-        """True if the weights are sharded, so that all ranks must iterate over them together."""
+        """True if the weights are sharded, so that all ranks have to iterate over them together."""
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -148,7 +148,7 @@ class Weights:
         return self._packers[key].buckets()
 
     def gather_along(self) -> None:
-        """Take part in gathering the weights while rank 0 iterates over them."""
+        """Help gather the weights while rank 0 iterates over them."""
         for _ in module_tensors(self._model, whole=self._whole) if self.gathered else ():
             pass
 
@@ -164,7 +164,7 @@ _SHARD_BYTES = 4 * 2**30
 def export_model(
     folder: Path, model: PreTrainedModel, weights: Weights, config: ModelConfig, path: str
 ) -> dict[str, Entry]:
-    """Write a model folder and return the manifest entries of this rank's files. Every rank must
+    """Write a model folder and return the manifest entries for this rank's files. Every rank must
     call this."""
     first = dist.get_rank() == 0
     if first:
@@ -191,8 +191,8 @@ def write_model(
     dtype: str,
     end: int | None = None,
 ) -> None:
-    """Write a model's config files and its `weights`, given as (name, tensor) pairs. Holds only one
-    shard in host memory at a time. `end` is the tokenizer's EOS token id."""
+    """Write a model's config files and its `weights`, given as (name, tensor) pairs. Only one shard
+    is held in host memory at a time. `end` is the tokenizer's EOS token id."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     part: dict[str, Tensor] = {}

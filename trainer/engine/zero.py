@@ -39,7 +39,7 @@ _NEVER = 2**31  # a number of optimizer steps that is never reached
 def join_ranks(
     rank: int, world_size: int, store: Store | None, *, timeout_s: float
 ) -> torch.device:
-    """Create the process group and return this rank's device. Collectives fail after
+    """Create the process group and return this rank's device. Collectives time out after
     `timeout_s`."""
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
@@ -64,7 +64,7 @@ def initialize(
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> DeepSpeedEngine:
     """Wrap a model in host memory in a DeepSpeed engine. Under ZeRO-3, parameters are sharded and
-    moved to the device one by one. `optimizer` is called to create the optimizer after AutoEP has
+    moved to the device one at a time. `optimizer` is called to create the optimizer once AutoEP has
     replaced parameters."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with redirect_stdout(io.StringIO()):
@@ -88,9 +88,8 @@ def initialize(
 def deepspeed_config(
     trainer: TrainerConfig, dtype: torch.dtype, device: torch.device, model: PreTrainedModel
 ) -> dict[str, Any]:
-    """Build DeepSpeed's config. Gradients are accumulated and reduced in float32. DeepSpeed is
-    configured to accumulate over a single micro-batch, and the engine marks the end of a step
-    itself."""
+    """Build DeepSpeed's config. Gradients are accumulated and reduced in float32. DeepSpeed is set
+    up to accumulate over a single micro-batch, and the engine itself marks the end of a step."""
     stage = zero_stage(trainer, dtype)
     # DeepSpeed allocates the whole bucket even for a smaller model.
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -148,7 +147,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> float:
-    """Return the learning rate for a step, counting from 1. It rises linearly to `lr` over
+    """Return the learning rate for a step, counting from 1. It ramps up linearly to `lr` over
     `warmup_steps` steps. The `linear` and `cosine` schedules then decay it to `min_lr` at the last
     step."""
     if step <= config.warmup_steps:

@@ -29,7 +29,7 @@ _BFLOAT16 = {"avx512_bf16", "amx_bf16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A config with a value for every knob, and the values that were chosen for unset knobs."""
+    """A config with a value for every knob, along with the values chosen for unset knobs."""
 
     config: Config
     plan: Plan
@@ -53,7 +53,7 @@ def choose(
     previous: Values | None = None,
 ) -> Choice:
     """Choose values for the unset knobs. `previous` holds the values chosen when the run began,
-    which are kept as long as a layout with them fits. Raises ConfigError if no layout fits."""
+    which are kept as long as some layout with them fits. Raises ConfigError if no layout fits."""
     open_knobs &= _relevant_knobs(config)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
         return Choice(config=config, plan=plan_on(config, facts, hardware))
@@ -89,7 +89,7 @@ def _relevant_knobs(config: Config) -> frozenset[str]:
 
 def load_choice(config: Config, signature: Mapping[str, Any]) -> tuple[Values, str]:
     """Load the values saved by the run that is about to be resumed, unless the hardware has
-    changed. Returns the values and a description of the change."""
+    changed. Returns the values, along with a description of any change."""
     folder = Path(config.run.dir).expanduser()
     saved = _read_cache(folder)
     resumes = config.run.resume != "never" and checkpoint.latest(folder / "checkpoints")
@@ -135,7 +135,7 @@ def _has_bfloat16() -> bool:
 
 def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Config:
     """Return the config with `model.dtype: auto` resolved. A resumed run keeps its dtype. A new run
-    uses bfloat16, the schema's default, or float32 on a CPU without bfloat16 instructions."""
+    uses bfloat16 (the schema's default), or float32 on a CPU that has no bfloat16 instructions."""
     if DTYPE not in remaining:
         return config
     folder = Path(config.run.dir).expanduser()

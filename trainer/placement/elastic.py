@@ -53,7 +53,7 @@ _MAX_REDUCTIONS = 3  # if more are needed, the memory model is wrong by more tha
 
 
 class ElasticLayouts:
-    """Decides which config to use each time a run starts or restarts."""
+    """Decides which config to use whenever a run starts or restarts."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class ElasticLayouts:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`config` is the full config, and `chosen` holds the values that Keel chose for its unset
-        knobs. `silent` returns the hosts of nodes that do not respond although Ray considers them
-        alive. `joinable` tells whether nodes can join the cluster. By default, they cannot if Keel
-        started it on this machine."""
+        """`config` is the full config, and `chosen` holds the values Keel chose for its unset
+        knobs. `silent` returns the hosts of nodes that don't respond even though Ray considers them
+        alive. `joinable` returns whether nodes can join the cluster. By default, they can unless
+        Keel started the cluster on this machine."""
         self.lowering = OomRecovery(config=config, folder=folder)
         """Holds the config in use. `next` replaces it."""
         self.whole, self._facts, self._hardware, self._chosen = config, facts, hardware, chosen
@@ -83,11 +83,11 @@ class ElasticLayouts:
         self._joinable = bool(os.environ.get("RAY_ADDRESS")) if joinable is None else joinable
 
     def next(self) -> Config:
-        """Return the config for the next start of the run.
+        """Return the config to use the next time the run starts.
 
-        If the full config does not fit, wait for more nodes before falling back to a smaller one.
-        Raises TimeoutError if too few nodes become available in time, and ConfigError if the config
-        does not fit and no node can join.
+        If the full config doesn't fit, wait for more nodes before falling back to a smaller one.
+        Raises TimeoutError if not enough nodes become available in time, and ConfigError if the
+        config doesn't fit and no node can join.
         """
         first, self._begun = not self._begun, True
         alone, shortage = first and not self._joinable, ""
@@ -126,7 +126,7 @@ class ElasticLayouts:
         return replace(self.whole, trainer=trainer)
 
     def _wait_for_silent_nodes(self) -> None:
-        """Wait until Ray has declared dead nodes lost, because until then it starts actors on
+        """Wait until Ray has declared dead nodes lost. Until then, Ray would still start actors on
         them."""
         began, warned = self._clock(), False
         while (silent := self._silent()) and self._clock() - began < _SILENT_NODES_S:
@@ -246,8 +246,8 @@ def _silent_nodes() -> list[str]:
 
 def _smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
     """Yield configs with fewer ranks or engines, starting with those that keep the largest fraction
-    of both. Ranks that share experts or contexts are kept together. `gpus` is the total number of
-    GPUs for ranks and engines, or None on CPUs."""
+    of both. Ranks that share experts or contexts stay together. `gpus` is the total number of GPUs
+    for ranks and engines, or None on CPUs."""
     trainer, rollout = config.trainer, config.rollout
     samples, width = bool(config.data.sources), rollout.tensor_parallel
     unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
@@ -278,7 +278,7 @@ class _RetryableLearner(Protocol):
 
 @dataclass(kw_only=True)
 class OomRecovery:
-    """Holds a run's current config and reduces its memory use when a step runs out of memory."""
+    """Holds a run's current config and lowers its memory use when a step runs out of memory."""
 
     config: Config
     folder: Path
@@ -287,8 +287,8 @@ class OomRecovery:
     """True if the run has fewer ranks or engines than its recipe asks for (`elastic`)."""
 
     def reduce_memory(self, error: OutOfMemory) -> str:
-        """Reduce the config's memory use, save the change in the run folder, and return a message
-        for the user. Raises `error` if nothing is left to reduce."""
+        """Lower the config's memory use, save the change in the run folder, and return a message
+        for the user. Raises `error` if there is nothing left to lower."""
         reduced = _with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
         if reduced is None:
             raise error
@@ -306,7 +306,7 @@ class OomRecovery:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOnOom:
-    """Wraps a learner to repeat steps that run out of memory."""
+    """Wraps a learner and retries steps that run out of memory."""
 
     learner: _RetryableLearner
     lowering: OomRecovery
@@ -320,7 +320,7 @@ class RetryOnOom:
         return self.attempt(lambda _: self.learner.step(groups))
 
     def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
-        """Call `act` with configs that need less and less memory until the step fits."""
+        """Call `act` with configs that use less and less memory until the step fits."""
         times = 0
         while True:
             try:
@@ -341,9 +341,8 @@ class RetryOnOom:
 
 
 def _with_less_memory(config: Config) -> Config | None:
-    """Halve the micro-batch size of a config. If it cannot be halved, turn on activation
-    checkpointing, and then stop keeping attention outputs. Returns None if nothing is left to
-    change."""
+    """Halve a config's micro-batch size. If that isn't possible, turn on activation checkpointing,
+    and after that, stop keeping attention outputs. Returns None if nothing is left to change."""
     trainer, least = config.trainer, config.max_context
     if trainer.micro_batch_tokens > least:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))

@@ -35,7 +35,8 @@ _FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3
 
 
 def check_model_type(config: Config, model_type: str) -> None:
-    """Check that this model type supports the dtypes of the engine and of the residual stream."""
+    """Check that this model type supports the dtypes used for the engine and the residual
+    stream."""
     if config.engine_dtype == "float16" and model_type in _NOT_IN_FLOAT16:
         knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
         raise ConfigError(
@@ -50,8 +51,8 @@ def check_model_type(config: Config, model_type: str) -> None:
 
 
 def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
-    """Check that vLLM can serve the model's attention, unless an endpoint serves it, and that
-    training uses sparse attention if engines do."""
+    """Check that vLLM supports the model's attention, unless an endpoint serves it, and that
+    training uses sparse attention if the engines do."""
     knob, wide = f"model.path = {config.model.path!r}", config.rollout.tensor_parallel
     if facts.architecture == "OlmoHybridForCausalLM" and not gpu:
         raise ConfigError(
@@ -89,7 +90,8 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
 
 
 def check_indexer_length(config: Config, facts: ModelFacts, *, longest: int) -> None:
-    """Check that indexers have something to learn: windows longer than what they select."""
+    """Check that the indexers have something to learn: windows must be longer than what they
+    select."""
     top_k = facts.index_top_k
     if top_k and longest <= top_k and config.trainer.attention != "dense":
         raise ConfigError(
@@ -100,7 +102,7 @@ def check_indexer_length(config: Config, facts: ModelFacts, *, longest: int) -> 
 
 
 def no_sharing_reason(config: Config, facts: ModelFacts) -> str:
-    """Return why training cannot share the prompt of a group, or an empty string if it can."""
+    """Return why training can't share a group's prompt, or an empty string if it can."""
     if config.model.batch_invariant:
         return "not with model.batch_invariant"
     if facts.architecture in _LINEAR_ATTENTION:
@@ -170,8 +172,8 @@ harmless and a lag of 28 is harmful (docs/stability.md)."""
 
 
 def stale_mask_warning(config: Config) -> str:
-    """Return a warning if the recipe trains on old completions with no protection except sampling
-    masks."""
+    """Return a warning if the recipe trains on stale completions with nothing but sampling masks to
+    correct for it."""
     algorithm, sampling = config.algorithm, config.rollout.sampling
     oldest = algorithm.publish_every - 1 + algorithm.max_lag
     oldest *= algorithm.updates_per_batch

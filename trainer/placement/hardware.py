@@ -26,7 +26,7 @@ by other knobs."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Peak rates of a GPU per second, from its datasheet. Link rates are for one direction."""
+    """A GPU's peak rates per second, from its datasheet. Link rates are per direction."""
 
     name: str = "NVIDIA H200"
     flops: float = 989e12  # Peak dense bfloat16 throughput in FLOP/s
@@ -40,7 +40,7 @@ class GpuSpec:
     flash4: bool = True  # True if FlashAttention-4 supports the GPU (Hopper and Blackwell)
 
     def between(self, gpus: int) -> float:
-        """Return the bandwidth between `gpus` GPUs, which can be on several nodes."""
+        """Return the bandwidth between `gpus` GPUs, which can span several nodes."""
         return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
 
 
@@ -78,7 +78,7 @@ GB/s. The first matching row is used."""
 
 
 def _spec_of(name: str) -> GpuSpec:
-    """Look up the spec of a GPU by name. An unknown GPU gets an H200's rates."""
+    """Look up a GPU's spec by name. Falls back to an H200's rates for an unknown GPU."""
     default = GpuSpec()
     if not name:
         return default
@@ -169,7 +169,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The hardware that a run is planned for, either detected or described in the recipe."""
+    """The hardware to plan a run for, either detected or described in the recipe."""
 
     gpu: bool
     nodes: tuple[Node, ...] = ()  # the nodes that have GPUs, in their current state
@@ -273,9 +273,9 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """Assign GPUs to all actors, or only to the actors of kind `only`. Engines share GPUs with
-    ranks if `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there are
-    too few free GPUs, or if no node has enough of them for one actor."""
+    """Assign GPUs to all actors, or only to actors of kind `only`. Engines share GPUs with ranks if
+    `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there aren't enough
+    free GPUs, or if no node has enough of them for a single actor."""
     nodes = list(nodes)
     largest = max((node.gpus for node in nodes), default=0)
     placed = [kind for kind in _kinds(config, largest) if only in ("", kind.name)]
@@ -362,7 +362,7 @@ def idle_nodes(count: int, gpus: int) -> list[Node]:
 
 
 def limit_nodes(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
-    """Limit nodes and GPUs to the numbers in `run.nodes` and `run.gpus_per_node`."""
+    """Limit the nodes and GPUs to the numbers set in `run.nodes` and `run.gpus_per_node`."""
     limit = run.gpus_per_node
     if not limit:
         return list(nodes)

@@ -80,7 +80,7 @@ def _drop_duplicates(values: Iterable[Mapping[str, Any]]) -> list[Values]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A recipe with a value for every knob, together with its estimated memory, time and cost."""
+    """A recipe with a value for every knob, along with estimates of its memory, time and cost."""
 
     config: Config
     plan: Plan
@@ -162,7 +162,7 @@ class LayoutSearch:
         return _drop_duplicates(self._open(dict(zip(_SEATS, each, strict=False))) for each in seats)
 
     def _rank_counts(self) -> list[int]:
-        """Return the numbers of ranks to try, largest first: all GPUs, multiples of a sixteenth of
+        """Return the rank counts to try, largest first: all GPUs, smaller multiples of 1/16 of
         them, and the GPUs that the engines leave free."""
         config, gpus = self.config, self.gpus
         trainer, width = config.trainer, config.rollout.tensor_parallel
@@ -179,9 +179,9 @@ class LayoutSearch:
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
 
     def sequence_counts(self, seats: Values, *, fewer: bool) -> list[Values]:
-        """Return the numbers of sequences per engine to try, largest first, such that the engines
-        sample a step in one wave, in two, and so on. With `fewer`, also include numbers so small
-        that they need almost no memory."""
+        """Return how many sequences per engine to try, largest first. With these numbers, the
+        engines sample a step in one wave, in two waves, and so on. With `fewer`, also include
+        numbers small enough to need almost no memory."""
         knob, config = "rollout.max_num_seqs", self.config
         if knob not in self.open_knobs or not self._samples:
             return [{}]
@@ -199,7 +199,7 @@ class LayoutSearch:
 
     @cached_property
     def sharing_modes(self) -> list[Values]:
-        """Ways for an engine and a rank to share a GPU: side by side, or taking turns."""
+        """The ways an engine and a rank can share a GPU: side by side, or by taking turns."""
         if not self._samples:
             return [{}]
         knobs = ("rollout.time_share", "trainer.offload_while_sampling")
@@ -212,8 +212,8 @@ class LayoutSearch:
         return [self._open(way) for way in values if closed.items() <= way.items()]
 
     def trainer_values(self, ranks: int) -> Iterator[list[Values]]:
-        """Yield lists of trainer knob values to try. The values in a list differ only in the
-        micro-batch size, largest first."""
+        """Yield lists of trainer knob values to try. The entries in a list differ only in
+        micro-batch size, from largest to smallest."""
         trainer, model = self.config.trainer, self.config.model
         sizes, recompute = self._micro_batches(ranks), "trainer.activation_checkpointing"
         # Sparse, batch-invariant and float32 attention use operators whose output cannot be kept.
@@ -234,8 +234,8 @@ class LayoutSearch:
 
     @property
     def _sharing(self) -> Values:
-        """Return the values to try for prompt sharing, which is turned on if possible. Packing
-        shares prompts only where that saves time."""
+        """Return the values to try for prompt sharing. It is turned on whenever possible, because
+        packing shares a prompt only where that saves time."""
         return self._open({"trainer.share_prompts": self._shares_prompts})
 
     @property
@@ -247,7 +247,7 @@ class LayoutSearch:
         return measured and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
 
     def _stages(self, ranks: int) -> list[Values]:
-        """Return the ZeRO stages to try, first with the optimizer on the GPU.
+        """Return the ZeRO stages to try in order, those that keep the optimizer on the GPU first.
 
         A single rank has nothing to shard. Without DeepSpeed's bfloat16 optimizer, stage 1 holds
         the gradients twice during an update, and stage 2 uses larger buckets. With an offloaded
@@ -274,8 +274,8 @@ class LayoutSearch:
 
     def _micro_batches(self, ranks: int) -> list[Values]:
         """Return the micro-batch sizes to try, largest first. They split a rank's part of a step
-        into one micro-batch, two, and so on. Each size needs less memory and more time than the
-        previous one."""
+        into one micro-batch, two, and so on. Each size takes less memory but more time than the one
+        before."""
         knob, spread = "trainer.micro_batch_tokens", self.config.trainer.sequence_parallel
         if knob not in self.open_knobs:
             return [{}]
@@ -317,7 +317,7 @@ class LayoutSearch:
         return None
 
     def iterate_fitting(self) -> Iterator[Layout]:
-        """Yield the layouts that fit, skipping those that cannot be the best."""
+        """Yield the layouts that fit in memory, skipping any that can't be the best."""
         fastest = math.inf
         for seats in self.placements:
             for sizes in self.trainer_values(seats.get("trainer.ranks", self.config.trainer.ranks)):
@@ -335,8 +335,8 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Yield the layouts that fit in memory. Stops after the first one without time-sharing
-        whose engine cache can hold all sequences at once."""
+        """Yield the layouts that fit in memory, stopping after the first that needs no time-sharing
+        and whose engine cache can hold all sequences at once."""
         for turns in self.sharing_modes:
             if self._try_placement({**values, **turns}) is None:
                 continue
@@ -388,7 +388,7 @@ class LayoutSearch:
         return self._placements[seats]
 
     def layout(self, values: Values) -> Layout | None:
-        """Return the layout with these values, or None if it does not fit."""
+        """Return the layout with these values, or None if it doesn't fit."""
         placement = self._try_placement(values)
         if placement is None:
             return None
@@ -426,7 +426,7 @@ class LayoutSearch:
     def _choose_engine_fraction(
         self, config: Config, rank: Memory, *, shared: bool
     ) -> Values | None:
-        """Choose the fraction of a GPU that an engine gets, or return None if it does not fit."""
+        """Choose what fraction of a GPU an engine gets. Returns None if the engine doesn't fit."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         most = min(self._free_gib, self.strictness.max_share * size)
         if shared:
@@ -445,7 +445,7 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def explain_misfit(self) -> ConfigError:
-        """Explain why even the layout with the lowest memory use does not fit."""
+        """Explain why not even the layout that uses the least memory fits."""
         ways = [
             {**seats, **sizes[-1], **turns, **self.sequence_counts(seats, fewer=True)[-1]}
             for seats in self.placements

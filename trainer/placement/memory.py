@@ -56,7 +56,7 @@ MemoryLimit = Literal["rank", "engine", "host"]
 
 
 class DoesNotFit(ConfigError):
-    """Raised if the GPU of a rank or of an engine, or a host, has too little memory."""
+    """Raised if a rank's GPU, an engine's GPU or a host doesn't have enough memory."""
 
     def __init__(self, message: str, limit: MemoryLimit = "rank") -> None:
         super().__init__(message)
@@ -103,7 +103,7 @@ def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
 
 
 def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
-    """Estimate an engine's memory on one GPU, with a KV cache for all its completions."""
+    """Estimate an engine's memory on one GPU, including a KV cache for all its completions."""
     rollout, width = config.rollout, BYTES[config.engine_dtype]
     weights = facts.parameters * width / rollout.tensor_parallel
     if not gpu:
@@ -136,8 +136,8 @@ def cached_sequences(
     config: Config, memory: Memory, gpu_gib: float, *, taken_gib: float = 0.0
 ) -> int:
     """Return how many full-length completions fit in an engine's KV cache. `taken_gib` is the
-    memory that other processes use on each GPU. Raises DoesNotFit if not even one completion fits,
-    or if the engine's fraction of the GPU is not free."""
+    memory used by other processes on each GPU. Raises DoesNotFit if not even one completion fits,
+    or if less memory is free than the engine's fraction of the GPU."""
     share = config.rollout.gpu_memory_utilization
     rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
@@ -160,7 +160,7 @@ def cached_sequences(
 
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
     """Return how many bytes are guaranteed to be available for an engine's KV cache, or 0 if they
-    cannot hold all completions. vLLM then has to measure its memory use."""
+    can't hold all completions, in which case vLLM has to measure its memory use."""
     memory = engine_memory(config, facts, gpu=True)
     cache = memory.parts["KV cache"]
     rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
@@ -172,9 +172,9 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
 
 
 def count_micro_batches(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
-    """Return a rank's number of micro-batches per optimizer step, and the tokens computed per step.
-    Assumes that all trajectories reach their length limits. A shared prompt counts once per
-    micro-batch. `ranks` and `capacity` override the recipe's values."""
+    """Return how many micro-batches a rank runs per optimizer step, and how many tokens it computes
+    per step. Assumes that all trajectories reach their length limits. A shared prompt counts once
+    per micro-batch. `ranks` and `capacity` override the recipe's values."""
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
     shared = min(context, config.data.max_prompt_tokens) if config.trainer.share_prompts else 0
@@ -204,7 +204,8 @@ def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
-    """Return the same stage as `keel.trainer.engine.zero.zero_stage`, without its imports."""
+    """Return the same stage as `keel.trainer.engine.zero.zero_stage`, but without importing that
+    module."""
     mixed = gpu and config.model.dtype != "float32"
     return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
 
@@ -214,7 +215,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
     ZeRO shards the optimizer state from stage 1 on, the gradients from stage 2 on, and the
     parameters in stage 3. Expert parallelism shards the experts in every stage, and sequence
-    parallelism shards the tokens of a micro-batch.
+    parallelism shards the tokens in a micro-batch.
     """
     trainer, count = config.trainer, facts.parameters
     ranks, tokens = trainer.ranks, _rank_tokens(config)
@@ -274,11 +275,11 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
 
 def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
-    """Return the size of the second copy of the gradients during an update.
+    """Return the size of the second copy of the gradients made during an update.
 
-    A rank makes this copy when it joins its gradients into one tensor. ZeRO-3 joins the gradients
-    of only a few layers at a time. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
-    `flatten_dense_tensors_aligned`.)
+    A rank makes this copy when it joins its gradients into a single tensor. ZeRO-3 joins the
+    gradients of only a few layers at a time. (DeepSpeed 0.19.8:
+    `_build_compact_grad_partition_buffer` and `flatten_dense_tensors_aligned`.)
     """
     trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
     dtype = config.model.dtype if gpu else "float32"
@@ -296,8 +297,8 @@ def reading_ranks(trainer: TrainerConfig) -> int:
 
 
 def bucket_elements(trainer: TrainerConfig) -> int:
-    """Return the maximum size of a gradient bucket. A single rank uses a smaller one, except under
-    ZeRO-2, where the default size was measured."""
+    """Return the maximum number of elements in a gradient bucket. A single rank uses a smaller
+    bucket, except under ZeRO-2 without an offloaded optimizer."""
     lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)
     return _LONE_BUCKET_ELEMENTS if lone else _BUCKET_ELEMENTS
 
@@ -308,8 +309,8 @@ def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
 
 
 def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
-    """Estimate the bytes for the support head's weight and hidden-state gradients, and for kept
-    ids."""
+    """Estimate the bytes needed for the support head's weight and hidden-state gradients, plus the
+    kept ids."""
     tokens = _rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
     whole = _HEAD_CHUNK_BYTES * facts.vocab_size
@@ -324,11 +325,12 @@ def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
 
 
 def _activation_elements(facts: ModelFacts, config: Config) -> float:
-    """Return the peak number of elements per token that all layers hold, without experts' tokens.
+    """Return the peak number of elements per token that all layers hold together, excluding
+    experts.
 
-    The peak is at the start of the backward pass. Each layer then holds its saved activations: with
-    checkpointing, only its input and possibly the output of attention. The last layer also holds
-    all its activations and their gradients (two for the MLP and one for the residual stream).
+    The peak is at the start of the backward pass, when each layer holds its saved activations. With
+    checkpointing, these are only its input and possibly the attention output. The last layer also
+    holds all its activations and their gradients (two for the MLP and one for the residual stream).
     """
     trainer, residual = config.trainer, facts.hidden_size * (1 + config.model.wide_residual)
     whole = layer_elements(facts, config)
@@ -346,22 +348,22 @@ def _activation_elements(facts: ModelFacts, config: Config) -> float:
 
 
 def gathered_elements(facts: ModelFacts, config: Config) -> float:
-    """Return how many elements of other ranks' keys a layer of sparse attention gathers per token
-    of this rank."""
+    """Return how many key elements per token of this rank a sparse attention layer gathers from
+    other ranks."""
     others = (config.trainer.sequence_parallel - 1) * (facts.index_top_k > 0)
     return others * (facts.kv_width + facts.index_width)
 
 
 def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False) -> float:
     """Return the number of elements per token that an average layer keeps for its backward pass,
-    without experts.
+    excluding experts.
 
-    These are the residual stream before and after attention; the outputs of norms (2 hidden sizes);
-    queries and keys before and after norm and rotary embedding, values and the output of attention
-    (3 attention widths, 3 key widths); and the gate, up projection, activation and product of the
-    MLP (4 widths).
+    These are the residual stream before and after attention; the outputs of norms (2 ×
+    hidden_size); queries and keys before and after norm and RoPE, values and the attention output
+    (3 × the attention width, 3 × the key width); and the gate, up projection, activation and
+    product of the MLP (4 × the MLP width).
 
-    Norms that are not fused also keep a float32 input and the normalised values. Linear attention
+    Norms that aren't fused also keep a float32 input and the normalized values. Linear attention
     also keeps float32 copies for its convolution, gates and norm. A `compiled` layer recomputes the
     outputs of norms, the activation and the product, but keeps the input of a block of experts.
     """
@@ -378,24 +380,24 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
 
 
 def normed_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that pass through the norms of an average layer: the
+    """Return the number of elements per token that pass through an average layer's norms: the
     residual stream (twice), the queries and the keys."""
     return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
 def elementwise_elements(facts: ModelFacts) -> float:
     """Return the number of elements per token that an average layer moves between its GEMMs in a
-    forward pass, without experts. Two norms and two residual sums move 10 hidden sizes, norms and
-    rotary embedding move 12 widths each of queries and keys, and the MLP's activation and product
-    move 5 widths."""
+    forward pass, excluding experts. Two norms and two residual adds move 10 × hidden_size elements,
+    QK norm and RoPE move 12 × the widths of the queries and keys, and the MLP's activation and
+    product move 5 × the MLP width."""
     heads = facts.attention_width + key_width(facts)
     return 10 * facts.hidden_size + 12 * heads + 5 * _mlp_width(facts)
 
 
 def expert_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that the experts of a MoE layer keep: copies of the
-    token to and from each expert (2 hidden sizes), the gate, the up projection, the product, and
-    the activation if experts are not fused."""
+    """Return the number of elements per token that a MoE layer's experts keep: copies of the token
+    to and from each expert (2 × hidden_size), the gate, the up projection, the product, and the
+    activation if experts aren't fused."""
     copies = 2 * facts.experts_per_token * facts.hidden_size
     return copies + (3 if facts.fused_experts else 4) * _expert_width(facts)
 
@@ -415,7 +417,7 @@ def _expert_width(facts: ModelFacts) -> float:
 
 
 def _mlp_width(facts: ModelFacts) -> float:
-    """Return the intermediate size of an average layer's MLP, including shared experts but not
+    """Return the intermediate size of an average layer's MLP, counting shared experts but not
     routed ones."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
@@ -442,14 +444,13 @@ def offloads(config: Config, *, shared: bool) -> bool:
 
 
 def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
-    """Return how many bytes of GPU memory a rank needs, not counting the state that it can
-    offload."""
+    """Return how many bytes of GPU memory a rank needs, not counting state it can offload."""
     return least_bytes(config, memory) if offloads(config, shared=shared) else memory.total
 
 
 def least_bytes(config: Config, memory: Memory) -> float:
-    """Return how many bytes a rank needs on the GPU if it offloads the optimizer state during
-    forward and backward passes, and the reference model during an update."""
+    """Return how many bytes a rank needs on the GPU if it offloads optimizer state during forward
+    and backward passes, and the reference model during an update."""
     return max(memory.total - memory.parts["optimizer"], _update_bytes(config, memory))
 
 
@@ -470,8 +471,8 @@ def _held_bytes(memory: Memory) -> float:
 def offload_plan(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> OffloadPlan:
-    """Decide how much a rank offloads to host memory: everything if the GPU memory is unknown
-    (0)."""
+    """Decide how much a rank offloads to host memory. If the size of the GPU memory is unknown (0),
+    it offloads everything."""
     if not offloads(config, shared=shared):
         return OffloadPlan()
     parts, state = memory.parts, memory.parts["optimizer"]
@@ -504,7 +505,7 @@ def offload_plan(
 
 def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None) -> float:
     """Return how many GiB a rank keeps on the GPU while an engine samples. Without a `plan`, a rank
-    that offloads is assumed to keep as little as possible."""
+    that offloads is assumed to keep as little as it can."""
     if config.trainer.offload_while_sampling and plan is None:
         return _fixed_gib(config) + _RESIDUE_GIB
     # PyTorch's cached memory stays, too: 23.4 GiB where weights, optimizer and reference are 19.1.
@@ -517,8 +518,9 @@ def _fixed_gib(config: Config) -> float:
 
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
-    """Return the minimum host memory of a rank. It holds an offloaded optimizer's master weights,
-    moments, gradients and outgoing weights, and everything that is offloaded for time-sharing."""
+    """Return the least host memory a rank needs. This includes an offloaded optimizer's master
+    weights, moments, gradients and outgoing weights, and everything that is offloaded for
+    time-sharing."""
     trainer = config.trainer
     learned, _ = _learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
@@ -527,8 +529,8 @@ def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
 
 
 def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float) -> bool:
-    """Return True if an engine and a rank can start on the same GPU at the same time. The engine's
-    memory must not be disturbed while it measures its KV cache (`guaranteed_cache_bytes`)."""
+    """Return True if an engine and a rank can start on the same GPU at the same time. An engine
+    that has to measure its KV cache must start alone (`guaranteed_cache_bytes`)."""
     if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
         return False
     rank = trainer_memory(config, facts, gpu=True)
@@ -540,7 +542,7 @@ def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_
 def check_trainer_fits(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> None:
-    """Raise DoesNotFit if a rank does not fit on its GPU, including the engine if they share it."""
+    """Raise DoesNotFit if a rank doesn't fit on its GPU, along with the engine if they share it."""
     share = config.rollout.gpu_memory_utilization
     needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:

@@ -78,7 +78,7 @@ _POLL_S = 0.5
 
 
 def start_ray() -> None:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine if it is not set. Raises
+    """Join the cluster at RAY_ADDRESS, or start one on this machine if that isn't set. Raises
     ConfigError if this fails."""
     if ray.is_initialized():
         raise ConfigError(
@@ -148,7 +148,7 @@ def _join(address: str) -> None:
 
 
 def stop_ray() -> None:
-    """Leave the cluster, and stop it if Keel started it. Does not contact a lost cluster, because
+    """Leave the cluster, and stop it if Keel started it. A lost cluster isn't contacted, because
     Ray would wait forever or exit this process."""
     with signals_deferred():
         for kind, pids in ray_internals.own_processes().items():
@@ -161,7 +161,7 @@ def stop_ray() -> None:
 
 
 def cluster_nodes(*, gpus: bool = True) -> list[Node]:
-    """Return the living nodes with their free resources, most GPUs first."""
+    """Return the live nodes with their free resources, sorted from most to fewest GPUs."""
     free_resources = bounded(ray_internals.free_by_node, CALL_S, "report free resources")
     nodes: list[Node] = []
     for node in bounded(ray.nodes, CALL_S, "list its nodes"):
@@ -198,8 +198,8 @@ def _visible_gpus() -> int:
 
 
 def _taken_gib(*, least: bool = False) -> float:
-    """Return how many GiB other processes use on this machine's busiest GPU, or on its least busy
-    one if `least` is set."""
+    """Return how many GiB are used by other processes on this machine's busiest GPU, or on its
+    least busy one if `least` is set."""
     program = shutil.which("nvidia-smi")
     if not program:
         return 0.0
@@ -223,7 +223,8 @@ def _used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
 
 
 def detect_hardware(config: Config) -> Hardware:
-    """Detect the hardware that the run would get if it started now, within the recipe's limits."""
+    """Detect the hardware that the run would get if it started right now, within the recipe's
+    limits."""
     run = config.run
     detected = run.device == "auto" and (bool(_visible_gpus()) or run.describes_gpus)
     if not (detected or run.device == "gpu"):
@@ -279,8 +280,8 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Return the hardware that `keel check` plans for. This is the hardware described in the recipe
-    (8 GPUs per node by default), or the detected hardware if the recipe describes none."""
+    """Return the hardware that `keel check` plans for: the hardware described in the recipe (8 GPUs
+    per node by default), or the detected hardware if the recipe describes none."""
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes
@@ -306,7 +307,7 @@ def planned_hardware(config: Config) -> Hardware:
 
 
 def seat_lines(config: Config, hardware: Hardware) -> list[str]:
-    """Return lines that show where each actor is placed. Raises ConfigError if the actors do not
+    """Return lines showing where each actor is placed. Raises ConfigError if the actors don't
     fit."""
     idle = list(place(config, hardware.idle).lines())
     try:
@@ -341,7 +342,7 @@ class Reservation:
 def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
     """Reserve the GPUs for a run, or only those for actors of kind `only`, until this process
     exits. Raises ConfigError if the cluster is too small even when idle, and TimeoutError if other
-    users do not free enough GPUs in time."""
+    users don't free up enough GPUs in time."""
     place(config, [node.empty() for node in limit_nodes(cluster_nodes(), config.run)], only=only)
     end = time.monotonic() + timeout_s
     while True:
@@ -381,8 +382,9 @@ def _seats_of_groups(placement: Placement) -> list[list[Seat]]:
 
 
 def _create_group(seats: Sequence[Seat]) -> PlacementGroup:
-    """Create a placement group with one bundle per seat, on the seat's node. An engine on several
-    nodes has one bundle per GPU, because each of its workers is an actor."""
+    """Create a placement group with one bundle per seat (the place of an engine or rank), pinned to
+    the seat's node. A multi-node engine gets one bundle per GPU instead, because each of its
+    workers is an actor."""
     bundles: list[dict[str, float]] = []
     nodes: list[dict[str, str]] = []
     for seat in seats:
@@ -412,8 +414,8 @@ class _Downloader:
 
 
 def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
-    """Download the hub model `path` to all other nodes, or only to those whose Ray ids are in
-    `nodes`. Raises ConfigError if a download fails, and RuntimeError if a node is lost."""
+    """Download the hub model `path` to all other nodes, or only to those with Ray ids in `nodes`.
+    Raises ConfigError if a download fails, and RuntimeError if a node is lost."""
     if not is_hub_name(path) or Path(path).exists():
         return
     here = ray.get_runtime_context().get_node_id()

@@ -22,7 +22,7 @@ from keel.trainer.placement.step_time import StepTime, step_time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Estimated memory and time of a run."""
+    """A run's estimated memory and time."""
 
     engine: Memory
     trainer: Memory
@@ -80,7 +80,7 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, limit: MemoryLi
 
 
 def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
-    """Plan a run on this hardware. Raises ConfigError if it does not fit."""
+    """Plan a run on this hardware. Raises ConfigError if it doesn't fit."""
     if not hardware.gpu:
         return make_plan(config, facts, hardware)
     placement = place(config, hardware.idle)
@@ -119,8 +119,8 @@ def make_plan(
     config: Config, facts: ModelFacts, hardware: Hardware, *, shared: bool = False
 ) -> Plan:
     """Plan a run for a model with these properties. Set `shared` if an engine and a rank share a
-    GPU. Raises ConfigError if the recipe does not suit the model, and DoesNotFit if a GPU is too
-    small."""
+    GPU. Raises ConfigError if the recipe isn't suitable for the model, and DoesNotFit if a GPU is
+    too small."""
     gpu, gpu_gib, taken_gib = hardware.gpu, hardware.gpu_gib, hardware.taken_gib
     check_trainer(config, facts, hardware.spec, gpu=gpu)
     engine = memory.engine_memory(config, facts, gpu=gpu)
@@ -171,7 +171,7 @@ def describe(
     trains: bool = True,
 ) -> dict[str, Sequence[str]]:
     """Format the plan for `keel check` as sections. `data` has one line per source, and `seats` has
-    one per node. Sections about training steps are omitted if `trains` is False."""
+    one per node. Sections about training steps are left out if `trains` is False."""
     gpu, judge, sampling = hardware.gpu, config.rewards.judge, config.rollout.sampling
     a, r, t = config.algorithm, config.rollout, config.trainer
     sections: dict[str, Sequence[str]] = {"model": [model_line(config, facts)], "data": data}

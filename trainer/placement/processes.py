@@ -39,7 +39,7 @@ answer for 65 s."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ThreadState:
-    """The state of a thread, read from /proc/PID/task/TID/status."""
+    """A thread's state, read from /proc/PID/task/TID/status."""
 
     stopped: bool  # by SIGSTOP, together with its process
     debugged: bool
@@ -64,7 +64,7 @@ def _thread_state(pid: int, tid: int) -> _ThreadState:
 
 
 def _children(pid: int) -> Iterator[int]:
-    """Yield the ids of the child processes. The kernel may omit some while others are exiting."""
+    """Yield the ids of a process's children. The kernel may omit some while others are exiting."""
     with suppress(*_EXITED):
         for task in _tasks(pid).iterdir():
             with suppress(OSError):
@@ -79,7 +79,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> str:
-    """Kill processes and wait for them to exit. Returns a note if one does not."""
+    """Kill processes and wait for them to exit. Returns a note if one of them doesn't."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -92,7 +92,7 @@ def kill(processes: Sequence[psutil.Process]) -> str:
 
 
 def has_exited(process: psutil.Process | int) -> bool:
-    """Return True for exited processes and for zombies, which hold no memory."""
+    """Return True for exited processes and for zombies, which no longer hold any memory."""
     try:
         if isinstance(process, int):
             process = psutil.Process(process)
@@ -135,10 +135,11 @@ class _ProcessHealth:
     """Id of a thread that was running during the last full scan. It is checked first."""
 
     def poll(self, elapsed_s: float, *, wakes: bool = True) -> None:
-        """Check whether the process has run, and update `stopped_s` and `idle_s`.
+        """Check whether the process has run since the last poll, and update `stopped_s` and
+        `idle_s`.
 
-        Set `wakes` if healthy processes of this kind wake up regularly, so that one that does not
-        run at all is hanging. Raises one of `_EXITED` if the process has exited.
+        Set `wakes` if healthy processes of this kind wake up regularly. If such a process doesn't
+        run at all, it is considered hung. Raises one of `_EXITED` if the process has exited.
         """
         main = _thread_state(self.process.pid, self.process.pid)
         self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0
@@ -161,8 +162,8 @@ class _ProcessHealth:
         return bool(ran)
 
     def check(self, subject: str, timeout_s: float, consequence: str, messages: list[str]) -> str:
-        """Describe a hang that has lasted for `timeout_s` (0: no limit), or return an empty string.
-        For a shorter hang, append one warning to `messages`."""
+        """Describe a hang that has lasted for at least `timeout_s` (0 means no limit), or return an
+        empty string. A shorter hang only adds one warning to `messages`."""
         hang, duration_s = "has been stopped (SIGSTOP)", self.stopped_s
         if not self.stopped_s:
             hang, duration_s = "has not run at all", self.idle_s
@@ -189,10 +190,10 @@ class HangDetector:
         hang_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Monitor Ray's own processes, and the run's actors started by `raylet`.
+        """Monitor Ray's own processes and the run's actors started by `raylet`.
 
         `ray_processes` maps a description of each Ray process to its process id. `start` identifies
-        the current session (`keel.model.ray_timeouts.session_id`), and actors of other sessions are
+        the current session (`keel.model.ray_timeouts.session_id`); actors from other sessions are
         ignored. If `hang_timeout_s` is 0, no process is killed.
         """
         self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
@@ -268,8 +269,8 @@ class HangDetector:
 def _update_processes(
     known: Mapping[int, _ProcessHealth], pids: Iterable[int]
 ) -> dict[int, _ProcessHealth]:
-    """Merge `known` and `pids`, and drop exited processes. The kernel may have omitted some
-    processes from `pids`."""
+    """Merge `known` and `pids`, dropping processes that have exited. `known` is included because
+    the kernel may have left some processes out of `pids`."""
     processes = dict(known)
     for pid in pids:
         if pid not in processes:
@@ -280,7 +281,7 @@ def _update_processes(
 
 def _read_process_name(process: psutil.Process) -> str:
     """Read the environment variable that names a process's actor and owner. Ray sets it shortly
-    after the process starts."""
+    after starting the process."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(NAME, "")
     return ""

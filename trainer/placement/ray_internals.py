@@ -23,7 +23,7 @@ _STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py
 
 
 def silence_ray() -> None:
-    """Hide Ray's messages about tokens, dead processes and signal handlers."""
+    """Suppress Ray's messages about tokens, dead processes and signal handlers."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     worker: Any = import_module(_WORKER)
     printed = worker.print_to_stdstream
@@ -42,30 +42,30 @@ def silence_ray() -> None:
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Return the free resources of each node, keyed by node id. Ray's public functions report only
-    the sum."""
+    """Return each node's free resources, keyed by node id. Ray's public functions report only the
+    total."""
     return import_module("ray._private.state").available_resources_per_node()
 
 
 def exit_now(status: int) -> NoReturn:
     """Exit without waiting for threads. Ray's threads crash once their cluster is gone, and a
-    tracker's thread can hang."""
+    tracker's thread may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Return the ids of the Ray processes started here, keyed by kind, such as `raylet`."""
+    """Return the ids of the Ray processes started by this one, keyed by kind, such as `raylet`."""
     processes = getattr(import_module(_WORKER)._global_node, "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
 
 
 @contextmanager
 def kill_own_processes_on_shutdown() -> Iterator[None]:
-    """Make `ray.shutdown` kill the processes of a cluster started here, with their descendants. Ray
-    would first ask each process to exit, which takes a second because they ignore SIGTERM. They are
-    also killed at exit if `ray.shutdown` was never called."""
+    """Make `ray.shutdown` kill the processes of a cluster started here, along with their
+    descendants. Ray would first ask each process to exit, which takes a second because they ignore
+    SIGTERM. If `ray.shutdown` is never called, the processes are killed at exit."""
     handles = list[int]()
     local = [pid for pids in own_processes().values() for pid in pids]
     for pid in [*local, *(child for root in local for child in descendants(root))]:
@@ -115,8 +115,8 @@ def listen_on_loopback() -> Iterator[None]:
 
 @contextmanager
 def skip_unused_processes() -> Iterator[None]:
-    """Start clusters without four Python processes that a run does not need. They would take a
-    tenth of the CPU time of a small run."""
+    """Start clusters without four Python processes that a run doesn't need. In a small run, they
+    would take up a tenth of the CPU time."""
     services: Any = import_module("ray._private.services")
     node: Any = import_module("ray._private.node").Node
     start: Callable[..., Any] = services.start_ray_process
@@ -133,8 +133,8 @@ def skip_unused_processes() -> Iterator[None]:
 
 
 def _replace_agents(command: Sequence[str]) -> list[str]:
-    """Rewrite the raylet's command line. The dashboard agent becomes a stub, and the agent for
-    runtime environments exits together with its raylet instead of a minute later."""
+    """Rewrite the raylet's command line. The dashboard agent becomes a stub, and the runtime env
+    agent exits together with its raylet instead of a minute later."""
     options = {name: value for name, _, value in (word.partition("=") for word in command)}
     dashboard, runtime = "--dashboard_agent_command", "--runtime_env_agent_command"
     if dashboard not in options:

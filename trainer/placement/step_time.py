@@ -29,8 +29,8 @@ COMPILE_S = 20.0  # added to the first step by `trainer.compile`: 13 to 20 s in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Achieved fractions of the hardware's peak rates, and fixed costs. Both are fitted to the step
-    times in docs/scaling.md."""
+    """Achieved fractions of the hardware's peak rates, plus fixed overheads. Both are fitted to the
+    step times in docs/scaling.md."""
 
     # Trainer: fractions of the peak that GEMMs reach (0.78 for dense layers and 0.66 for grouped
     # experts in profiles), and attention. On n tokens, FlashAttention-4 reaches `flash4_share` ·
@@ -108,7 +108,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Estimated seconds for one step in which all completions reach their length limits."""
+    """Estimated seconds for a step in which all completions reach their length limits."""
 
     decode: float
     prefill: float
@@ -170,10 +170,10 @@ def step_time(
 ) -> StepTime:
     """Estimate how many seconds each part of a step takes.
 
-    `micro_batches` is the number of micro-batches per rank in all optimizer steps of a batch. Set
-    `shared` if engines and ranks share GPUs. `sequences` is the capacity of an engine's KV cache.
-    For time-shared GPUs, `woken` is the size in bytes of an engine that sleeps in each step, and
-    `moved` is how many bytes a rank offloads and reloads in the meantime.
+    `micro_batches` is the number of micro-batches per rank, over all optimizer steps in a batch.
+    Set `shared` if engines and ranks share GPUs. `sequences` is the capacity of an engine's KV
+    cache. For time-shared GPUs, `woken` is the size in bytes of an engine that sleeps in each step,
+    and `moved` is how many bytes a rank offloads and reloads in the meantime.
     """
     spec, rates = spec or GpuSpec(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
@@ -227,7 +227,7 @@ def step_time(
 
 
 def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
-    """Estimate the time in seconds of a supervised training step with the maximum number of
+    """Estimate how many seconds a supervised training step takes with the maximum number of
     tokens."""
     sft, trainer, rates = config.sft, config.trainer, Rates()
     each = (sft.tokens_per_step or sft.max_context_tokens * sft.step_contexts) / sft.step_contexts
@@ -242,8 +242,8 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def _decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate a decoding step's GPU time for memory traffic or GEMMs, small kernels and the
-    sampler."""
+    """Estimate the GPU time of a decoding step: small kernels, the sampler, and either memory
+    traffic or GEMMs, whichever is slower."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -324,7 +324,7 @@ def compute_seconds(
 
 
 def _count_forward_passes(config: Config) -> int:
-    """Return the cost of a micro-batch, in units of a forward pass. A backward pass counts as
+    """Return the cost of a micro-batch in units of forward passes. A backward pass counts as
     two."""
     backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
@@ -332,7 +332,7 @@ def _count_forward_passes(config: Config) -> int:
 
 
 def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
-    """Return the FLOPs per token in training (without recomputation) and in an engine."""
+    """Return the FLOPs per token for training (without recomputation) and for an engine."""
     looked_up = 0 if facts.tied else facts.vocab_size * facts.hidden_size
     forward = 2.0 * (facts.active_parameters - looked_up)
     return (
@@ -341,8 +341,9 @@ def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
-    """Estimate a rank's communication time that is not hidden by compute: gradients, gathered
-    weights, tokens routed to experts, and slices of contexts."""
+    """Estimate how much of a rank's communication time isn't hidden by compute. This includes
+    gradients, gathered weights, tokens routed to experts, and exchanges under sequence
+    parallelism."""
     trainer = config.trainer
     updates = config.algorithm.updates_per_batch if config.data.sources else 1
     ranks, spread, stage = trainer.ranks, trainer.expert_parallel, trainer.zero_stage
@@ -416,8 +417,8 @@ def _gemm_flops(dtype: torch.dtype) -> float:
 def cpu_time(
     config: Config, facts: ModelFacts, *, prompt_tokens: int, flops: float = 0.0
 ) -> StepTime:
-    """Estimate the seconds of a step on this CPU. `prompt_tokens` is the mean prompt length.
-    `flops` is the GEMM rate in FLOP/s (0: measure it)."""
+    """Estimate how many seconds a step takes on this CPU. `prompt_tokens` is the mean prompt
+    length. `flops` is the GEMM rate in FLOP/s (0: measure it)."""
     flops = flops or _gemm_flops(getattr(torch, config.model.dtype))
     config = replace(config, data=replace(config.data, max_prompt_tokens=prompt_tokens))
     estimate = step_time(

@@ -42,12 +42,12 @@ _ACTOR = "node monitor"
 
 
 class Watchdog:
-    """Checks every second that the processes of a run are healthy."""
+    """Checks every second that a run's processes are healthy."""
 
     def __init__(
         self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
-        """Start the thread. It polls immediately when one of these local `processes` exits."""
+        """Start the thread. It polls right away if one of the local `processes` exits."""
         self.say = say  # called from the watchdog's thread with each warning
         self.nodes: Set[str] = frozenset()
         """Ids of the nodes with GPUs reserved for the run, which cannot continue without them."""
@@ -63,7 +63,7 @@ class Watchdog:
         return False
 
     def check(self) -> None:
-        """Raise `RayLost` if Ray is unusable, or `WorkerLost` if a rank or a required node is
+        """Raise `RayLost` if Ray is unusable, or `WorkerLost` if a rank or a required node has been
         lost."""
         if reason := ray_timeouts.lost_reason():
             raise ray_timeouts.RayLost(reason)
@@ -133,8 +133,8 @@ def start_watchdog(
 
 class _NodeMonitor:
     """Ray actor that runs a `HangDetector` on its node. If the node loses its connection to the
-    cluster, the actor kills the run's processes there. Ray would leave them running, with all their
-    memory."""
+    cluster, the actor kills the run's processes there. Ray would leave them running, and they would
+    hold on to their memory."""
 
     def __init__(self, start: str, hang_timeout_s: float) -> None:
         raylet = os.getppid()
@@ -166,7 +166,8 @@ class _PartitionTimer:
         self._clock = ray_timeouts.PollClock(2 * CONNECT_S, clock)
 
     def expired(self) -> bool:
-        """Return True if every attempt to connect in the last `_PARTITION_S` seconds has failed."""
+        """Return True if every attempt to connect within the last `_PARTITION_S` seconds has
+        failed."""
         connected, elapsed_s = self._connects(), self._clock.elapsed()
         self._elapsed_s = 0.0 if connected else self._elapsed_s + elapsed_s
         return self._elapsed_s >= _PARTITION_S
@@ -215,7 +216,7 @@ class _Node:
 
 
 class _ClusterMonitor:
-    """Polls the monitors of all nodes and combines their results."""
+    """Polls the monitors on all nodes and combines their results."""
 
     def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes: dict[str, _Node] = {}

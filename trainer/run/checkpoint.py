@@ -29,14 +29,14 @@ _FINISHED = re.compile(r"step_(\d{6,})")
 
 
 class SaveError(RuntimeError):
-    """Raised if a checkpoint could not be written. The run itself can continue."""
+    """Raised if a checkpoint couldn't be written. The run itself can continue."""
 
     final = False  # True if this was the checkpoint of the last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The state that a resumed run needs in addition to the trainer's own files."""
+    """State that a resumed run needs on top of the trainer's own files."""
 
     step: int
     version: int  # version number of the weights
@@ -56,8 +56,8 @@ def save(
     say: Callable[[str], object] = print,
 ) -> Path:
     """Write the checkpoint for `state.step`, and delete all but the newest `keep` checkpoints.
-    `write` writes the trainer's files to the folder it is given and returns the manifest entries of
-    the files it has sealed. Raises `SaveError` if a file cannot be written to disk."""
+    `write` writes the trainer's files to the folder it is given and returns the manifest entries
+    for the files it has sealed. Raises `SaveError` if a file can't be written to disk."""
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
     try:
@@ -92,7 +92,7 @@ def save(
 
 
 def read_state(folder: Path) -> State:
-    """Read the state of a checkpoint. Raises ValueError, naming the file, if it is invalid."""
+    """Read a checkpoint's state. Raises ValueError with the file name if it is invalid."""
     path = folder / STATE
     try:
         return State(**json.loads(path.read_text()))
@@ -119,15 +119,15 @@ def latest(root: Path) -> Path | None:
 
 
 def latest_complete(root: Path) -> Path | None:
-    """Return the newest checkpoint whose files all have the right size."""
+    """Return the newest checkpoint in which all files have the right size."""
     return next(
         (p for p in reversed(list_finished(root)) if not find_problems(p, bits=False)), None
     )
 
 
 def find_problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """Return the reasons why a checkpoint cannot be used, one line per file. With `bits`, also
-    check the contents of all files."""
+    """Return the reasons why a checkpoint can't be used, one line per file. With `bits`, the
+    contents of all files are checked too."""
     if damage := find_damage(folder, extra=True, bits=bits):
         return damage
     try:
@@ -140,7 +140,8 @@ def find_problems(folder: Path, *, bits: bool = True) -> list[str]:
 
 
 def config_digest(config: Config) -> str:
-    """Return a digest of the config sections that affect training: all except `run` and `eval`."""
+    """Return a digest of the config sections that affect training, which are all except `run` and
+    `eval`."""
     sections = dataclasses.asdict(config)
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)

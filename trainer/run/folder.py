@@ -117,7 +117,7 @@ class RunFolder:
             )
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
-        """Verify the newest checkpoint. Raises ConfigError if the run cannot continue from it with
+        """Verify the newest checkpoint. Raises ConfigError if the run can't continue from it with
         this config. Only knobs that start with one of the prefixes in `of` are compared."""
         self._check_location()
         newest = checkpoint.latest(self._checkpoints)
@@ -160,7 +160,7 @@ class RunFolder:
             self._warnings.append(f"{changed} {latest.name} was written")
 
     def _set_aside(self) -> None:
-        """Rename damaged checkpoints, or all files of a run without a checkpoint."""
+        """Rename damaged checkpoints, or all of a run's files if it has no checkpoint."""
         newest = checkpoint.latest(self._checkpoints)
         self._last_step = checkpoint.step_of(newest) if newest else 0
         latest, damaged = self._find_newest_intact()
@@ -183,7 +183,8 @@ class RunFolder:
         return self._find_newest_intact()[0]
 
     def _find_newest_intact(self) -> tuple[Path | None, dict[Path, list[str]]]:
-        """Return the newest intact checkpoint, and the problems of newer ones, newest first."""
+        """Return the newest intact checkpoint, along with any problems found in newer ones, newest
+        first."""
         damaged: dict[Path, list[str]] = {}
         for path in reversed(checkpoint.list_finished(self._checkpoints)):
             problems = self._problems.get(path)
@@ -199,8 +200,8 @@ class RunFolder:
 
     def select_checkpoint(self, knob: str, value: str) -> Path | None:
         """Return the checkpoint that the user asked for. `value` is `last`, a step number, or
-        `base`, which returns None. Raises ConfigError, naming `knob`, if the checkpoint is missing
-        or damaged."""
+        `base`, which returns None. Raises ConfigError naming the setting `knob` if the checkpoint
+        is missing or damaged."""
         if value in ("base", "last"):
             return self.latest if value == "last" else None
         by_step = {checkpoint.step_of(p): p for p in checkpoint.list_finished(self._checkpoints)}
@@ -218,7 +219,8 @@ class RunFolder:
         return checkpoint.read_state(latest) if latest else None
 
     def warnings(self) -> list[str]:
-        """Return warnings about checkpoints and metrics. Call `check` or enter the folder first."""
+        """Return warnings about checkpoints and metrics. Call `check` or enter the folder before
+        this."""
         latest, damaged = self._find_newest_intact()
         lines = [f"{path} is damaged ({join_problems(p)})" for path, p in damaged.items()]
         if damaged and latest:
@@ -226,7 +228,7 @@ class RunFolder:
         return [*self._warnings, *lines]
 
     def status(self) -> str:
-        """Describe the progress of the run in this folder, or return "" for a new run."""
+        """Describe how far the run in this folder has got, or return "" for a new run."""
         state, steps = self.state(), self._config.run.steps
         if state and state.step >= steps:
             return f"holds a run whose {state.step} steps are done; raise run.steps to continue"
@@ -237,7 +239,7 @@ class RunFolder:
             self.model.rename(_unused_path(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically. `write` returns the manifest entries of the files it has
+        """Export the model atomically. `write` returns the manifest entries for the files it has
         sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
@@ -251,7 +253,7 @@ class RunFolder:
             shutil.rmtree(partial, ignore_errors=True)
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the (step, value) pairs of each evaluation metric, such as `sums/pass@1`."""
+        """Return each evaluation metric, such as `sums/pass@1`, as (step, value) pairs."""
         points: dict[str, list[tuple[int, float]]] = {}
         for step, line in metric_lines(self._metrics):
             for name, value in json.loads(line).items():
@@ -298,6 +300,6 @@ class RunFolder:
 
 
 def _unused_path(path: Path, number: int = 0) -> Path:
-    """Return `path`, or the first of `path_2`, `path_3` … that does not exist."""
+    """Return `path`, or the first of `path_2`, `path_3` … that doesn't exist yet."""
     candidate = path.with_name(f"{path.name}_{number}") if number else path
     return _unused_path(path, max(2, number + 1)) if candidate.exists() else candidate

@@ -38,7 +38,7 @@ HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 
 @dataclass(frozen=True, slots=True)
 class CostRates:
-    """The GPUs that a run occupies and its FLOPs per token, used to compute its cost."""
+    """The GPUs a run occupies and its FLOPs per token, from which its cost is computed."""
 
     gpus: int  # number of GPUs that the run occupies, including a judge's
     train_flops: float  # FLOPs for each token in training
@@ -59,8 +59,8 @@ _REASONS = 3  # maximum number of reasons for missing completions that one warni
 
 @dataclass(frozen=True, slots=True)
 class _Alarm:
-    """A metric to watch, the knob that sets its limit, and the warning to print if the limit is
-    crossed. `problem` is a format string for the metric's value."""
+    """A metric to watch, the knob that sets its limit, and the warning to print if it crosses the
+    limit. `problem` is a format string for the metric's value."""
 
     knob: str
     metric: str
@@ -136,7 +136,7 @@ _ALARMS = (
 
 
 class _Alarms:
-    """Checks the metrics of each step against the alarm limits. Steps must be passed in order."""
+    """Checks each step's metrics against the alarm limits. Steps must be passed in order."""
 
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
@@ -200,10 +200,10 @@ class Journal:
         costs: CostRates | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the records of a run, and remove everything after step `resumed_at`. `trajectories`
-        is the number of trajectories saved per step as text and as JSON. With `save_all`, the JSON
-        file contains all of them. `tokenizer` is the digest stored in it. `tokens` writes the
-        per-token values."""
+        """Open a run's records and remove everything after step `resumed_at`. `trajectories` is the
+        number of trajectories to save per step as text and as JSON. With `save_all`, the JSON file
+        contains all of them. It also stores `tokenizer`, the digest of the model's tokenizer.
+        `tokens` writes the per-token values."""
         self._view, self._clock = view, clock
         self._alarms = _Alarms(alarms) if alarms is not None else None
         self._costs, self._recorded_at = costs, clock()
@@ -251,7 +251,7 @@ class Journal:
         groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Record a step. Raises `OSError`, naming the folder, if it cannot be written."""
+        """Record a step. Raises `OSError` naming the folder if it can't be written to."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
         lines: list[str] = []
         if self._costs is not None:
@@ -307,7 +307,7 @@ class Journal:
 
 
 def note(folder: Path, step: int, kind: str, text: str, at: float | None = None) -> None:
-    """Append an event to `events.jsonl`, with the time `at` or the current time."""
+    """Append an event to `events.jsonl`, timestamped with `at` or the current time."""
     when = round(time.time() if at is None else at, 3)
     line = {"step": step, "time": when, "kind": kind, "text": text}
     # A full disk ends the run at the next step, with a better message.
@@ -316,7 +316,7 @@ def note(folder: Path, step: int, kind: str, text: str, at: float | None = None)
 
 
 def _truncate(path: Path, step: int) -> None:
-    """Delete all lines of `metrics.jsonl` after `step`, and the last line if it is incomplete."""
+    """Delete all lines in `metrics.jsonl` after `step`, and the last line if it is incomplete."""
     if not path.exists():
         return
     lines = [line for at, line in metric_lines(path) if step and at <= step]
@@ -327,8 +327,8 @@ def _truncate(path: Path, step: int) -> None:
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the step and the text of each line in `metrics.jsonl`, except an incomplete last line.
-    Raises ValueError, naming the file and line, if any other line is invalid."""
+    """Return the step and text of each line in `metrics.jsonl`, except for an incomplete last line.
+    Raises ValueError with the file name and line number if any other line is invalid."""
     texts = path.read_text().splitlines() if path.exists() else []
     lines: list[tuple[int, str]] = []
     for number, text in enumerate(texts, start=1):
@@ -346,7 +346,7 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def steps_of(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of each step, including evaluations made after a resume."""
+    """Return each step's metrics, including those from evaluations made after a resume."""
     steps: dict[int, dict[str, Any]] = {}
     for step, text in metric_lines(path):
         steps[step] = {**json.loads(text), **steps.get(step, {})}
@@ -404,12 +404,12 @@ def _total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def costs_of(folder: Path) -> dict[str, float]:
-    """Return the total costs of the run in `folder`, or an empty dict if it has no records."""
+    """Return the total cost of the run in `folder`, or an empty dict if it has no records."""
     return _total_costs(json.loads(text) for _, text in metric_lines(folder / "metrics.jsonl"))
 
 
 def cost_rows(runs: Mapping[str, Mapping[str, float]]) -> list[Sequence[str]]:
-    """Return a table row for each run and one for their sum, with the columns named in `HEADER`."""
+    """Return a table row for each run plus one for the total, with the columns in `HEADER`."""
     every = _total_costs(runs.values())
     flops = every.get(_TRAINING, 0.0) + every.get(_SAMPLING, 0.0)
 

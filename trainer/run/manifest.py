@@ -24,14 +24,14 @@ _SAMPLES = 64  # the number of positions at which a fingerprint samples each fil
 
 
 class Entry(NamedTuple):
-    """The size of a file when it was written, and a digest of each chunk."""
+    """A file's size when it was written, along with a digest of each chunk."""
 
     bytes: int
     sha256: list[str]
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Flush these files in `folder` to disk, and return their manifest entries."""
+    """Flush these files in `folder` to disk and return their manifest entries."""
     paths = {name: folder / name for name in names}
     with _threads() as threads:
         synced = [threads.submit(sync, path) for path in paths.values()]
@@ -50,7 +50,7 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 def fingerprint(folder: Path) -> str:
     """Return a quick fingerprint of a model folder, or "" if it has neither a manifest nor tensor
-    files. Reads only samples of the manifest or, without a manifest, of the tensor files."""
+    files. Only samples the manifest, or the tensor files if there is no manifest."""
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     files = [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors"))
@@ -65,15 +65,15 @@ def fingerprint(folder: Path) -> str:
 
 
 def fingerprint_base(config: Config) -> str:
-    """Return the fingerprint of the initial model, or "" if it is not a local folder."""
+    """Return the fingerprint of the initial model, or "" if it isn't a local folder."""
     folder = Path(config.model.path).expanduser()
     return fingerprint(folder) if config.model.path != TINY_MODEL and folder.is_dir() else ""
 
 
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
-    """Write the manifest of `folder`, computing digests for all files that are not in `sealed`.
+    """Write the manifest of `folder`, computing digests for any files that aren't in `sealed`.
     Raises ValueError if a sealed file is missing or has a different size, which means that the
-    ranks do not share this file system."""
+    ranks aren't on the same file system."""
     here = sizes(folder)
     for name, entry in sealed.items():
         if here.get(name) != entry.bytes:
@@ -92,8 +92,8 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
 
 def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
     """Return the differences between `folder` and its manifest, one line per file. With `extra`,
-    also report files that the manifest does not list. With `bits`, also check the contents of all
-    files."""
+    files that the manifest doesn't list are reported too. With `bits`, the contents of all files
+    are checked too."""
     try:
         entries = _read(folder / MANIFEST)
     except (OSError, ValueError) as error:
@@ -139,8 +139,8 @@ def join_problems(problems: list[str], limit: int = 3) -> str:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each file in `folder` and its subfolders, except the manifest,
-    keyed by path."""
+    """Map the path of each file in `folder` and its subfolders to its size in bytes, leaving out
+    the manifest."""
     by_name: dict[str, int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -152,7 +152,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file to disk. Raises `OSError`, naming the file, if this fails."""
+    """Flush a file to disk. Raises `OSError` with the file name if this fails."""
     with path.open("rb") as file:
         try:
             os.fsync(file.fileno())

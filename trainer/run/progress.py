@@ -18,12 +18,12 @@ _MIN_COUNTED_S = 2.0  # the remaining time is estimated only after this many sec
 
 
 class Wait:
-    """A long wait whose progress is shown. Its fields can be set from any thread."""
+    """A long wait with a progress display. Its fields can be set from any thread."""
 
     def __init__(self, what: str, *, total: float = 0, unit: str = "", quiet: bool = False) -> None:
-        """Start a wait. `total` is the number of units to wait for (0 if unknown). `unit` is their
-        name in the plural, such as `prompts`. With `quiet`, plain lines are printed only every 30
-        seconds."""
+        """Start a wait. `total` is the number of units to wait for (0 if unknown). `unit` is what
+        they are called in the plural, such as `prompts`. With `quiet`, plain lines are printed only
+        every 30 seconds."""
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done, self.before, self.note = 0.0, 0.0, ""
         """The units done so far, the units done before the wait began, and a comment to show."""
@@ -71,7 +71,7 @@ def waiting(what: str, *, total: float = 0, unit: str = "") -> Iterator[Wait]:
 
 
 class _Display:
-    """Shows the progress of the current wait. If waits are nested, the innermost one is current."""
+    """Shows the progress of the current wait, which is the innermost one if waits are nested."""
 
     def __init__(self) -> None:
         self._open: list[Wait] = []

@@ -12,11 +12,12 @@ class WorkerLost(RuntimeError):
 
 
 class CollectiveTimeout(RuntimeError):
-    """Raised if a rank fails while the others wait for it. Nothing can be saved in this case."""
+    """Raised if a rank fails while the others are waiting for it. Nothing can be saved in this
+    case."""
 
 
 class OutOfMemory(WorkerLost):
-    """Raised if a training step does not fit on a rank's GPU. Smaller micro-batches help. `dropped`
+    """Raised if a training step doesn't fit on a rank's GPU. Smaller micro-batches help. `dropped`
     is True if the ranks have freed all memory used by the step."""
 
     def __init__(self, text: str, *, dropped: bool = False) -> None:
@@ -25,11 +26,11 @@ class OutOfMemory(WorkerLost):
 
 
 class UpdateOutOfMemory(RuntimeError):
-    """Raised if an optimizer update does not fit on a GPU. Smaller micro-batches do not help."""
+    """Raised if an optimizer update doesn't fit on a GPU. Smaller micro-batches don't help."""
 
 
 class Restarts:
-    """Limits how often engines and trainer can be restarted within `_WINDOW_S` seconds."""
+    """Limits how many times engines and trainer can be restarted within `_WINDOW_S` seconds."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
@@ -38,7 +39,8 @@ class Restarts:
         """True once training has begun. A run that fails earlier is not restarted."""
 
     def count(self, error: WorkerLost) -> None:
-        """Count a restart. Raises WorkerLost if the limit is exceeded or training has not begun."""
+        """Count a restart. Raises WorkerLost if the limit is exceeded or training hasn't begun
+        yet."""
         if not self.started:
             raise error
         now = self._clock()

@@ -33,7 +33,7 @@ _SLACK_S = 0.1
 
 
 class Preempted(KeyboardInterrupt):
-    """Raised after a preemption signal if there is nothing to save or no time left."""
+    """Raised after a preemption signal if there is nothing to save or no time left to save it."""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Raise `Preempted` if a preemption signal arrives in the main thread during the `with` block,
+    """Raise `Preempted` if a preemption signal arrives in the main thread inside the `with` block,
     unless an open `Interrupt` handles it. Under `nohup`, SIGHUP stays ignored."""
     if not _in_main_thread() or _STATE.previous:
         yield
@@ -108,7 +108,7 @@ def watching() -> Iterator[None]:
 
 
 def fix_exit_status(status: int) -> None:
-    """Make any further signal, such as another Ctrl-C, end the process immediately with this
+    """Make any further signal, such as another Ctrl-C, exit the process immediately with this
     status."""
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -123,8 +123,8 @@ def fix_exit_status(status: int) -> None:
 
 
 def preemption_signal() -> str:
-    """Return the name of the preemption signal that is ending this command, or "". Call this
-    instead of catching `Preempted`, which Ray can turn into a plain KeyboardInterrupt."""
+    """Return the name of the preemption signal that is ending this command, or "". Use this rather
+    than catching `Preempted`, which Ray can turn into a plain KeyboardInterrupt."""
     return f"{_STATE.preempted.name}{_STATE.overdue}" if _STATE.preempted else ""
 
 
@@ -134,9 +134,9 @@ def stop_requested() -> bool:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block preemption signals in processes started during the `with` block. Schedulers signal
-    every process of a job, but Ray and the trainer must live until the checkpoint is saved. On
-    exit, restore Keel's handlers if libraries have replaced them."""
+    """Block preemption signals in processes started inside the `with` block. Schedulers signal
+    every process in a job, but Ray and the trainer must stay alive until the checkpoint is saved.
+    On exit, restore Keel's handlers if libraries have replaced them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
         yield
@@ -148,7 +148,7 @@ def signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Delay the handling of all signals until the `with` block ends."""
+    """Delay handling of all signals until the `with` block ends."""
     if not _in_main_thread() or _STATE.deferred is not None:
         yield
         return
@@ -163,7 +163,8 @@ def signals_deferred() -> Iterator[None]:
 
 
 class Interrupt:
-    """While open, turns signals into requests to stop instead of ending the command."""
+    """Turns signals into requests to stop while it is open. Without it, they would end the command
+    immediately."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class Interrupt:
         grace_s: float = 0.0,
     ) -> None:
         """`first` is printed after Ctrl-C and `preempted_first` after a preemption. `Preempted` is
-        raised `grace_s` seconds after a preemption, or never if this is 0."""
+        raised `grace_s` seconds after a preemption, or never if `grace_s` is 0."""
         self._say, self.first, self.preempted_first = say, first, preempted_first
         self.stopping, self.grace_s, self.deadline = False, grace_s, float("inf")
         self._timer: threading.Timer | None = None
@@ -246,7 +247,7 @@ class _OutlivingStream:
 
 
 def keep_writable(stream: TextIO | None) -> TextIO:
-    """Wrap a stream so that writing to it still works after its reader is gone. `stream` is None if
+    """Wrap a stream so that writing to it still works once its reader is gone. `stream` is None if
     the stream is closed (`>&-`)."""
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 

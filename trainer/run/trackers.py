@@ -47,18 +47,18 @@ _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
 
 
 class _Tracker(Protocol):
-    """Sends the metrics and events of a run to an experiment tracker. All methods except `abandon`
-    are called from the same thread and may block. A call that raises an exception is retried."""
+    """Sends a run's metrics and events to an experiment tracker. All methods except `abandon` are
+    called from the same thread and may block. Calls that raise an exception are retried."""
 
     remedy: str  # advice for the user after a failure
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
-        """Start a run, or resume the run with this `id` if it is not empty. Returns the id, and the
-        address at which the run's curves can be viewed."""
+        """Start a run, or resume the run with this `id` if it isn't empty. Returns the id and the
+        address where the run's curves can be viewed."""
         ...
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """Log the metrics of a step. Steps arrive in order, but a step that was evaluated later is
+        """Log a step's metrics. Steps arrive in order, but a step that was evaluated later is
         logged a second time. `time` is in seconds since the epoch."""
         ...
 
@@ -67,12 +67,13 @@ class _Tracker(Protocol):
     def close(self, end: RunEnd) -> None: ...
 
     def abandon(self) -> None:
-        """Stop a tracker whose thread hangs, so that the process can exit."""
+        """Stop a tracker whose thread is hanging, so that the process can exit."""
         ...
 
 
 class _Wandb:
-    """Logs to Weights & Biases (WANDB_* variables). The server accepts each step only once."""
+    """Logs to Weights & Biases, configured through WANDB_* variables. The server accepts each step
+    only once."""
 
     remedy = "Check WANDB_API_KEY, WANDB_BASE_URL and the network, or set WANDB_MODE=offline"
 
@@ -119,8 +120,8 @@ class _Wandb:
         self._run.finish(exit_code=0 if end == "finished" else 1)
 
     def abandon(self) -> None:
-        """Kill the W&B process, because the interpreter would wait minutes for it at exit. `wandb
-        sync` can still upload the data that the process had received."""
+        """Kill the W&B process, because the interpreter would wait for it for minutes at exit. Any
+        data the process has received can still be uploaded with `wandb sync`."""
         with suppress(psutil.Error):
             for process in psutil.Process().children():
                 if _WANDB_PROCESS in process.name():
@@ -128,8 +129,8 @@ class _Wandb:
 
 
 class _Mlflow:
-    """Logs to MLflow (MLFLOW_* variables) and resumes a run by its id. Parameters keep their values
-    from the first start, because MLflow cannot change them."""
+    """Logs to MLflow, configured through MLFLOW_* variables, and resumes a run by its id.
+    Parameters keep the values from the first start, because MLflow can't change them."""
 
     remedy = "Check MLFLOW_TRACKING_URI, the server's credentials and the network"
 
@@ -176,15 +177,15 @@ class _Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Replace characters that MLflow forbids in names. For example, `eval/sums/pass@1` becomes
-    `eval/sums/pass_at_1`."""
+    """Replace characters that MLflow doesn't allow in names. For example, `eval/sums/pass@1`
+    becomes `eval/sums/pass_at_1`."""
     name = name.replace("@", "_at_").replace("[", ".").replace("]", "")
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 class _Trackio:
-    """Logs to trackio, which is configured through TRACKIO_* variables. It stores unsent data and
-    retries on its own."""
+    """Logs to trackio, configured through TRACKIO_* variables. It buffers unsent data and retries
+    on its own."""
 
     remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, its token and the network"
 
@@ -226,7 +227,7 @@ an extra."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError if a tracker's package is not installed or W&B has no API key."""
+    """Raise ConfigError if a tracker's package isn't installed or W&B has no API key."""
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(
@@ -245,7 +246,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class _TrackerThread:
-    """Background thread that sends a run's metrics and events to one tracker."""
+    """Background thread that sends a run's metrics and events to a single tracker."""
 
     def __init__(
         self,
@@ -290,7 +291,7 @@ class _TrackerThread:
             self._warn(f"has not answered for {self._hang_s:.0f} s")
 
     def close(self, end: RunEnd) -> None:
-        """Let the thread send the remaining lines in the background, and then set `done`."""
+        """Tell the thread to send the remaining lines in the background and then set `done`."""
         self._end = end
         self._wake.set()
 
@@ -394,8 +395,8 @@ def _close_threads(
     say: Callable[[str], None],
     seconds: float = _CLOSE_S,
 ) -> None:
-    """Wait up to `seconds` until everything up to `step` is sent. Then abandon threads that are
-    still busy."""
+    """Wait up to `seconds` for everything up to `step` to be sent. Then abandon any threads that
+    are still busy."""
     for thread in threads:
         thread.close(end)
     until = time.monotonic() + seconds
@@ -411,7 +412,7 @@ def _close_threads(
 
 
 def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Config) -> None:
-    """Start sending the metrics and events of a run to `run.trackers`, until `stack` is closed."""
+    """Start sending a run's metrics and events to `run.trackers`, until `stack` is closed."""
     if not (names := config.run.trackers):
         return
     say, knobs = partial(journal.say, _EVENT), _plain_knobs(config)
@@ -434,7 +435,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
 
 
 def _plain_knobs(config: Config) -> dict[str, Any]:
-    """Return all knobs as JSON values. Environment options are left out, because they can contain
+    """Return all knobs as JSON values. Environment options are left out, because they may contain
     secrets."""
 
     def plain(value: Any) -> Any:

@@ -59,14 +59,14 @@ _TEXT = "text"
 
 
 def watched_segments(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Segment]:
-    """Return the segments whose tokens are saved, in the order in which ranks number them."""
+    """Return the segments whose tokens will be saved, in the order in which ranks number them."""
     places = _select_tokens(groups, run)
     return [s for group, index in places for s in group.group.trajectories[index].segments]
 
 
 def _select_tokens(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Place]:
-    """Choose the trajectories to save with their tokens, within the budget of `run.save_tokens`:
-    first those saved as text, then others from the same groups."""
+    """Choose which trajectories to save along with their tokens, within the budget of
+    `run.save_tokens`. Those saved as text come first, then others from the same groups."""
     text = choose_trajectories(groups, run.save_trajectories)
     chosen = {(id(group), index) for group, index in text}
     siblings = [
@@ -84,8 +84,8 @@ def _select_tokens(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Place]
 
 
 def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place]:
-    """Choose the best and the worst completion of each group, up to `count` in total. Groups with
-    the largest spread of rewards come first."""
+    """Choose the best and worst completions of each group, up to `count` in total. Groups with the
+    largest reward spread come first."""
     chosen: list[Place] = []
     scored = [group for group in groups if len(group.rewards_G)]
     for group in sorted(scored, key=lambda g: -float(g.rewards_G.std())):
@@ -99,7 +99,7 @@ def _distinct_groups(places: Sequence[Place]) -> list[ScoredGroup]:
 
 
 class TokenTexts:
-    """Decode a token sequence into the text that each token adds."""
+    """Decodes a token sequence into the text added by each token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -167,8 +167,8 @@ class TokenFile:
         write_whole(path, gzip.compress(data, compresslevel=1, mtime=0))
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
-        """Split a context into stretches of given and sampled tokens. Given tokens become a string,
-        and sampled tokens become an object with lists of values."""
+        """Split a context into runs of sampled tokens and runs of other tokens. Sampled tokens
+        become an object with lists of values, and other tokens become a string."""
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
@@ -204,8 +204,8 @@ def _group_record(
     contexts: Mapping[tuple[int, int], list[list[Any]]],
     answer: Callable[[Trajectory], str],
 ) -> dict[str, Any]:
-    """Build the record of a group. `text` and `contexts` are keyed by the group's `id()` and the
-    trajectory's index."""
+    """Build a group's record. In `text` and `contexts`, a trajectory is identified by its group's
+    `id()` and its index."""
     prompt, group = scored.group.prompt, scored.group
     trajectories: list[dict[str, Any]] = []
     for index, trajectory in enumerate(group.trajectories):
@@ -239,7 +239,7 @@ def _group_record(
 
 
 def finite_json(value: Any) -> str:
-    """Return ASCII JSON for browsers. Numbers that JSON cannot represent become null."""
+    """Return ASCII JSON for browsers. Numbers that JSON can't represent become null."""
     try:
         return json.dumps(value, allow_nan=False, default=str, separators=(",", ":"))
     except ValueError:  # rare, and slow: every value is visited
@@ -288,7 +288,7 @@ def step_of(path: Path) -> int:
 
 
 def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
-    """Return the groups and findings of a saved batch. Raises ValueError if it is invalid."""
+    """Return the groups and findings from a saved batch. Raises ValueError if it is invalid."""
     try:
         with np.load(path, allow_pickle=False) as file:
             content = json.loads(bytes(file[_TEXT]))

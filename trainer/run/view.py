@@ -50,7 +50,7 @@ _ECHO = 4  # the number of columns that two echoed `^C` take up
 
 
 class View:
-    """Prints one line per step, and a line every 30 seconds during longer activities."""
+    """Prints a line per step, plus a line every 30 seconds during longer activities."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout
@@ -91,7 +91,8 @@ class View:
 
 
 class _LiveView(View):
-    """Shows a panel with progress, curves, health metrics and a breakdown of the time spent."""
+    """Shows a panel with progress, curves, health metrics and a breakdown of where the time
+    goes."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
         super().__init__(steps)
@@ -168,8 +169,7 @@ class _LiveView(View):
 
 
 def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
-    """Return a live panel if the output is a terminal, and otherwise a view that prints plain
-    lines."""
+    """Return a live panel if the output is a terminal, or else a view that prints plain lines."""
     output = stream or sys.stdout
     return _LiveView(title, steps) if output.isatty() else View(steps, output)
 
