@@ -224,8 +224,9 @@ def join_recordings(turns: Sequence[tuple[int, Recordings]], tokens: int) -> dic
             end = start + len(turn.sampling_mask)
     routes = selected = None
     if parts := [turn.routes_RLK for _, turn in turns if turn.routes_RLK is not None]:
-        rows = np.concatenate(parts)[: tokens - 1].astype(np.int16)
-        routes = np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
+        rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        last = np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)
+        routes = np.concatenate([rows[: tokens - 1], last], dtype=np.int16, casting="unsafe")
     if bitmaps := [turn.selected_RLb for _, turn in turns if turn.selected_RLb is not None]:
         selected = np.zeros((tokens, bitmaps[0].shape[1], bitmaps[-1].shape[2]), np.uint8)
         start = 0
