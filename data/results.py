@@ -58,8 +58,8 @@ def scores_by_steps(asked: Sequence[SampledPrompt]) -> tuple[dict[int, float], d
     """Compute scores as a function of the mean number of steps (turns), as in Figure 6 of
     DeepSeek-V3.2 (2025).
 
-    The first result gives one trajectory more and more steps; the second runs more and more
-    trajectories in parallel (`_fewest_steps_at_k`). Both are empty for completions without turns.
+    The first curve lets a single trajectory run for more steps. The second runs more trajectories
+    in parallel (`_fewest_steps_at_k`). Both are empty for completions without turns.
     """
     samples = [sample for one in asked for sample in one.samples]
     if not samples or not all("turns" in sample for sample in samples):

@@ -405,9 +405,9 @@ def _complement(region: _Region) -> _Region:
 def _combine_regions(
     rule: Callable[[list[bool]], bool], regions: Sequence[_Region]
 ) -> _Region | None:
-    """Combine several regions into one. For each number, `rule` gets the regions that contain it,
-    and decides whether the result does. Returns None if an end contains a symbol or there are too
-    many ends."""
+    """Combine several regions of the number line into one. A number is in the result if `rule`
+    returns True for the regions that contain it. Returns None if an endpoint is symbolic or there
+    are too many endpoints."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None

@@ -96,9 +96,9 @@ class SelectionExtension(WeightsExtension):
     """Methods that vLLM adds to its workers. All ranks have the same selections."""
 
     def keel_selections(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.uint8]:
-        """Return the bitmaps [tokens − first, L, b] of the request with these cache blocks. A
-        bitmap is zero if its token attends to its whole context. Ranks other than 0 return
-        nothing."""
+        """Return bitmaps [tokens − first, L, b] of the positions that each token selected, for the
+        request with these cache blocks. A bitmap is zero if its token attends to its whole context.
+        Ranks other than 0 return an empty array."""
         if self.rank:
             return np.empty(0, np.uint8)
         (group,) = self.model_runner.kv_cache_config.kv_cache_groups
