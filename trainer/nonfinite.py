@@ -1,18 +1,22 @@
 """Count steps with non-finite gradients and find the tokens that caused them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from keel.rl.packing import MicroBatch
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, Segment
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn  # learner imports this module without torch
 
 SHOWN_FINDINGS = 3  # the maximum number of findings printed per step
 _FINDINGS_PER_BATCH = 3

@@ -3,13 +3,17 @@
 The estimates are computed from the model's config. docs/scaling.md compares them with measurements.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
-from keel.model.load import ModelFacts
 from keel.rl.packing.prefix_sharing import estimate_packing
+
+if TYPE_CHECKING:
+    from keel.model.load import ModelFacts  # the driver imports this module without torch
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
