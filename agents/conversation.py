@@ -24,7 +24,8 @@ from keel.rl.types import Recordings, Segment, StoredRecordings, join_recordings
 
 class SegmentRecord:
     """A growing context and the turns sampled from it. Each turn returns expert routes only for
-    tokens that no earlier turn has processed. A turn's last token is processed by the next turn."""
+    tokens that no earlier turn has processed. The last token of a turn is processed in the next
+    turn."""
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id

@@ -66,8 +66,8 @@ class Budget:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def turn_limit(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
-        """Return the limit that the next turn will hit first, and how many tokens are left before
-        it does. A number below 1 means that the limit has already been reached."""
+        """Return the limit that the next turn will reach first, and the number of tokens left
+        before that. A number below 1 means that the limit has already been reached."""
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:

@@ -50,8 +50,8 @@ class EpisodeKind:
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
-    """Return the environment seed for a prompt. It is the same for all of the prompt's episodes in
-    a run."""
+    """Return the environment seed for a prompt. All episodes of the prompt in a run share this
+    seed."""
     return seed_of(seed, "environment", prompt.prompt_id)
 
 

@@ -70,8 +70,8 @@ class NodeLost(EnvironmentLost):
 
 
 class Environment(Protocol):
-    """An episode's environment. `open`, `call` and `reply` raise `EnvironmentLost` if it can't
-    continue. `verdict` returns `Unscored` instead, and `close` never raises."""
+    """An episode's environment. `open`, `call` and `reply` raise `EnvironmentLost` if the episode
+    can't continue. `verdict` returns `Unscored` instead, and `close` never raises."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 

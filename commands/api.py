@@ -77,7 +77,8 @@ def train(
     knobs: Mapping[str, Any] | Sequence[str] = (),
     holdout: int = 0,
 ) -> Run:
-    """Train on a recipe, or resume its run. Returns the metrics and the trained model.
+    """Run the training that a recipe describes, or resume it. Returns the metrics and the trained
+    model.
 
     Args:
         recipe: A recipe file, the name of a recipe that comes with Keel, or the recipe itself as a

@@ -377,8 +377,8 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
 def _balance_kinds(
     chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
 ) -> list[_Candidate]:
-    """Limit each kind to `balance` times as many completions as the rarest kind has. Each prompt's
-    first completions are preferred."""
+    """Limit each kind of completion to `balance` times as many as there are of the rarest kind.
+    Each prompt's first completions are preferred."""
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return [one for _, one in chosen]

@@ -253,8 +253,8 @@ def _check_prompts_fit(
     sets: Mapping[str, Sequence[Prompt]],
     count_tokens: Callable[[Prompt], int],
 ) -> None:
-    """Raise ConfigError for the first prompt that doesn't fit in the context with the variant's
-    extra line and token limit."""
+    """Raise ConfigError for the first prompt that doesn't fit in the context window with the
+    variant's extra line and token limit."""
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"
@@ -390,8 +390,8 @@ def _endpoint_policy(config: Config) -> _SampledPolicy:
 
 
 def _max_prompts_in_flight(config: Config, samples: int) -> int:
-    """Return how many prompts to sample concurrently: twice the capacity of all engines or of the
-    endpoint, and at least 2."""
+    """Return how many prompts to sample concurrently: enough to fill the engines or the endpoint
+    twice, and at least 2."""
     capacity = config.rollout.engines * config.rollout.max_num_seqs
     if config.endpoint.base_url:
         capacity = config.endpoint.max_concurrent

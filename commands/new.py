@@ -352,8 +352,8 @@ def _detect_judge(
 
 
 def _columns(names: Sequence[str], prompt: str, answer: str, judge: str) -> dict[str, str]:
-    """Map the columns to Keel's names, excluding any others that would be read as a second prompt
-    or judge."""
+    """Map the columns to Keel's names, and exclude any other columns that would be read as a second
+    prompt or judge."""
     columns = {} if prompt in ("prompt", "messages") else {"prompt": prompt}
     if answer and answer != "answer":
         columns["answer"] = answer
@@ -370,7 +370,8 @@ def _mostly(flags: Sequence[bool]) -> bool:
 
 
 def _flatten(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the values in nested objects under dotted names such as `reward_model.ground_truth`."""
+    """Add the values of nested objects to the record under dotted names such as
+    `reward_model.ground_truth`."""
     inner = {
         f"{name}.{key}": each
         for name, value in record.items()

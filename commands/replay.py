@@ -106,7 +106,7 @@ def _find_batch(folder: Path, step: int | None) -> Path:
 
 
 def _nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
-    """Find the newest intact checkpoint before `step`, or None if training has to start from the
+    """Return the newest intact checkpoint before `step`, or None if training has to start from the
     base model. Also returns a description of the starting point."""
     paths = [
         path for path in checkpoint.list_finished(checkpoints) if checkpoint.step_of(path) < step

@@ -36,7 +36,7 @@ async def _make_all(
     stop: asyncio.Event,
 ) -> str:
     """Create all tasks that aren't in the ledger yet. Returns the reason for stopping early, or ""
-    if all of them were processed."""
+    if all tasks were processed."""
     remaining = [key for key in keys if key not in ledger.outcomes]
     if made := len(keys) - len(remaining):
         say(f"{made:,} of {len(keys):,} tasks already made")
@@ -145,8 +145,8 @@ def _open_pipeline(
 
 
 def synthesize(config: SynthesisConfig) -> int:
-    """Create the tasks. Returns exit status 0 if all are done, or 1 if it stopped early. Raises
-    ConfigError if the recipe or folder can't be used."""
+    """Create the tasks. Returns exit status 0 if all tasks are done, or 1 if the command stopped
+    early. Raises ConfigError if the recipe or folder can't be used."""
     return asyncio.run(_synthesize(config))
 
 
@@ -201,8 +201,8 @@ def _leave(number: int, _: object) -> None:
 
 
 def _task_settings(config: SynthesisConfig) -> dict[str, Any]:
-    """Return the settings that affect the tasks, which are all except authors and budget. Those can
-    change when the command is rerun."""
+    """Return the settings that affect the tasks, which are all except the authors and the budget.
+    Those two can be changed when the command is rerun."""
     section = asdict(getattr(config, config.family))
     return {"family": config.family, "seed": config.seed, **section}
 

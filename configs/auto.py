@@ -65,7 +65,7 @@ def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str
 
 
 def _smallest_valid(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the smallest value of each `auto` knob that the other knobs allow."""
+    """Return the smallest value that the other knobs allow for each `auto` knob."""
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
     widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
     ranks = math.lcm(*(n for n in widths if type(n) is int and n > 0))

@@ -85,7 +85,8 @@ def section_type(hint: Any) -> type | None:
 
 
 def _knob_paths(section: type, prefix: str = "") -> Iterator[str]:
-    """Yield the full path of every knob. List entries are written as `[]`: `sources[].name`."""
+    """Yield the full path of every knob. List entries are written as `[]`, as in
+    `sources[].name`."""
     for name, hint in knob_types(section).items():
         nested = section_type(hint)
         if nested is None or get_origin(hint) in (Union, UnionType):
@@ -144,7 +145,7 @@ def build_config(
 
     `where` maps each dotted key to the "file:line" or override that set it. Errors about any other
     key refer to `recipe`. Raises ConfigError with one line per wrong key or type. If all keys and
-    types are right, the error reports the first rule that is broken.
+    types are correct, the error reports the first rule that is broken.
     """
     builder = _Builder(root, where, recipe)
     built = builder.section(root, tree, "", "")
@@ -285,8 +286,8 @@ def _joined(path: str, name: str) -> str:
 
 
 def _as_float(value: Any) -> float | None:
-    """Convert a value to a float. YAML reads some numbers as text, such as `1e-6`, because it has
-    no dot."""
+    """Convert a value to a float. YAML reads numbers such as `1e-6` as text, because they have no
+    dot."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -317,7 +318,7 @@ class _ForeignName:
 @cache
 def other_frameworks() -> dict[str, dict[str, Any]]:
     """Load `other_frameworks.toml`, which lists each framework's names for knobs (`words`) and
-    `metrics`, and where it is configured (`config`)."""
+    `metrics`, and where the framework is configured (`config`)."""
     path = Path(__file__).with_name("other_frameworks.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
@@ -336,8 +337,8 @@ def foreign_names(kind: Literal["words", "metrics"]) -> tuple[_ForeignName, ...]
 
 
 def foreign_hint(path: str) -> str:
-    """Return Keel's equivalent of another framework's knob at the dotted `path`, or "" if the knob
-    is unknown."""
+    """Return Keel's equivalent of another framework's knob, given its dotted `path`. Returns "" if
+    the knob is unknown."""
     names, key = foreign_names("words"), path.rpartition(".")[2]
     matches = [name for name in names if name.name in (path, key)]
     matches = matches or [name for name in names if name.name.endswith(f".{key}")]

@@ -123,7 +123,8 @@ def _tree(
 
 
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
-    """Turn `eval.file` into a source that is read like the first file of the recipe."""
+    """Turn `eval.file` into a source that is read with the same settings as the recipe's first
+    file."""
     section, data = _mapping(tree.get("eval")), _mapping(tree.get("data"))
     path, sources = section.get("file"), data.get("sources")
     if not isinstance(path, str) or not path or not isinstance(sources, list):
@@ -194,7 +195,7 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
 def _read_layers(
     path: Path, trail: tuple[Path, ...], folder: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a recipe's layers (base recipes first) and where each key comes from."""
+    """Return a recipe's layers (base recipes first), along with the place where each key is set."""
     path, real = resolved(path)
     if real in trail:
         raise ConfigError(f"{path}: `defaults` is circular")
@@ -230,8 +231,8 @@ def _read_layers(
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers the way Python does: 1e-6 is a number, but 1:30, 010 and dates are text.
-    Duplicate keys are errors."""
+    """A YAML loader that reads numbers the way Python does: 1e-6 is a number, but 1:30, 010 and
+    dates are text. Duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set[str]()

@@ -28,8 +28,8 @@ def data_path(text: str) -> Path:
 
 
 def read_template(value: str, knob: str) -> str:
-    """Return the Jinja template in a knob, which holds either its text or the path of a file.
-    Raises ConfigError if the file can't be read."""
+    """Return the Jinja template set by a knob, which holds either the template's text or the path
+    of a file. Raises ConfigError if the file can't be read."""
     if not value or any(mark in value for mark in _JINJA):
         return value
     try:
@@ -45,8 +45,8 @@ def read_template(value: str, knob: str) -> str:
 
 
 def unwritable(folder: Path) -> str:
-    """Return the reason why a run can't write to its folder, or "" if it can. Doesn't create
-    anything."""
+    """Return the reason why a run can't write to its folder, or "" if it can. Doesn't create any
+    files or folders."""
     path = folder.absolute()
     try:
         parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())
@@ -58,7 +58,7 @@ def unwritable(folder: Path) -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file in one step, so that nobody reads a part of it."""
+    """Write a file atomically, so that nobody can read it half-written."""
     data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     partial = path.with_name(f"{path.name}.tmp")
     partial.write_bytes(data)
@@ -82,7 +82,8 @@ _NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", 
 
 
 def shipped_recipes(folder: str = "") -> dict[str, Path]:
-    """Return the recipes that come with Keel for a command, mapping bare names to files."""
+    """Return the recipes that come with Keel for a command, as a mapping from bare names to
+    files."""
     folders = (folder,) if folder else (folder, _HARDWARE)
     files = sorted(file for each in folders for file in _RECIPES.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
@@ -132,8 +133,8 @@ def _hint(path: Path, folder: str) -> str:
 
 
 def list_recipes(name: str = "") -> str:
-    """List all recipes, each with a description, or return the text of the recipe `name`. Raises
-    ConfigError if it is unknown."""
+    """List all recipes with their descriptions, or return the text of the recipe `name`. Raises
+    ConfigError if there is no such recipe."""
     if name:
         for folder in _FOLDERS:
             if file := shipped_recipes(folder).get(name):

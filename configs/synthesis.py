@@ -15,7 +15,7 @@ _MOST_ANSWERERS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSourceConfig(Section):
-    """Settings for a git repository to make tasks from."""
+    """Settings for a git repository from which to make tasks."""
 
     PATH = "code.sources[]"
 
@@ -101,8 +101,8 @@ class CodeTasksConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralConfig(Section):
-    """Settings for general agent tasks: a database, tools for it, and tasks of increasing
-    difficulty (DeepSeek-V3.2 (2025), section 3.2.3)."""
+    """Settings for synthesizing general agent tasks: a database, tools for it, and tasks of
+    increasing difficulty (DeepSeek-V3.2 (2025), section 3.2.3)."""
 
     PATH = "general"
 
@@ -156,8 +156,8 @@ def slug(category: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswererConfig:
-    """Settings for an agent that attempts each question. Questions that any of these agents answers
-    correctly are too easy and get rejected."""
+    """Settings for an agent that attempts each question. A question that any of these agents
+    answers correctly is rejected as too easy."""
 
     system: str = ""
     """Additional system prompt."""
@@ -270,7 +270,8 @@ class AuthorConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig(Section):
-    """Limits on all calls combined, including those from earlier starts in the same folder."""
+    """Limits on the total tokens and cost of all calls, including calls from earlier starts in the
+    same folder."""
 
     PATH = "budget"
 
@@ -337,6 +338,6 @@ class SynthesisConfig(Section):
 
 
 def affects_tasks(knob: str) -> bool:
-    """Return whether this knob affects the tasks. Knobs that do can't be changed for an existing
+    """Return whether this knob affects the tasks. Such knobs can't be changed for an existing
     folder."""
     return knob.partition(".")[0] in {"family", "seed", *get_args(_Family)}

@@ -66,7 +66,7 @@ class SampledPrompt:
 
     @property
     def right(self) -> list[bool]:
-        """Correctness of each completion. Missing completions count as wrong."""
+        """Whether each completion is correct. Missing completions count as wrong."""
         return [passed(s["correct"]) for s in self.samples] + [False] * len(self.missing)
 
     @property

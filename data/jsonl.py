@@ -77,7 +77,7 @@ def load_jsonl(
     check_reward: _CheckReward = lambda spec: None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
-    """Read up to `source.size` prompts from `source.path` (0 means all).
+    """Read up to `source.size` prompts from `source.path`, or all of them if the size is 0.
 
     `check_reward` raises ValueError if a reward spec is invalid. If `hub_answers` returns False,
     hub datasets are read from the local cache. Raises ConfigError if the file is missing or

@@ -46,7 +46,7 @@ class _PassRate:
 
     @property
     def known(self) -> bool:
-        """Whether any completion has a score. If none does, a pass rate of 0 says nothing about the
+        """Whether any completion has a score. If none has, a pass rate of 0 says nothing about the
         prompt."""
         return self.unscored < self.samples
 
@@ -57,7 +57,7 @@ class _PassRate:
         return {**asdict(self), "pass_rate": self.rate}
 
     def check(self, prompt: Prompt, path: Path) -> None:
-        """Raise ValueError if the pass rate was measured on a different prompt with this ID."""
+        """Raise ValueError if the pass rate was measured on a different prompt with the same ID."""
         if self.digest != prompt_digest(prompt):
             raise ValueError(
                 f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "

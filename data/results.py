@@ -230,8 +230,8 @@ def _format_comparison(result: Mapping[str, Mapping[str, tuple[int, _Difference]
 
 
 def comparison_lines(first: Sequence[SampledPrompt], second: Sequence[SampledPrompt]) -> list[str]:
-    """Compare pass@1 on the prompts that two evaluations share, in a table. Raises ValueError if
-    they share none, or if prompts with the same name differ."""
+    """Return a table that compares pass@1 on the prompts that two evaluations share. Raises
+    ValueError if they share none, or if prompts with the same name differ."""
     return _format_comparison(_compare_pass_rates(first, second))
 
 
@@ -304,8 +304,8 @@ def _majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
     """Estimate maj@k, the probability that the most frequent of k `answers` is `right` (Wang et
     al., 2023).
 
-    Tied answers share the probability, and empty answers do not count. The result is exact if k is
-    the number of answers. Otherwise, it is the mean over `_VOTES` seeded draws.
+    Tied answers share the probability equally, and empty answers don't count. The result is exact
+    if k is the number of answers. Otherwise, it is the mean over `_VOTES` seeded draws.
     """
     if k == len(answers):
         return _vote(answers, right)

@@ -48,7 +48,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 
 class BadLine(ValueError):
-    """Raised if a row can't be used."""
+    """Raised if a line or row of the data can't be used."""
 
 
 class Row(NamedTuple):
@@ -62,13 +62,13 @@ class Row(NamedTuple):
 
 
 def data_extension(path: Path) -> str:
-    """Return a file's extension without `.gz`, or "" if it is unknown."""
+    """Return a file's extension without `.gz`, or "" if the extension is unknown."""
     name = path.name.lower().removesuffix(".gz")
     return next((kind for kind in KINDS if name.endswith(kind)), "")
 
 
 def json_type(value: object) -> str:
-    """Return the name of a JSON value's type, for error messages."""
+    """Return the name of a JSON value's type for use in error messages."""
     if value is None:
         return "missing or null"
     if isinstance(value, str):
@@ -283,7 +283,8 @@ def _text_columns(schema: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a table value to JSON data. Times and decimals become text, and NaN becomes null."""
+    """Convert a table value to JSON data. Times and decimals become strings, and NaN becomes
+    null."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):
@@ -319,7 +320,7 @@ def look_up(record: Mapping[str, Any], name: str) -> Any:
 
 
 def parse_json(key: str, text: str) -> Any:
-    """Parse a table cell as JSON. Raises BadLine if it is invalid."""
+    """Parse a table cell as JSON. Raises BadLine if it isn't valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

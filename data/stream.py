@@ -19,9 +19,9 @@ class Stream(Generic[_T]):
     """An endless stream of prompts or conversations from weighted sources.
 
     Each source yields every prompt once per epoch, in a new order each time. Sources are
-    interleaved so that the number of prompts taken from each stays within one of its share
-    (slightly more with three or more sources). The position is one count per source. A batch that
-    spans two epochs can contain the same prompt twice.
+    interleaved so that the number of prompts taken from a source never differs from its share by
+    more than one (slightly more with three or more sources). The position consists of one count per
+    source. A batch that spans two epochs can contain the same prompt twice.
     """
 
     def __init__(

@@ -31,8 +31,8 @@ from keel.rl.types import Prompt
 
 def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
     """Reward agreement between the policy's verdicts and the labels. The reward is 1 − |verdict −
-    label| averaged over the criteria, where met is 1, partly 0.5 and missed 0. An evaluation of a
-    proof gets 1 − |score − label|, and an invalid response gets 0."""
+    label| averaged over the criteria, where met is 1, partly 0.5 and missed 0. For an evaluation of
+    a proof, the reward is 1 − |score − label|. For an invalid response, it is 0."""
     labels: Mapping[str, Any] = prompt.reward["columns"]["labels"]
     answer = trajectory.answer.strip()
     try:

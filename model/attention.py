@@ -249,8 +249,8 @@ def disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts for activation checkpointing (`context_fn`) that save attention outputs on
-    GPUs instead of recomputing them. They are no larger than the outputs of other operations, but
-    take the longest to recompute, because the time grows quadratically with the length."""
+    GPUs instead of recomputing them. These outputs are no larger than those of other operations,
+    but they take the longest to recompute, because the time grows quadratically with the length."""
     return create_selective_checkpoint_contexts([varlen_operator(), torch.ops.keel.flash4.default])
 
 
@@ -403,8 +403,8 @@ def _apply_in_blocks(
 
 @lru_cache(maxsize=2)
 def _make_segments(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Build a row's segments. They are cached for all layers of a micro-batch and work both with
-    and without gradients."""
+    """Build a row's segments. The result is cached for all layers of a micro-batch and works both
+    with and without gradients."""
     with torch.inference_mode(False):
         return Segments.of(lengths, device)
 

@@ -110,8 +110,8 @@ def hub_options(path: str) -> dict[str, Any]:
 
 
 def check_path(path: str) -> None:
-    """Check that a path is a model folder or could be a model on the hub. Raises ConfigError
-    otherwise, or if the model isn't downloaded yet and the hub can't be reached."""
+    """Check that a path is a model folder or could be a model on the hub. Raises ConfigError if it
+    is neither, or if the model isn't downloaded yet and the hub can't be reached."""
     if Path(path).is_dir():
         return
     if Path(path).exists():
@@ -219,8 +219,8 @@ def format_error(error: BaseException, limit: int = 400) -> str:
 
 
 def written_by_code(tokenizer: Any) -> bool:
-    """Return True if the model's chats are formatted by code rather than by a template, as for
-    DeepSeek-V3.2."""
+    """Return True if the model formats chats with code rather than a template, as DeepSeek-V3.2
+    does."""
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
@@ -315,7 +315,8 @@ def stored_tensors(path: str, framework: str) -> dict[str, Any]:
 
 
 def tensors_named(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
-    """Yield the tensors in a folder that have this name, or just their first `rows` rows."""
+    """Yield each tensor with this name in a folder's weight files, or just its first `rows`
+    rows."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
             if name in set(content.keys()):

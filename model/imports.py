@@ -10,7 +10,7 @@ from contextlib import contextmanager
 def heavy_imports() -> Iterator[None]:
     """Turn off garbage collection during imports, and exempt the imported objects from later
     collections. torch, transformers and vLLM create half a million permanent objects. Scanning them
-    accounts for a fifth of the import time and most of each full collection."""
+    accounts for a fifth of the import time and most of the time of each full collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:

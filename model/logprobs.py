@@ -123,7 +123,7 @@ def policy_logprobs(
 def kept_mass(
     hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    """Compute log Σ_{v∈S} π(v), the log-probability of the whole sampling mask, for each probe.
+    """For each probe, compute log Σ_{v∈S} π(v), the log-probability of the whole sampling mask.
     Returns [m].
 
     `logp` [n] comes from `policy_logprobs` and is normalized over the masks. A second pass covers
@@ -147,7 +147,7 @@ def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Choose up to `most` evenly spaced rows in each segment, and count how many rows each of them
-    represents. The first row depends on the sum of the segment's sampled token ids."""
+    represents. The first chosen row depends on the sum of the segment's sampled token ids."""
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
     )

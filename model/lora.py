@@ -43,8 +43,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
 
 
 class _MergedForward:
-    """Forward method of adapted layers. peft adds B A x to W x instead, which an engine with merged
-    weights does not compute: it has lost what rounding to bfloat16 takes from W + B A."""
+    """Forward method of adapted layers. It uses the merged and rounded weight W + B A, just like
+    the engine. peft would compute W x + B A x instead, which does not include this rounding."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.disable_adapters:
@@ -110,8 +110,8 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
-    """Return the weight and bias of the layer `prefix` with the adapter merged, as the trainer
-    computes with them."""
+    """Return the bias and the merged weight of the layer `prefix`, exactly as the trainer uses
+    them."""
     base, a, b = _parts(layer)
     with torch.no_grad():
         weight = _merge(base.weight, a, b, layer.scaling[_NAME])

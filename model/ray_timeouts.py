@@ -68,8 +68,8 @@ def is_loss(error: BaseException) -> bool:
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return the original error behind a failed remote call, or `error` itself if it is from
-    somewhere else."""
+    """Return the original error behind a failed remote call. Other errors are returned
+    unchanged."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
@@ -135,9 +135,9 @@ def new_session() -> None:
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """Leave the cluster by calling `act`, suppressing any errors. From then on, other calls
-    raise `RayLost` until a cluster is joined again, because a late call would make Ray start a
-    new one."""
+    """Leave the cluster by calling `act`, suppressing any errors. From then on, other calls raise
+    `RayLost` until a cluster is joined again, because a late call would make Ray start a new
+    cluster."""
     _State.leaving = _State.left = ray.is_initialized()
     try:
         clean_up(act, seconds, what, leaving=True)
@@ -152,8 +152,8 @@ def _check_usable(leaving: bool = False) -> None:
 
 
 def session_id() -> str:
-    """Return an id that changes whenever this process joins a cluster. Actors also have the id in
-    their environment."""
+    """Return an id that changes whenever this process joins a cluster. Actors can also read the id
+    from their environment."""
     return _State.session
 
 
@@ -224,8 +224,8 @@ def put(value: Any) -> Any:
 
 
 def fetch(refs: Sequence[Any], *, seconds: float) -> dict[Any, Any]:
-    """Fetch the objects that arrive within `seconds`, all at the same time. Objects that are lost,
-    because their node died, are missing in the result."""
+    """Fetch objects in parallel. Returns those that arrive within `seconds`, without any that were
+    lost because their node died."""
     found: dict[Any, Any] = {}
 
     def wait_for_all() -> list[Any]:

@@ -41,7 +41,8 @@ _Output = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """Describes how to replay a router class. Its instances must have `top_k` and `num_experts`."""
+    """Describes how to replay routes in a router class. Instances of the class must have `top_k`
+    and `num_experts`."""
 
     experts: Callable[[_Output], Tensor]
     replay: Callable[[Any, _Output, Tensor], _Output]
@@ -262,8 +263,8 @@ class Replay:
         return same_N / (layers_N * self._experts)
 
     def metrics(self, *, ends: int = 0) -> dict[str, Mean]:
-        """Return the metrics of the forward passes, excluding recomputation. Synchronizes with the
-        device once.
+        """Return the metrics of the forward passes, not counting recomputation. Synchronizes with
+        the device once.
 
         routing/overlap            fraction of recorded experts that the live router also chooses
         routing/fallback_fraction  fraction of (token, layer) rows that were not recorded. The
@@ -314,7 +315,8 @@ class Replay:
         return self._stop > self._start
 
     def without_routes(self) -> Replay:
-        """Drop the routes, and return a copy that can only detect late recomputation."""
+        """Drop the routes, and return a copy of this `Replay` that can only detect late
+        recomputation."""
         self._routes_LNK = self._on_device = None
         stub = copy(self)
         stub._counts, stub._by_token_2N = [], None

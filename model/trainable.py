@@ -152,7 +152,7 @@ def _find_mismatch(
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Suppress the progress bar and the report of a model that transformers loads."""
+    """Suppress the progress bar and the report that transformers prints when it loads a model."""
     verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -184,8 +184,8 @@ def _try_packed(model: PreTrainedModel) -> None:
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) -> None:
-    """Raise ConfigError, naming `knob`, if a tokenizer's ids differ from those of the tokenizer at
-    `path`."""
+    """Raise ConfigError if a tokenizer's ids differ from those of the tokenizer at `path`. `knob`
+    is the setting to name in the error."""
     try:
         local = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):

@@ -58,8 +58,7 @@ def _overridden(kind: type[nn.Module], methods: type) -> type[nn.Module]:
 
 def disable_dropout(model: nn.Module) -> None:
     """Turn off dropout, so that the model is deterministic even in train mode, as transformers'
-    activation recomputation requires. `model.config` is left unchanged, because it gets
-    exported."""
+    activation recomputation requires. `model.config` is left unchanged, because it is exported."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
@@ -69,10 +68,10 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def fix_long_rope(model: nn.Module, context: int) -> None:
-    """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with a context of
-    `context` tokens. vLLM chooses between short and long frequencies based on `max_model_len`,
-    whereas transformers goes by the highest position in each forward pass, which depends on
-    packing."""
+    """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with a context
+    of `context` tokens. vLLM chooses between short and long frequencies based on
+    `max_model_len`, whereas transformers uses the highest position in each forward pass, which
+    depends on packing."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}

@@ -56,7 +56,8 @@ class Slice:
         return self.rank * length, (self.rank + 1) * length
 
     def cut(self, whole: NDArray[T], filling: int | bool) -> NDArray[T]:
-        """Cut this rank's shard out of a per-token array, padding past the end of the row."""
+        """Cut this rank's shard out of a per-token array, padding it with `filling` past the end of
+        the row."""
         start, stop = self.bounds(len(whole))
         part = whole[start:stop]
         rest = np.full((stop - start - len(part), *whole.shape[1:]), filling, whole.dtype)

@@ -70,8 +70,8 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Return an error message if a weighted component isn't in `known`, the components returned by
-    an environment, or "" if all of them are."""
+    """Return an error message if a component in `weights` is unknown, or "" if all are known.
+    `known` lists the components that an environment returns."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -101,7 +101,8 @@ def compose(
     """Compute a reward as the weighted sum of its components.
 
     A sum that differs from 0 only by rounding error is set to exactly 0, so that the error can't
-    turn into an advantage. A `cut_off` completion counts as wrong and gets at most 0.
+    turn into an advantage. A `cut_off` completion counts as wrong and receives a reward of at most
+    0.
     """
     parts = {**parts, "correct": 0.0} if cut_off else parts
     terms = [weight * parts[name] for name, weight in weights.items()]

@@ -259,8 +259,8 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 class BadReward(ValueError):
-    """Raised if a reward function doesn't return a valid reward. `at` is where the function is
-    defined."""
+    """Raised if a reward function doesn't return a valid reward. `at` is the location of the
+    function's definition."""
 
     def __init__(self, message: str, at: str) -> None:
         super().__init__(message)
@@ -360,8 +360,8 @@ class FailureRate:
         self._failed: deque[bool] = deque(maxlen=_WINDOW)
 
     def add(self, failed: bool) -> str:
-        """Record a completion. Returns a summary if the failure rate is too high, or "" if it
-        isn't."""
+        """Record a completion. Returns a summary if the failure rate is too high, or ""
+        otherwise."""
         self._failed.append(failed)
         failures, total = sum(self._failed), len(self._failed)
         if not failed or failures <= self._max_fraction * max(total, _MIN_WINDOW):
@@ -382,8 +382,8 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record the outcome of a reward component for each completion of a prompt: an error and
-        its location, or two empty strings.
+        """Record the outcome of a reward component for each completion of a prompt. An outcome is
+        an error and its location, or two empty strings.
 
         Raises RewardStopped if `counted` is set and the component has failed too often. Verifiers
         aren't counted, because they usually fail on completions that can't be parsed.

@@ -69,7 +69,7 @@ class WorkerPool:
 
         `timeout_s` is the time limit per completion, enforced only if there are workers. `code`
         contains the fields of `CodeConfig`, whose `completion_s` is the time limit for programs.
-        Each worker prints to a file in the folder `log`, or to standard error if `log` is None.
+        Each worker prints to a file in the `log` folder, or to standard error if `log` is None.
         """
         allow_long_integers()  # in tests of programs, which travel as JSON
         self._code = dict(code or {})
@@ -281,8 +281,8 @@ class _Worker:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
     def _stop(self) -> str:
-        """Kill the process and its descendants. Returns the location of the code it was executing,
-        or "" if it left no stack trace."""
+        """Kill the process and its descendants. Returns the location in the code that it was
+        executing, or "" if it left no stack trace."""
         process, self._process = self._process, None
         if process is None:
             return ""

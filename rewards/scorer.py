@@ -290,7 +290,7 @@ class Scorer:
 
 
 def _check_parts(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a trajectory has every weighted component."""
+    """Check that a trajectory has a value for every reward component that has a weight."""
     missing = [name for name in weights if name not in draft.parts]
     if missing and not draft.dropped:
         error = (
@@ -304,7 +304,8 @@ def _check_parts(draft: _Draft, weights: Mapping[str, float]) -> None:
 
 
 def _opening_messages(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages before the policy's first turn. An environment may have written them."""
+    """Return the messages before the policy's first turn. They may have been written by an
+    environment."""
     messages = trajectory.messages if prompt.environment else ()
     roles = [message.get("role") for message in messages]
     first = trajectory.opening or (roles.index("assistant") if "assistant" in roles else 0)

@@ -37,7 +37,8 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def outside_think(text: str) -> str:
-    """Return the text after the last `</think>` and before any later `<think>`, stripped."""
+    """Return the text after the last `</think>` and before any `<think>` that follows, stripped of
+    surrounding whitespace."""
     return text.rpartition(THINK.close)[2].partition(THINK.open)[0].strip()
 
 

@@ -49,8 +49,8 @@ def _limit_memory(extra: int | None) -> None:
     """Limit this process's address space to its current size plus `extra` bytes, or remove the
     limit if `extra` is None.
 
-    User functions get no limit, because they may load a model, and GPU drivers reserve more address
-    space than they use.
+    User functions have no limit, because they may load a model, and GPU drivers reserve more
+    address space than they use.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard

@@ -39,8 +39,8 @@ class Lag:
 
     @property
     def versions(self) -> int:
-        """Maximum staleness of a token, in weight versions between sampling it and training on
-        it."""
+        """Maximum staleness of a token: the number of weight versions between sampling it and
+        training on it."""
         return (self.batches + self.publish_every - 1) * self.updates
 
 
@@ -108,8 +108,9 @@ class GroupBuffer:
         self._batches: deque[Batch] = deque()
 
     def room(self) -> int:
-        """Return how many prompts to submit now. A resumed run submits prompts up to the next
-        scheduled weight update, just as it would have without the interruption."""
+        """Return how many prompts to submit now. The limit depends on the next scheduled weight
+        update, so a resumed run submits the same prompts as it would have without the
+        interruption."""
         every = self._lag.publish_every
         ahead = (self._adopted // every + 1) * every + self._lag.batches
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
@@ -193,8 +194,8 @@ def _filter_reason(
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
     """Return why a group should be filtered out, or None to keep it. `by="reward"` filters out
     groups whose advantages are all 0. `by="correct"` filters out groups whose completions all have
-    the same `correct` value, even if they differ in length or format. Groups with no completions
-    are `empty`, and groups with only one are `lone`."""
+    the same `correct` value, even if they differ in length or format. The reason is `empty` for
+    groups with no completions and `lone` for groups with only one."""
     if by == "none":
         return None
     if len(group.parts_G) < 2:
@@ -210,9 +211,9 @@ def _filter_reason(
 
 def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
     """Split groups evenly between `updates` optimizer steps. Groups with a gradient (not
-    `ScoredGroup.idle`) are also split evenly. If there are fewer of these than steps, fewer steps
-    are returned, because momentum would move the weights even without a gradient. Groups without
-    completions are omitted."""
+    `ScoredGroup.idle`) are also split evenly. If fewer groups have a gradient than there are steps,
+    fewer steps are returned, because momentum would move the weights even without a gradient.
+    Groups without completions are omitted."""
     sampled = [group for group in groups if group.group.trajectories]
     teaching = [group for group in sampled if not group.idle]
     updates = min(updates, max(len(teaching), bool(sampled)))

@@ -75,8 +75,8 @@ def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
 
 
 def settle(future: Future[T], make: Callable[[], T]) -> None:
-    """Complete a future with the result of `make` or the error it raises. A future that is already
-    done keeps its result."""
+    """Complete a future with the result of `make`, or with the error that `make` raises. A future
+    that is already done keeps its result."""
     try:
         result = make()
     except BaseException as error:

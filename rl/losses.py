@@ -35,7 +35,7 @@ _FAR = 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """The partial loss returned by one call of a loss function, with its metrics."""
+    """The partial loss returned by one call to a loss function, along with its metrics."""
 
     loss: Tensor
     """Scalar loss with gradient."""

@@ -87,9 +87,10 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
 
 
 class GapTotals:
-    """Accumulates log π_old − log π_θ for the P trajectories that span several micro-batches or
-    ranks, because the sequence mask needs the mean over the whole trajectory. `sums_2P` [2, P]
-    float64 holds the sums and the token counts. They must be summed across ranks."""
+    """Accumulates the gap log π_old − log π_θ for the P trajectories that span several
+    micro-batches or ranks, because the sequence mask needs the mean over the whole trajectory.
+    `sums_2P` [2, P] float64 holds the sums and the token counts. They must be summed across
+    ranks."""
 
     def __init__(self, count: int, device: torch.device | str = "cpu") -> None:
         self.sums_2P = torch.zeros(2, count, dtype=torch.float64, device=device)

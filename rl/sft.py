@@ -65,10 +65,10 @@ def supervised_segment(
 def pack_sft(
     examples: Sequence[SftExample], *, ranks: int, micro_batch_tokens: int, mean: Average = "tokens"
 ) -> list[TrainBatch]:
-    """Pack the examples of one optimizer step into one `TrainBatch` per rank. When averaging over
-    tokens, an example has the weight |o_i| B / Σ |o_j|; when averaging over conversations, it has
-    the weight 1 (see `nll_loss`). The segments of an example that does not fit into a micro-batch
-    are packed separately."""
+    """Pack the examples of one optimizer step into one `TrainBatch` per rank. An example's weight
+    is |o_i| B / Σ |o_j| when averaging over tokens, and 1 when averaging over conversations (see
+    `nll_loss`). The segments of an example that does not fit into a micro-batch are packed
+    separately."""
     tokens = sum(example.learned_tokens for example in examples)
     whole = [
         PackItem(

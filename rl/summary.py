@@ -112,9 +112,9 @@ def summarize(
 
 
 def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of all optimizer steps on one batch. `updates` must be in step order.
-    `mismatch/*` comes from the first step only, because later steps no longer use the weights that
-    the batch was sampled from. `loss` is averaged over the steps."""
+    """Merge the metrics of all optimizer steps that use the same batch. `updates` must be in step
+    order. `mismatch/*` comes from the first step only, because later steps no longer use the
+    weights that the batch was sampled from. `loss` is averaged over the steps."""
     parts: list[dict[str, Metric]] = []
     for index, metrics in enumerate(updates):
         part = {k: v for k, v in metrics.items() if index == 0 or not k.startswith("mismatch/")}

@@ -75,7 +75,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """A tool call that could not be parsed. It is not executed, and the policy gets an error
+    """A tool call that could not be parsed. It is not executed, and the policy receives an error
     message instead."""
 
     call_id: str

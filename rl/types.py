@@ -179,8 +179,8 @@ class Recordings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecordings:
-    """Stands for the recordings of a turn or segment that stay on the node that made them until a
-    rank packs them."""
+    """A stand-in for the recordings of a turn or segment, which stay on the node that made them
+    until a rank packs them."""
 
     parts: tuple[tuple[int, Any], ...]
     """The `Recordings` in the order of the turns, as keys (object references of Ray) or, if they
@@ -197,8 +197,8 @@ class StoredRecordings:
 
     @staticmethod
     def concat(turns: Sequence[tuple[int, StoredRecordings]], tokens: int) -> StoredRecordings:
-        """Concatenate those of the turns of a segment with `tokens` tokens. Each turn comes with
-        the position of its first sampled token."""
+        """Concatenate the stored recordings of all turns of a segment with `tokens` tokens. Each
+        turn comes with the position of its first sampled token."""
         masked = [(start, one.mask_sizes_T) for start, one in turns if one.mask_sizes_T is not None]
         sizes = np.zeros(tokens, np.result_type(np.uint8, *(sizes for _, sizes in masked)))
         for start, part in masked:
@@ -213,7 +213,7 @@ class StoredRecordings:
 
 
 def join_recordings(turns: Sequence[tuple[int, Recordings]], tokens: int) -> dict[str, Any]:
-    """Join the recordings of turns to the fields `routes_TLK`, `sampling_mask` and `selected_TLb`
+    """Join the recordings of turns into the fields `routes_TLK`, `sampling_mask` and `selected_TLb`
     of a `Segment` with `tokens` tokens. Each turn comes with the position of the first token that
     its sampling masks describe."""
     masks: list[SamplingMasks] = []
@@ -296,28 +296,28 @@ class Segment:
 
     @property
     def routes_shape(self) -> tuple[int, ...] | None:
-        """(L, K) of the recorded routes, or None if there are none."""
+        """Shape (L, K) of each token's recorded routes, or None if there are none."""
         if self.stored is not None:
             return self.stored.routes
         return None if self.routes_TLK is None else self.routes_TLK.shape[1:]
 
     @property
     def selected_shape(self) -> tuple[int, ...] | None:
-        """(L, b) of the recorded selections, or None if there are none."""
+        """Shape (L, b) of each token's recorded selections, or None if there are none."""
         if self.stored is not None:
             return self.stored.selected
         return None if self.selected_TLb is None else self.selected_TLb.shape[1:]
 
     @property
     def mask_sizes_T(self) -> NDArray[Any] | None:
-        """[T] Number of ids in each sampling mask, or None if there are no masks."""
+        """Number of ids in each sampling mask, [T], or None if there are no masks."""
         if self.stored is not None:
             return self.stored.mask_sizes_T
         return None if self.sampling_mask is None else self.sampling_mask.sizes()
 
     @property
     def keys(self) -> list[Any]:
-        """Keys of its stored recordings."""
+        """Keys of the segment's stored recordings."""
         parts = () if self.stored is None else self.stored.parts
         return [key for _, key in parts if not isinstance(key, Recordings)]
 
@@ -362,8 +362,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tool calls, tokens and seconds used by a trajectory with an environment or an
-    agent program."""
+    """Resources used by a trajectory with an environment or an agent program: tool calls, tokens
+    and seconds."""
 
     turns: int = 1
     calls: int = 0
@@ -490,7 +490,7 @@ class ScoredGroup:
 
     @property
     def keys(self) -> set[Any]:
-        """Keys of the stored recordings of its trajectories."""
+        """Keys of the stored recordings of all trajectories in the group."""
         segments = (s for one in self.group.trajectories for s in one.segments)
         return {key for segment in segments for key in segment.keys}
 

@@ -147,7 +147,7 @@ class EndpointCompletions:
         failed.
 
         Raises RuntimeError if the endpoint is unusable, and TimeoutError after `within_s` seconds.
-        The clock starts when the request gets one of the `endpoint.max_concurrent` slots.
+        The time spent waiting for a free slot (`endpoint.max_concurrent`) doesn't count.
         """
         import openai  # noqa: PLC0415  as above
 
@@ -265,8 +265,8 @@ class _Part:
 class EndpointTurns:
     """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it.
 
-    The token ids are unknown, so each part of a conversation is represented by placeholder ids: its
-    number, then filler ids up to its length in tokens.
+    The token ids are unknown, so each part of a conversation is represented by placeholder ids: the
+    part's number, followed by filler ids up to the part's length in tokens.
     """
 
     stop_ids: tuple[int, ...] = ()

@@ -40,8 +40,8 @@ class EngineSpec:
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:
-        """Build the spec for the engines of a run. `model` is the folder or hub name of their
-        weights."""
+        """Build the spec for the engines of a run. `model` is the folder or hub name from which
+        they load weights."""
         return cls(
             model_path=model,
             tokenizer=from_anywhere(config.model.tokenizer or model),

@@ -33,7 +33,7 @@ _TOO_LONG = re.compile(
 
 class AuthorLost(RuntimeError):
     """Raised when an author model still doesn't respond after all retries. The task is tried again
-    at the next start."""
+    the next time the command is run."""
 
 
 class BudgetSpent(RuntimeError):
@@ -77,8 +77,8 @@ class Author(Protocol):
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> AuthorReply:
-        """Send a conversation and return the model's response. `purpose` is the category that its
-        tokens are counted under. If the conversation doesn't fit in the context window, the
+        """Send a conversation and return the model's response. `purpose` is the category under
+        which its tokens are counted. If the conversation doesn't fit in the context window, the
         response is empty and marked as truncated. Raises AuthorLost if the model doesn't respond,
         and BudgetSpent if the call could go over the budget."""
         ...
@@ -211,7 +211,7 @@ class EndpointAuthor:
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
         """Create an author with different settings. It shares this author's budget and is closed
-        along with it. If the URL differs, it gets neither the API key nor the prices. Raises
+        along with it. If its URL is different, it doesn't inherit the API key or the prices. Raises
         ValueError if the settings are invalid."""
         if changes.get("base_url", self._config.base_url) != self._config.base_url:
             prices = dict.fromkeys(

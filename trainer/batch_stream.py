@@ -62,7 +62,7 @@ class SamplingProgress:
         self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
     ) -> None:
         """`count_steps` returns the number of decoding steps so far. It is ignored if the run has
-        environments, because there is no telling how many turns an episode will take."""
+        environments, because the number of turns in an episode can't be predicted."""
         rollout, completions = config.rollout, prompts * samples
         waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
         self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens

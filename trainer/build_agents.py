@@ -163,7 +163,7 @@ def _invalid(source: SourceConfig, error: Exception) -> ConfigError:
 
 
 def _spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
-    """Return the token ids a policy would have to sample to say `text`."""
+    """Return the token ids that the policy would have to sample to produce `text`."""
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
     turn = {"role": "assistant", **thought, "content": text}
@@ -278,7 +278,7 @@ def environment_factory(
     starting: asyncio.Semaphore | None = None,
     closing: list[Callable[[], Awaitable[None]]] | None = None,
 ) -> Factory:
-    """Return a function that creates an episode's environment. `starting` limits how many
+    """Return a function that creates the environment for an episode. `starting` limits how many
     environments start at the same time. Cleanup functions are appended to `closing`. If `closing`
     is None, episodes aren't forked."""
     spec, prompt = environment_spec(config, source), _system_prompt_of(config, source)

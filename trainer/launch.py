@@ -162,10 +162,10 @@ def launch(
     learner: bool = True,
     layouts: ElasticLayouts | None = None,
 ) -> Iterator[Runtime]:
-    """Start the engines and the scorer and yield them as a `Runtime`. The trainer ranks are
-    started too if `learner` is set, or if engines take turns with them on a GPU. `log` is the
-    folder for anything reward functions print. `layouts` chooses the recipe's layout each time
-    the run starts."""
+    """Start the engines and the scorer and yield them as a `Runtime`. The trainer ranks are also
+    started if `learner` is set or if they take turns with engines on a GPU. `log` is the folder
+    for anything reward functions print. `layouts` chooses the recipe's layout each time the run
+    starts."""
     config, timeout_s = task.config, task.config.run.startup_timeout_s
     serves_judge = task.judged and config.rewards.judge.serve
     models = [(config.model.path, (RANK, ENGINE))]
@@ -289,9 +289,9 @@ def _start_cluster(
     gpu: bool,
     layouts: ElasticLayouts | None,
 ) -> tuple[Config, Reservation | None]:
-    """Start Ray, reserve GPUs and download the models to the other nodes. `models` pairs each
-    model's hub name or folder with the kinds of actors that read it. Returns the config adapted to
-    the available nodes, along with the reserved GPUs (None without GPUs)."""
+    """Start Ray, reserve GPUs and download the models to the other nodes. `models` lists each
+    model's hub name or folder, along with the kinds of actors that read it. Returns the config
+    adapted to the available nodes, along with the reserved GPUs (None without GPUs)."""
     timeout_s = config.run.startup_timeout_s
     with waiting("starting Ray"):
         start_ray()

@@ -116,9 +116,9 @@ class Learner:
         put_to_sleep: Callable[[], Future[None]] = done,
     ) -> None:
         """Create one Ray actor per rank. `actor_options(i)` returns the Ray options for rank i. By
-        default, a rank gets one GPU or half a core. `put_to_sleep` starts putting the engines to
-        sleep (`rollout.time_share`), and is called before every operation that needs the weights on
-        the GPUs."""
+        default, each rank reserves one GPU, or half a core if there are no GPUs. `put_to_sleep`
+        starts putting the engines to sleep (`rollout.time_share`), and is called before every
+        operation that needs the weights on the GPUs."""
         self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
         transfer = config.rollout.weight_transfer
         self.direct = transfer == "direct" or (transfer == "auto" and gpu)
@@ -180,9 +180,9 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Take the optimizer steps on a batch. Each rank fetches the recordings of its share and
-        packs it. Groups whose recordings are lost are left out and counted as dropped. Small
-        batches are packed here, which is faster."""
+        """Take the optimizer steps for a batch. Each rank fetches and packs the recordings of its
+        share. Groups whose recordings are lost are left out and counted as dropped. Small batches
+        are packed here, which is faster."""
         asleep = self._put_to_sleep()
         watched, kept = watched_segments(groups, self._config.run), groups
         shares = plan_shares(groups, self._config, watched)

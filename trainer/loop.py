@@ -151,8 +151,8 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
 
 def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     """Evaluate every held-out set and return `eval/<set>/pass@1`, `score` and `unscored` for each
-    (see `keel.rl.summary`). Raises `Cancelled` if `parts.should_abort()` returns True. Before
-    the last step, it also does so if `parts.should_skip_evaluation()` returns True."""
+    (see `keel.rl.summary`). Raises `Cancelled` if `parts.should_abort()` returns True or, before
+    the last step, if `parts.should_skip_evaluation()` does."""
     should_skip = parts.should_skip_evaluation if step < config.run.steps else never_abort
     score = partial(parts.rewards.submit, purpose="eval")
     scored = {

@@ -491,9 +491,9 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
 
 
 def _total_steps(config: Config, batches: Batches) -> int:
-    """Return the step at which `sft.epochs` is complete. Steps before the newest checkpoint are
-    counted rather than estimated, because the last batch of an earlier epoch may have been
-    smaller."""
+    """Return the step at which the last of `sft.epochs` epochs is complete. Steps before the newest
+    checkpoint are counted rather than estimated, because the last batch of an earlier epoch may
+    have been smaller."""
     beginning, done = batches.position(), 0
     if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it
@@ -572,7 +572,7 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def _crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Warn if engines and ranks together need more than `machine_gib` of memory (0: unknown)."""
+    """Warn if engines and ranks together need more than `machine_gib` of memory (0 if unknown)."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
     if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):

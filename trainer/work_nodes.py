@@ -78,8 +78,7 @@ class _NodeWorker:
         )  # numbers of closed episodes; closing may come before opening
 
     async def start(self, *settings: Any) -> str:
-        """Start the workers. Returns the reason why this node can't do the work, or "" if it
-        can."""
+        """Start the workers. Returns the reason why this node can't run them, or "" if it can."""
         try:
             await asyncio.to_thread(self._start, *settings)
         except (OSError, ValueError) as error:

@@ -74,7 +74,7 @@ class StepReport:
 
 
 def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
-    """Merge per-token values from ranks that each processed one shard of the same micro-batch."""
+    """Merge the per-token values from ranks that each processed one shard of a micro-batch."""
     numbers = sorted({number for part in parts for number in part})
     return {
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
@@ -85,7 +85,7 @@ def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Token
 def plan_shares(
     groups: Sequence[ScoredGroup], config: Config, watched: Sequence[Segment] = ()
 ) -> list[list[PackPlan]]:
-    """Divide groups of completions among the groups of ranks. Returns a list of plans for each
+    """Divide the completion groups among the groups of ranks. Returns a list of plans for each
     group of ranks, one per optimizer step. `watched` are the segments to be saved."""
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[PackPlan]] = [[] for _ in range(trainer.groups)]
@@ -217,8 +217,8 @@ class TrainerWorker:
         return self._engine.notes
 
     def pack(self, plans: Sequence[PackPlan]) -> set[Any]:
-        """Fetch the recordings of this rank's share and pack it for the next `step`. Returns the
-        keys of recordings that are lost, in which case nothing is packed."""
+        """Fetch the recordings for this rank's share of the batch, and pack the share for the next
+        `step`. Returns the keys of lost recordings. If any are lost, nothing is packed."""
         keys = set[Any]().union(*(plan.keys for plan in plans))
         found = ray_timeouts.fetch([*keys], seconds=FETCH_S)
         lost = keys - found.keys()
@@ -226,7 +226,7 @@ class TrainerWorker:
         return lost
 
     def step(self, batches: Sequence[TrainBatch] = ()) -> StepReport:
-        """Train on `batches`, or on those of the last `pack` if there are none."""
+        """Train on `batches`, or on the batches from the last `pack` if none are given."""
         import torch  # noqa: PLC0415  (as above)
 
         batches, self._packed = batches or self._packed, []

@@ -79,8 +79,8 @@ class CopyPlan:
             target.fill_(value)
 
     def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
-        """Copy the tensors in a bucket to their destinations. Raises ValueError if a tensor was
-        missing from the first update, or had a different dtype or shape there."""
+        """Copy the tensors in a bucket to their destinations. Raises ValueError if a tensor was not
+        part of the first update, or had a different dtype or shape in it."""
         if (flat.data_ptr() | int(flat.storage_offset())) % 8:
             flat = flat.clone()
         known, program = self._programs.get(entries[0].name, ((), []))
@@ -209,8 +209,8 @@ class _Write:
 
 @dataclass(slots=True)
 class _WrittenStorage:
-    """The storage of a kernel's tensor or of an intermediate one, along with the weights written to
-    it."""
+    """The storage of a tensor, either a kernel's or an intermediate one, along with the weights
+    written to it."""
 
     alive: StorageWeakRef  # prevents the storage's key from being reused
     dtype: torch.dtype
@@ -233,7 +233,7 @@ class LoadTracer(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
         """Create a tracer. `deferred` lists the layers that process their weights again in every
-        update. This processing is not recorded."""
+        update. Their processing is not recorded."""
         super().__init__()
         self.refusal = ""  # the reason why no plan can be made, or "" as long as a plan is possible
         self._model, self._deferred, self._paused = model, deferred, False

@@ -85,9 +85,9 @@ class WeightsExtension:
     keel_decided = False
 
     def keel_prepare(self) -> None:
-        """Prepare the worker for weight updates. Deletes the rendezvous file of a single worker,
-        and gives every weight loader a `__name__`, which vLLM's reload requires but a
-        `functools.partial` lacks."""
+        """Prepare the worker for weight updates. Deletes the rendezvous file, if any, and gives
+        every weight loader a `__name__`, which vLLM's reload requires but a `functools.partial`
+        lacks."""
         if (place := self.distributed_init_method).startswith("file://"):
             Path(place.removeprefix("file://")).unlink(missing_ok=True)
         for tensor in self.model_runner.get_model().parameters():
@@ -117,8 +117,8 @@ class WeightsExtension:
     keel_attempt = call_worker
 
     def keel_begin_update(self, no_copies: str = "") -> None:
-        """Begin a weight update. `no_copies` says why vLLM's loader must always be used, or is ""
-        to record an update for a copy plan."""
+        """Begin a weight update. `no_copies` is the reason why vLLM's loader must always be used.
+        If it is "", an update is recorded in order to build a copy plan."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():

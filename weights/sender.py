@@ -133,8 +133,8 @@ class BucketPacker:
 
 
 class _SkipContiguous(TorchFunctionMode):
-    """Turns `contiguous` into a no-op. transformers calls it before splitting a tensor. Without
-    that copy, the parts are views that show where their elements come from."""
+    """Turns `contiguous` into a no-op. transformers calls it before splitting a tensor, which makes
+    a copy. Without the copy, the parts are views that show where their elements come from."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -321,8 +321,8 @@ class Sender:
 
 
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:
-    """Raise the error from the engine call, if any, because it is more informative than the
-    channel's error."""
+    """Raise the error of the call to the engine, if there is one, because it is more informative
+    than the channel's error."""
     ready, _ = ray_timeouts.wait([answer], seconds=_GRACE_S if wait_s is None else wait_s)
     if ready:
         ray_timeouts.get(answer, seconds=ray_timeouts.CALL_S)

@@ -66,7 +66,7 @@ class WeightSync:
     """Called with the version just before the engines receive weights."""
 
     def push(self, version: int) -> Future[None]:
-        """Start sending the trainer's current weights, which are at `version`. Returns the future
+        """Start sending the trainer's current weights, tagged with `version`. Returns the future
         from `RolloutPool.update`.
 
         Blocks until the weights fit on the GPUs and, unless sent directly, until all of them are in

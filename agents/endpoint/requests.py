@@ -67,8 +67,7 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def budget_error(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """Create the error for an exhausted budget, with a status code that tells clients not to
-    retry."""
+    """Create the error for an exhausted budget. Its status code tells clients not to retry."""
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
             400,
@@ -387,8 +386,8 @@ _ANTHROPIC_FIELDS = ("system", "messages", "tools", "tool_choice", "output_forma
 
 
 def from_anthropic(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a request to a chat completion request, which `read_request` then checks. Raises
-    ApiError if the request does not have Anthropic's form."""
+    """Convert an Anthropic request to a chat completion request, which `read_request` then checks.
+    Raises ApiError if the request isn't in Anthropic's format."""
     chat = {name: value for name, value in fields.items() if name not in _ANTHROPIC_FIELDS}
     chat["response_format"] = fields.get("output_format")  # null counts as missing
     messages: list[dict[str, Any]] = []

@@ -83,8 +83,8 @@ class Endpoint:
     context manager. Call `add` at the start of each trajectory and `finish` at the end."""
 
     def __init__(self, *, most: int = 1024) -> None:
-        """Create an endpoint with at most `most` open connections. Beyond that, each new connection
-        closes an existing one."""
+        """Create an endpoint with at most `most` open connections. Once that many are open, each
+        new connection closes an existing one."""
         self._most = most
         self._port = 0
         self._open: dict[str, _Place] = {}

@@ -52,8 +52,9 @@ _MAX_S = 1e9
 
 
 class Hosted:
-    """Runs one episode of a `Program` in its own process. `fork_server` forks the process; without
-    one, a new interpreter starts. `starting` limits how many processes start at the same time."""
+    """Runs one episode of a `Program` in its own process. The process is forked by `fork_server`,
+    or started as a new interpreter if there is no fork server. `starting` limits how many processes
+    start at the same time."""
 
     def __init__(
         self,
@@ -296,8 +297,8 @@ def fork_server_for(program: Program) -> ForkServer | None:
 
 class ForkServer:
     """Forks a process for each episode of a program. Use it from a single event loop. The server
-    process starts at the first fork and is restarted if it dies. `deadlines.open_s` limits the
-    import and each fork."""
+    process starts at the first fork and is restarted if it dies. `deadlines.open_s` is the time
+    limit for the import and for each fork."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -84,10 +84,10 @@ class EnvSandbox(Protocol):
 
 class ChildProcess:
     """An episode's process, with its message channel and the tail of its standard error. Use it
-    from a single event loop, for one exchange at a time. `status` reaps the process. It is called
-    only once all descendants are dead, so that the PID isn't reused too early. `sandbox` is `outer`
-    for the outer process of a sandbox, which exits last, or `inside` for the first process in a PID
-    namespace, whose exit kills all the others."""
+    from a single event loop, for one exchange at a time. `status` reaps the process, so it is
+    called only after all descendants are dead. Otherwise, the PID could be reused too early.
+    `sandbox` is `outer` for the outer process of a sandbox, which exits last, or `inside` for the
+    first process in a PID namespace, whose exit kills all the others."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ Result = TypeVar("Result")
 
 async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
     """Await `work` for up to `timeout_s` seconds. Unlike `asyncio.timeout`, it still returns a
-    result that was ready in time but that a busy event loop reads late."""
+    result that was ready in time, even if a busy event loop gets to it late."""
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (timeout_s, _READ_S):
@@ -286,8 +286,8 @@ def launch(
     readable: Sequence[Path] = (),
 ) -> ChildProcess:
     """Start a process that exchanges messages over its standard input and output. Raises
-    EnvironmentLost if the program can't be run, and OSError if there are no file descriptors
-    left."""
+    EnvironmentLost if the program can't be run, and OSError if this process has run out of file
+    descriptors."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
         try:
@@ -343,7 +343,7 @@ class _OutputTail:
             os.close(self._fd)
 
     async def drain(self, within_s: float) -> None:
-        """Wait up to `within_s` seconds for the pipe to reach its end. A descendant that has
+        """Wait up to `within_s` seconds until the pipe reaches end of file. A descendant that has
         escaped can keep the pipe open."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), within_s)

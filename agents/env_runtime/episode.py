@@ -130,8 +130,8 @@ def serve(requests: Any, replies: Any) -> None:
 def call_function(target: str) -> None:
     """Run an agent program that is a function, given as `module:function` or `file.py:function`.
     The function can take the parameters `task`, `prompt` (the last user message) and `seed`. Its
-    result is written to KEEL_VERDICT. A string is the answer, a number or a dict of numbers is the
-    verdict, and `(verdict, facts)` adds facts."""
+    result is written to KEEL_VERDICT: a string is the answer, a number or a dict of numbers is the
+    verdict, and a pair `(verdict, facts)` is a verdict with additional facts."""
     sys.path.insert(0, os.getcwd())
     function = load_object(target)
     if not callable(function):

@@ -29,7 +29,7 @@ _ROUNDING = 1e-9
 
 
 class TextGame:
-    """A single-player text game. The policy plays by calling the tool `play` or, with
+    """A single-player text game. The policy plays by calling the `play` tool or, with
     play_by="text", by writing its moves in its responses. The score is the sum of the rewards or,
     with score="last" (TextWorld), the last reward. It is rescaled from the range `scale` to [0, 1].
     `rules` are shown before the first observation."""
@@ -130,7 +130,8 @@ class TextGame:
 
 
 def _opening_messages(task: dict[str, Any], *texts: str) -> list[dict[str, Any]] | None:
-    """Return the task's system message and the texts, or None for the task's own messages."""
+    """Return the task's system messages followed by the texts as a user message, or None if there
+    are no texts and the task's own messages apply."""
     system = [message for message in task.get("messages", ()) if message["role"] == "system"]
     text = "\n\n".join(filter(None, texts))
     return [*system, {"role": "user", "content": text}] if text else None
@@ -165,10 +166,10 @@ def is_openenv(value: Any) -> bool:
 
 
 class OpenEnv:
-    """An episode in an OpenEnv environment. The policy acts through the tool `step` or the
+    """An episode in an OpenEnv environment. The policy acts through the `step` tool or the
     environment's MCP tools. The score is the sum of the rewards, rescaled from the range `scale` to
-    [0, 1]. `rules` are shown before the first observation. The entry `reset` in a task's reward
-    sets the arguments of the `reset` call."""
+    [0, 1]. `rules` are shown before the first observation. The `reset` entry of a task's reward
+    holds the arguments for the `reset` call."""
 
     grades = True
 

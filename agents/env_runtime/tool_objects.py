@@ -73,7 +73,7 @@ _loop: Any = None
 
 
 def await_result(value: Any) -> Any:
-    """Return the value, or if it is a coroutine, run it on the episode's event loop and return its
+    """Return the value. If it is a coroutine, run it on the episode's event loop and return its
     result."""
     global _loop
     if not inspect.isawaitable(value):
@@ -159,7 +159,8 @@ class Object:
 def bind_arguments(
     name: str, function: Callable[..., Any], values: dict[str, Any]
 ) -> dict[str, Any]:
-    """Select the `values` whose names `function` declares, or all of them if it has `**`."""
+    """Select the `values` that `function` declares as parameters, or all of them if it takes
+    `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     unknown = [
@@ -178,7 +179,7 @@ def bind_arguments(
 
 
 def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """List an object's public methods in source order, followed by inherited ones."""
+    """List an object's public methods in source order. Inherited methods come last."""
     kind = cast(Any, type(target))
     names = [name for name in dir(kind) if not name.startswith("_") and name not in _RESERVED]
     names = [name for name in names if inspect.isroutine(inspect.getattr_static(target, name))]

@@ -420,8 +420,8 @@ def _question(group: Mapping[str, Any]) -> str:
 
 
 def _parse_json(text: str | bytes) -> Any:
-    """Parse JSON written by Python, turning NaN and infinities into None. Raises one of
-    `_UNREADABLE` if the text is invalid."""
+    """Parse JSON written by Python, turning NaN and infinities into None. Raises one of the
+    exceptions in `_UNREADABLE` if the text is invalid."""
     return json.loads(text, parse_constant=lambda _: None)
 
 

@@ -90,7 +90,7 @@ def _policy(scripts: Sequence[str], *, live: bool) -> str:
 
 
 def _thin_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
-    """Keep only every n-th chunk if the chunks exceed `MOST_BYTES` in total."""
+    """Keep only every n-th chunk if the total size of the chunks exceeds `MOST_BYTES`."""
     total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
     every = -(-total // MOST_BYTES)
     for run, chunks in runs if every > 1 else ():
@@ -126,7 +126,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:
-    """Rename any runs with the same name, using their paths instead."""
+    """Rename runs that share a name, using their paths instead."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -161,7 +161,7 @@ class _Server(ThreadingHTTPServer):
             raise ConfigError(f"--port {port}: {error}") from error
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """Return the current runs, along with a version that changes whenever they do."""
+        """Return the current runs, along with a version that changes whenever the runs do."""
         with self._lock:
             stamps: list[str] = []
             for folder in self._folders:

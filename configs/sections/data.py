@@ -62,7 +62,7 @@ class LengthConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig(Section):
-    """Limits for completions and trajectories in this domain. 0 means the run's own limit
+    """Limits for completions and trajectories in one domain. 0 means that the run's own limit
     applies."""
 
     PATH = "data.sources[].budget"

@@ -52,7 +52,7 @@ class EndpointConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalVariant(Section):
-    """`keel eval`: settings for one variant, such as its thinking mode and token limit. Every
+    """Settings for one variant in `keel eval`, such as its thinking mode and token limit. Every
     variant is evaluated on all prompts."""
 
     name: str
@@ -151,7 +151,8 @@ class EvalConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig(Section):
-    """`keel filter`: settings for selecting training prompts based on the policy's pass rate."""
+    """Settings for `keel filter`, which selects training prompts based on the policy's pass
+    rate."""
 
     PATH = "filter"
 

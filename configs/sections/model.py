@@ -121,7 +121,7 @@ class LoraConfig(Section):
         return self.rank > 0
 
     def parameters(self, projections: Mapping[str, int]) -> int:
-        """Return the number of adapter parameters. For the argument, see
+        """Return the number of adapter parameters. `projections` is the model's
         `ModelFacts.projections`."""
         return self.rank * sum(projections.get(target, 0) for target in self.targets)
 

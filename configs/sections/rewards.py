@@ -178,8 +178,8 @@ class CodeConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig(Section):
-    """Settings for the processes that score completions. `data.sources[].rewards` sets the reward
-    parts."""
+    """Settings for the processes that score completions. The reward parts themselves are set in
+    `data.sources[].rewards`."""
 
     PATH = "rewards"
 

@@ -127,8 +127,8 @@ class RolloutConfig(Section):
         return 1.05 * self.timeout_s + CUT_S + max(CUT_S, self.update_timeout_s)
 
     def packs(self, *, full_attention: bool) -> bool:
-        """Return whether an engine on a GPU uses the packed recorder. `full_attention` is what
-        `keel.model.load.full_attention` returns."""
+        """Return whether an engine on a GPU uses the packed recorder. `full_attention` is the
+        result of `keel.model.load.full_attention`."""
         if self.recorder == "auto":
             return full_attention and self.tensor_parallel == 1
         return self.recorder == "packed"

@@ -138,7 +138,7 @@ def _parse_tools(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
-    """Return whether to render a line in thinking mode. `mode` is the setting of the source."""
+    """Return whether to render a line in thinking mode. `mode` is the source's setting."""
     value = record.get("thinking")
     if value is not None and not isinstance(value, bool):
         raise BadLine(f"`thinking` must be true or false, is {json_type(value)}")
@@ -148,7 +148,7 @@ def _is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: s
 
 
 def _unused_keys(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
-    """Return any keys of a line or its messages that Keel doesn't use."""
+    """Return the keys of a line and its messages that Keel doesn't use."""
     unread = {key for key in record if key not in known}
     for form in (*_FORMS, "completion"):
         for message in record[form] if isinstance(record.get(form), list) else ():

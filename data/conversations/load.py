@@ -337,8 +337,8 @@ def read_conversations(
     tokenizer: str = "",
 ) -> ReadSource:
     """Read trajectories, or chats from a file, a folder or a hub dataset. `tokenizer` is the digest
-    of the learner's tokenizer. Raises ConfigError if there is nothing to read, or with the location
-    of a malformed row, unless `on_bad_line: skip` is set."""
+    of the learner's tokenizer. Raises ConfigError if there is nothing to read. A malformed row also
+    raises ConfigError, with its location, unless `on_bad_line: skip` is set."""
     if source.source == "trajectories":
         return _read_trajectories(source, tokenizer=tokenizer)
     knob = f"sft.sources[{source.name}]"
@@ -388,8 +388,8 @@ def _read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSo
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
     def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Return whether a conversation has any assistant message to train on. Malformed
-        conversations pass too, and are rejected later."""
+        """Return whether a conversation has any assistant message to train on. Also returns True
+        for malformed conversations, which are rejected later."""
         messages = conversation.get("messages")
         return not isinstance(messages, list) or any(
             not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)

@@ -123,7 +123,7 @@ def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
 
 def _make_evaluations(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
     """Generate three proof evaluations per problem. An evaluation's score is 1 if all the flaws it
-    claims are real, 0.5 if one of two is, and 0 if none are."""
+    claims are real, 0.5 if half of them are, and 0 if none are."""
     rows: list[dict[str, Any]] = []
     for problem in _distinct(count, seed):
         wrong = problem.proof.replace(problem.right, problem.wrong)

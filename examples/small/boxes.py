@@ -15,8 +15,8 @@ _SEEN = 4
 
 
 def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> list[Demonstration]:
-    """Generate conversations that open boxes in random order, plus hasty ones that guess. Some of
-    them start or end with a summary, as happens when the context is full."""
+    """Generate conversations that open boxes in random order, plus hasty ones that guess. Some
+    conversations start or end with a summary, as happens when the context is full."""
     made: list[Demonstration] = []
     for number in range(count):
         draw = random.Random(f"boxes shown {seed} {number}")
@@ -43,8 +43,9 @@ def _guess(box: int) -> Calls:
 
 
 def _shown(whole: Sequence[Message], draw: random.Random) -> tuple[Message, ...]:
-    """Cut a few steps out of a conversation. A summary may replace the steps before them. Unless
-    they are the last, they end with the request for a summary and its answer."""
+    """Return an excerpt of a few steps from a conversation. A summary may replace the earlier
+    steps. If later steps were cut off, the excerpt ends with the request for a summary and the
+    summary itself."""
     opening, *turns = whole
     steps = [turns[i : i + 2] for i in range(0, len(turns) - 1, 2)]
     start = draw.randrange(max(1, len(steps)))

@@ -78,8 +78,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize a rounded residual sum x [N, 1, d]. The engine adds and normalizes in a single
-    kernel that rounds the sum first, so adding 0 to the rounded sum gives the same result."""
+    """Apply RMS norm to a rounded residual sum x [N, 1, d]. The engine adds and normalizes in a
+    single kernel that rounds the sum first, so adding 0 to the rounded sum gives the same
+    result."""
     normed = torch.zeros_like(x, memory_format=torch.contiguous_format)
     # The kernel writes the sum to x in place; `.data` hides that from autograd.
     _kernels().fused_add_rms_norm(normed, x.contiguous().data, weight, eps)
@@ -104,7 +105,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within each segment: query [N, Hq, D], key and value [N, Hkv, D] →
     outputs [N, Hq, D] and logsumexps [Hq, N] float32. Keys and values are copied into blocks laid
-    out like the engine's cache, so that the same kernel gets selected."""
+    out like the engine's cache, so that the same kernel is selected."""
     pages = _pages(segments.lengths, query.device)
     kernels = _kernels()
     return kernels.flash_attention(
@@ -197,8 +198,8 @@ _kernels = cache(_Kernels)
 def linear_like(local: _Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] with the fastest kernel that is
     bit-identical to vLLM's kernel `local`. On Hopper, cuBLAS is faster and sums in the same order
-    unless it splits K, which it does for few rows and a narrow, deep matrix. In that case, a kernel
-    with narrow tiles is faster."""
+    unless it splits K, which it does if there are few rows and the matrix is narrow and deep. In
+    that case, a kernel with narrow tiles is faster."""
     kind = (x.device, x.dtype, weight.shape, bias is None, _log2_ceil(len(x)))
     chosen: _Linear | None = _CHOICES.get(kind)
     if chosen is None:
@@ -275,8 +276,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @cache
 def _trial_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream shared by all trials, because cuBLAS reserves 32 MiB per stream on
-    Hopper."""
+    """Return the CUDA stream on which all candidate kernels are timed. They share one because
+    cuBLAS reserves 32 MiB per stream on Hopper."""
     return torch.cuda.Stream(device)
 
 

@@ -51,7 +51,7 @@ other widths."""
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """Consecutive tokens that use the same method (gather or union), and the range of their entries
-    within the kept ids."""
+    in the array of kept ids."""
 
     tokens: tuple[int, int]
     entries: tuple[int, int]
@@ -79,7 +79,7 @@ class SupportPlan:
 
     @cached_property
     def transposed(self) -> EntriesById:
-        """The entries of all chunks that use gather, merged and sorted by id."""
+        """The entries of all chunks that use the gather method, merged and sorted by id."""
         if all(chunk.union is None for chunk in self.chunks):
             return EntriesById.build(self.ids, self.token, self.vocabulary)
         spans = [
@@ -285,7 +285,7 @@ def fused_head(
     Only the log-probability is differentiable, with respect to `hidden`, `weight` and `bias`.
     `hidden` [T, d] and `weight` [V, d] are bfloat16, float16 or float32, `targets` [T] are
     integers, and `bias` is [V]. The ids in a sampling mask must be unique. A target outside its
-    mask gets a log-probability of −inf."""
+    mask has a log-probability of −inf."""
     return _SupportHead.apply(  # type: ignore[return-value]
         hidden if hidden.stride(-1) == 1 else hidden.contiguous(),
         weight if weight.stride(-1) == 1 else weight.contiguous(),

@@ -38,7 +38,7 @@ _LONG_ROW = 256
 
 
 class _Tiling(NamedTuple):
-    """Entries, columns and warps per Triton program, tuned on an H200."""
+    """The number of entries, columns and warps per Triton program, tuned on an H200."""
 
     entries: int
     columns: int
@@ -289,7 +289,7 @@ def gather_logits(
     span: tuple[int, int],
     shape: HeadShape,
 ) -> None:
-    """Write the logits of entries span[0] to span[1] − 1 to `out` [E] float32."""
+    """Write the logits of sampling-mask entries span[0] to span[1] − 1 to `out` [E] float32."""
     (first, last), tiling = span, _LOGITS
     if last > first:
         _logits_kernel[(triton.cdiv(last - first, tiling.entries),)](
@@ -310,7 +310,7 @@ def span_statistics(
     targets: Tensor,
 ) -> None:
     """Write the log-probability, entropy and logsumexp of each token with a non-empty sampling mask
-    to [T] float32 tensors. A target outside its mask gets a log-probability of −inf."""
+    to [T] float32 tensors. A target outside its mask has a log-probability of −inf."""
     if targets.numel():
         _span_kernel[(targets.numel(),)](
             logp, entropy, lse, logits, ids, offsets, targets, BLOCK=32, num_warps=1

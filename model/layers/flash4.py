@@ -24,8 +24,8 @@ _PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)
 
 def missing(device: torch.device, folder: Path) -> str:
     """Return why FlashAttention-4 can't run on this device, or "" if it can. Compiled kernels are
-    cached in `folder`, with a subfolder for each kind of GPU. By default, the package has no
-    on-disk cache, or uses a folder in /tmp that any user could have created."""
+    cached in `folder`, with a subfolder for each kind of GPU. By default, the package either
+    doesn't cache kernels on disk or uses a folder in /tmp that any user could have created."""
     if device.type != "cuda":
         return "they need a GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -65,8 +65,8 @@ def flash_attention4(
 ) -> Tensor:
     """Compute causal attention within segments, for head sizes that `supports_head_sizes` accepts:
     query [N, Hq, D], key [M, Hkv, D], value [M, Hkv, Dv] → [N, Hq, Dv]. `offsets` and `key_offsets`
-    are [S+1] int32. A segment's queries are at the last positions of its keys. `window` is the
-    number of tokens that each token can attend to, including itself."""
+    are [S+1] int32. The queries of a segment are aligned with its last keys. `window` is the number
+    of tokens that each token can attend to, including itself."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reach = -1 if window is None else window - 1
     ends = (offsets, key_offsets, longest, key_longest)

@@ -146,7 +146,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def swiglu_gradient(grad: Tensor, packed: Tensor) -> Tensor:
-    """Compute the gradient for `swiglu`'s packed input, [S, 2·I]."""
+    """Compute the gradient with respect to `swiglu`'s packed input, [S, 2·I]."""
     grad_packed = torch.empty_like(packed)
     count, width = grad.shape
     _swiglu_gradient_kernel[(count, triton.cdiv(width, _BLOCK))](
@@ -179,7 +179,7 @@ def _few_rows_kernel(
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16-bit precision, for N up to a few
-    hundred. The sums over K use the same order and instructions as vLLM's kernel for any N. Narrow
+    hundred. For any N, the sums over K use the same order and instructions as vLLM's kernel. Narrow
     tiles let every SM help load `weight`."""
     rows, depth = x.shape
     columns = len(weight)

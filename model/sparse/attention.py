@@ -150,8 +150,8 @@ def _index_inputs(
     indexer: Any, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the inputs to the index scores (Eq. 1): query [N, J, d], weight [N, J] float32 and
-    key [N, d]. The indexer's rotary embedding rotates halves of the first dimensions, whereas the
-    main attention rotates pairs of the last dimensions."""
+    key [N, d]. The indexer's rotary embedding pairs up the two halves of the first dimensions,
+    whereas the main attention rotates adjacent pairs of the last dimensions."""
     rope = indexer.qk_rope_head_dim
     query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, -1))
     key = indexer.k_norm(indexer.wk(hidden))[:, None]
@@ -485,8 +485,8 @@ class _ByChunks(Function):
 def recorded_selection(
     model: nn.Module, selected_NLb: NDArray[np.uint8], position_N: NDArray[Any]
 ) -> Tensor:
-    """Validate the bitmaps of the positions that an engine selected, and convert them to the layout
-    of `SparsePass.recorded_LNb`. `position_N` holds each token's own position. Raises ValueError if
+    """Validate an engine's bitmaps of selected positions, and convert them to the layout of
+    `SparsePass.recorded_LNb`. `position_N` holds each token's own position. Raises ValueError if
     the number of layers is wrong, or if a selection includes later tokens or has the wrong number
     of positions. The error names the first invalid token and layer."""
     modules = indexers(model)

@@ -87,7 +87,8 @@ def causal_mask(first: int, scores: Tensor) -> Tensor:
 
 def kl_divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
     """Compute KL(target ‖ softmax(scores)) over the entries where `among` is True, in nats: [...,
-    s] → [...]. `target` contains probabilities, which are 0 everywhere else and get no gradient."""
+    s] → [...]. `target` contains probabilities, which are 0 everywhere else and receive no
+    gradient."""
     target = target.detach().float()
     logs = scores.masked_fill(~among, -torch.inf).log_softmax(-1).masked_fill(~among, 0.0)
     return torch.xlogy(target, target).sum(-1) - (target * logs).sum(-1)

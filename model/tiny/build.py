@@ -114,12 +114,12 @@ def ensure_tiny_model(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder of the warmed-up model for transformers and vLLM. The model is trained
-    first if it isn't cached yet. On a GPU, training runs in a separate process, so that the memory
-    is freed when it exits. If several processes train the same model, they all use whichever
-    finishes first. Raises ConfigError if no source provides training conversations, TimeoutError if
-    the cold start took longer than `config.cold_start.max_seconds`, and RuntimeError if the GPU
-    process died."""
+    """Return the folder of the trained tiny model, which transformers and vLLM can load. The model
+    is trained first if it isn't cached yet. On a GPU, training runs in a separate process, so that
+    the memory is freed when it exits. If several processes train the same model, they all use
+    whichever finishes first. Raises ConfigError if no source provides training conversations,
+    TimeoutError if the cold start took longer than `config.cold_start.max_seconds`, and
+    RuntimeError if the GPU process died."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     folder = root / f"tiny-{_content_key(config, curriculum, device=device)}"
     if folder.is_dir() and not missing_weights(str(folder)):

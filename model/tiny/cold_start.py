@@ -52,7 +52,7 @@ _MARKER = "\x00"
 
 
 class _ScriptedPair(Protocol):
-    """An environment task with a careful and a hasty solution."""
+    """An environment task with two scripted solutions, one careful and one hasty."""
 
     @property
     def tools(self) -> Sequence[ToolSpec]: ...
@@ -87,7 +87,8 @@ class _MaskedIds(NamedTuple):
 
 
 class _ExamplePair(NamedTuple):
-    """A careful and a hasty solution. They are the same if the task has no hasty solutions."""
+    """A careful and a hasty solution to the same task. They are equal if the task has no hasty
+    solutions."""
 
     worked: _MaskedIds
     hasty: _MaskedIds
@@ -487,7 +488,7 @@ def _spell_steps(metadata: _Metadata) -> str:
 
 def _gcd_steps(metadata: _Metadata) -> str:
     """Work out a greatest common divisor with Euclid's algorithm. For each number after the first,
-    one line lists the sequence of remainders: `24 18 6 0`."""
+    a line lists the sequence of remainders: `24 18 6 0`."""
     result, *others = (int(number) for number in metadata["numbers"])
     lines: list[str] = []
     for number in others:

@@ -82,7 +82,7 @@ _LANGUAGES: dict[str, _Language] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CodeTest:
-    """A test of the output of a program or, if `call` is set, of the value of a function."""
+    """A test of the output of a program or, if `call` is set, of the return value of a function."""
 
     stdin: bytes = b""
     stdout: str = ""
@@ -263,8 +263,8 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Sort two collections and compare them. Items that end up in different positions because
-        of rounding are matched one by one."""
+        """Sort two unordered collections and compare them. Items that end up in different positions
+        because of rounding are matched one by one."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]

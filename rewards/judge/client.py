@@ -154,7 +154,7 @@ class JudgeEndpoint:
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """Return the judge's response to a question. Later calls with the same `sample` get the
+        """Return the judge's response to a question. Later calls with the same `sample` return the
         cached response, unless `fresh` is set.
 
         Raises Unjudged if all attempts fail, and JudgeStopped if the endpoint no longer accepts
@@ -189,8 +189,8 @@ class JudgeEndpoint:
             self._chats.close()
 
     async def locate_all(self) -> int:
-        """Wait until all servers are up, and return how many there are. Raises JudgeStopped if one
-        of them fails."""
+        """Wait until all servers are up, and return how many there are. Raises JudgeStopped if a
+        server fails."""
         await asyncio.gather(*(self._start_lookup(backend) for backend in self._backends))
         if self._stopped:
             raise JudgeStopped(self._stopped)

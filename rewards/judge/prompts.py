@@ -168,7 +168,7 @@ class Verification(NamedTuple):
 
 
 class MetaCheck(NamedTuple):
-    """The result of checking whether the flaws that an evaluation claims are real."""
+    """The result of checking whether the flaws claimed in an evaluation are real."""
 
     analysis: str
     score: float

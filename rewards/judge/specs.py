@@ -83,8 +83,8 @@ class Failed:
 class Unjudged(Exception):
     """Raised if a call to the judge returned no usable response.
 
-    `after_s` is the retry delay the endpoint asked for. `thinking` is how many characters of the
-    request are thinking.
+    `after_s` is the retry delay the endpoint asked for. `thinking` is the number of characters of
+    thinking in the request.
     """
 
     def __init__(
@@ -219,8 +219,8 @@ class Rubric(_Spec):
         self, ask: _Ask, task: _Task, answer: Mapping[str, str], thinking: str, number: int
     ) -> _Verdicts:
         """Judge an answer once, with one question for the criteria about the answer and one for
-        those about the thinking. Because their order influences the judge, the criteria are rotated
-        from sample to sample."""
+        those about the thinking. The criteria are rotated from sample to sample, because their
+        order influences the judge."""
         ids = {f"c{place}": criterion for place, criterion in enumerate(self.criteria, 1)}
         questions: list[Question[_Verdicts]] = []
         for about_thinking in (False, True):
@@ -308,7 +308,7 @@ class Proof(NamedTuple):
 
 
 def read_proof(answer: str) -> Proof | str:
-    """Split an answer into its solution, self-evaluation and score, or return the reason if it is
+    """Split an answer into its solution, self-evaluation and score, or return the reason why it is
     malformed (R_format = 0).
 
     The solution must come first, and both section headings must occur exactly once.
@@ -409,7 +409,7 @@ class Evaluation(NamedTuple):
 
 
 def read_proof_evaluation(answer: str) -> Evaluation | str:
-    """Parse an evaluation of a proof, or return the reason if it is malformed (R_format = 0)."""
+    """Parse an evaluation of a proof, or return the reason why it is malformed (R_format = 0)."""
     score = _boxed_score(answer)
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
 

@@ -52,7 +52,7 @@ class LostTerm(Exception):
 @dataclass(frozen=True)
 class Formula:
     """A parsed formula. `work` lists the operations that it applies to constants, such as `binom`,
-    `!` or `sin`, because computing them may be the task."""
+    `!` or `sin`, because evaluating them may be the task itself."""
 
     node: Node
     text: str = ""
@@ -133,7 +133,7 @@ def parse_formula(text: str) -> Formula:
 
 class _Reader:
     """A recursive-descent parser for formulas. Each method parses one construct and returns its
-    node."""
+    syntax tree node."""
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]

@@ -106,8 +106,8 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Build the verifier for one `entry` of a Reasoning Gym `task`. `params` are the options of the
     task's generator.
 
-    An answer gets full marks if its score is exactly 1 and it contains no extra text. Otherwise, it
-    gets `_MOST_PARTIAL` at most.
+    An answer receives full marks if its score is exactly 1 and it contains no extra text.
+    Otherwise, it receives at most `_MOST_PARTIAL`.
     """
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
@@ -154,7 +154,7 @@ def _is_safe_to_verify(task: str, answer: str, right: str) -> bool:
     """Return whether an answer can safely be passed to a task's verifier. The complete right answer
     is always safe.
 
-    Parts of the right answer may not be. For example, if sympy couldn't solve an integral, the
+    Parts of the right answer may be unsafe. For example, if sympy couldn't solve an integral, the
     right answer contains `Integral`, and a policy could repeat the question in that form.
     """
     if right and normalise(answer) == normalise(right):

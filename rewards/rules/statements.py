@@ -262,7 +262,7 @@ _OPERATOR = re.compile(
 
 def final_boxes(text: str, marked: str) -> list[str]:
     """Return the last marked answer along with any earlier ones that the text doesn't correct, or
-    [] if the words around the last one deny it."""
+    [] if the text around the last one negates it."""
     start = text.rfind(BOXED)
     if start < 0:
         return [marked]
@@ -317,7 +317,7 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 
 
 def answer_words(right: str) -> str:
-    """Return an answer's normalized words if it consists only of words, or "" if it doesn't."""
+    """Return an answer's normalized words if it consists only of words, or "" otherwise."""
     spelling = normalize_spelling(right)
     is_words = _WORDS.fullmatch(spelling) and not re.search(r"\\(?!text|math)", right)
     return spelling if is_words and not right.isupper() else ""

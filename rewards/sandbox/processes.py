@@ -61,8 +61,8 @@ def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
 
 
 def _stat(name: str) -> list[bytes]:
-    """Read the fields after the process name in `/proc/…/stat`. The name itself may contain any
-    text."""
+    """Read the fields that follow the process name in `/proc/…/stat`. The name itself may contain
+    any text."""
     return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
@@ -97,8 +97,8 @@ _subreaper_lock = threading.Lock()
 
 @contextmanager
 def adopt_orphans() -> Generator[None]:
-    """Make this process adopt orphaned descendants. In many containers, the first process never
-    reaps them."""
+    """Make this process adopt orphaned descendants. In many containers, the first process would
+    never reap them."""
     global _subreapers
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     with _subreaper_lock:

@@ -90,7 +90,7 @@ class SandboxOutcome:
 
 
 class _RunMonitor:
-    """Reads the output of a run and kills the run if it exceeds a limit. If `lines` is set, the run
+    """Reads a program's output and kills the run if it exceeds a limit. If `lines` is set, the run
     ends after that many lines of output."""
 
     def __init__(

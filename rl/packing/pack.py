@@ -44,7 +44,7 @@ def plan_packing(
 ) -> list[PackPlan]:
     """Divide the groups of one optimizer step among the ranks. A micro-batch holds at most
     `micro_batch_tokens` tokens. A longer segment gets its own micro-batch. All ranks have the same
-    number of micro-batches, so that their collectives match. Ranks with too few get extra
+    number of micro-batches, so that their collectives match. Ranks with too few are given extra
     micro-batches that contain a single untrained token. The same `groups` always give the same
     result.
 
@@ -54,15 +54,15 @@ def plan_packing(
     trajectories with a negative advantage are also added to `scored_first`.
 
     All groups have the same weight, regardless of how many trajectories they lost (Eq. 5). With B
-    trajectories in n non-empty groups, a trajectory in a group of G_i has the weight B / (n G_i) in
-    a loss that divides by B. This is exactly 1 if all groups have the same size. The mean that is
-    subtracted from a reward includes the reward itself, so a smaller group has smaller advantages,
-    by a factor of 1 − 1/G_i on average. For a group with a single trajectory, only the KL term
-    remains.
+    trajectories in n non-empty groups, a trajectory in a group of size G_i has the weight B / (n
+    G_i) in a loss that divides by B. This is exactly 1 if all groups have the same size. The mean
+    that is subtracted from a reward includes the reward itself, so a smaller group has smaller
+    advantages, by a factor of 1 − 1/G_i on average. For a group with a single trajectory, only the
+    KL term remains.
 
     `skip_uniform_groups` omits groups whose advantages and KL coefficient are all 0. They still
     count in `total_sequences` and n, so the gradient of the loss stays the same. Auxiliary
-    objectives (sparse attention indexers and `kept_mass_coef`) do not see these groups.
+    objectives (sparse attention indexers and `kept_mass_coef`) ignore these groups.
 
     `share_prompts` packs the common prefix of a group once (`keel.rl.packing.prefix_sharing`)
     wherever that makes the step faster.
@@ -138,8 +138,8 @@ _Share = tuple[tuple[PrefixGroup, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """What one rank trains on in an optimizer step. The rank packs it itself, so that recordings do
-    not pass through the driver."""
+    """One rank's share of an optimizer step. The rank packs it itself, so that recordings do not
+    pass through the driver."""
 
     micro_batches: _Share
     scored_first: _Share
@@ -157,7 +157,7 @@ class PackPlan:
 
     @property
     def small(self) -> bool:
-        """True if the plan has no stored recordings and few tokens."""
+        """True if the plan has only a few tokens and no stored recordings."""
         return not self.keys and self.totals["total_tokens"] < _FEW_TOKENS
 
     def pack(self, recordings: Mapping[Any, Recordings] = MappingProxyType({})) -> TrainBatch:
@@ -176,8 +176,8 @@ def _segments(groups: Iterable[PrefixGroup]) -> Iterator[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class BatchFormat:
-    """Which optional fields a step's micro-batches have. All of them share the same format, so that
-    every rank runs the same code."""
+    """The optional fields that the micro-batches of a step have. They are the same in all
+    micro-batches, so that every rank runs the same code."""
 
     routes: tuple[int, int] | None  # (L, K) of the recorded routes, or None if there are none
     sampling_mask: bool
@@ -253,7 +253,8 @@ def _join(
     recordings: Mapping[Any, Recordings] = MappingProxyType({}),
     numbers: Mapping[int, int] = MappingProxyType({}),
 ) -> MicroBatch:
-    """Build a micro-batch. `numbers` are those of watched segments by `id()`."""
+    """Build a micro-batch. `numbers` maps the `id()` of each watched segment to its index in
+    `watched`."""
     spans, items = _spans(groups)
     lengths = [span.stop - span.start for span in spans]
     owners = [(items or [_PADDING_ITEM])[span.sequence] for span in spans]

@@ -82,10 +82,10 @@ def balance(
     into `tokens` as [rank][micro-batch][item]. The sum of `sizes` (by default `tokens`) in a
     micro-batch is at most `capacity`, unless a single item is larger than that.
 
-    The longest items are placed first, each into the emptiest micro-batch. The number of
-    micro-batches is the smallest multiple of `ranks` that fits. Micro-batches of similar size run
-    at the same time on all ranks, in alternating rank order so that the totals per rank also come
-    out similar.
+    The longest items are placed first, each into the micro-batch with the fewest tokens. The number
+    of micro-batches is the smallest multiple of `ranks` that holds all items. Micro-batches of
+    similar size run at the same time on all ranks, in alternating rank order so that the totals per
+    rank also come out similar.
     """
     sizes = tokens if sizes is None else sizes
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
@@ -135,8 +135,8 @@ class PrefixGroup:
 
     @property
     def size(self) -> int:
-        """Memory the group needs, in tokens, including a copy of the prefix's keys and values for
-        each item."""
+        """Memory that the group needs, measured in tokens. Includes a copy of the prefix's keys and
+        values for each item."""
         return self.tokens + len(self.items) * self.shared // _KV_COPIES_PER_TOKEN
 
 

@@ -39,8 +39,8 @@ class TemplateChat:
     """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer.
 
     To find the text between two turns, it renders a short conversation and takes everything after
-    the assistant message. When it is created, it finds out how the template expects tools and call
-    arguments.
+    the assistant message. The constructor detects how the template expects tools and call arguments
+    to be passed.
     """
 
     def __init__(

@@ -295,8 +295,8 @@ _LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:'
 
 
 def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse JSON objects with `name` and `parameters`, separated by `;`. If exactly one tool takes
-    `code`, the turn may contain code after `<|python_tag|>` instead."""
+    """Parse JSON objects with `name` and `parameters`, separated by `;`. If exactly one tool has an
+    argument named `code`, the turn may contain code after `<|python_tag|>` instead."""
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
     is_json = _LLAMA3_JSON.match(body)
@@ -402,8 +402,8 @@ def _make_call(name: Any, arguments: Any, body: str) -> _Item:
 
 
 def _parse_argument(value: str, schema: Any) -> Any:
-    """Parse an argument as JSON, but keep it as text if its schema allows strings and not the type
-    of the parsed value."""
+    """Parse an argument as JSON. If its schema allows strings but not the type of the parsed value,
+    the argument is kept as text."""
     kinds = _allowed_types(schema)
     try:
         parsed = strict_json.load(value)

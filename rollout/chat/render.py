@@ -199,7 +199,8 @@ def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[
 
 
 def name_of(tokenizer: Any) -> str:
-    """Describe how a tokenizer's conversations are rendered, for error messages."""
+    """Return a description of how a tokenizer's conversations are rendered, for use in error
+    messages."""
     coded = written_by_code(tokenizer)
     return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
 

@@ -93,10 +93,10 @@ def _check_shown(
     way: tuple[bool, bool | None],
 ) -> None:
     """Raise ValueError if the template doesn't show a message that the assistant did not write.
-    Some templates skip unknown roles, or a system message that isn't first.
+    Some templates skip messages with unknown roles, or a system message that isn't first.
 
-    The check replaces the contents with probe words and renders them with `write`, once per
-    sequence of roles and rendering mode. `first` is the index of the first message.
+    The check replaces the messages' contents with probe words and renders them with `write`, once
+    per sequence of roles and rendering mode. `first` is the index of the first message.
     """
     roles = tuple(
         str(one["role"]) if _strip_text(one.get("content")) else "" for one in messages

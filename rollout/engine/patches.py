@@ -78,8 +78,9 @@ def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
 
 
 def _worker_cache_bytes(memory: int, one: float | int, free: Callable[[], int]) -> int:
-    """Return a worker's cache size in bytes. This is `one`, the size for a single completion, if
-    that fits only with the help of free GPU memory, and `memory` otherwise.
+    """Return a worker's cache size in bytes. This is normally `memory`. If that is too small for a
+    single completion, but free GPU memory makes up the difference, it is `one`, the size that a
+    completion needs.
 
     vLLM refuses to start without room for one completion, even though it may overestimate the
     memory needed for everything else. `free` creates a CUDA context in this process, so it is
@@ -98,8 +99,8 @@ def _free_memory() -> int:
 
 @contextmanager
 def shorten_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
-    """Skip the parts of vLLM's warm-up that Keel does not need. They take about 40 of 112 seconds
-    on an H100 host.
+    """Skip the parts of vLLM's warm-up that Keel does not need. They account for about 40 of 112
+    seconds of startup time on an H100 host.
 
     The model classes in `architectures` are inspected in this process, which loads them anyway.
     vLLM itself would start another process just to import vLLM again.

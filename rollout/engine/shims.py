@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def _prepack_experts(original: Any) -> Any:
-    """Repack expert weights for the CPU kernel after weight updates too. Otherwise, the kernel
+    """Also repack expert weights for the CPU kernel after weight updates. Otherwise, the kernel
     would treat unpacked weights as packed ones, and every expert would silently be wrong."""
 
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:

@@ -19,9 +19,9 @@ def count_completions(request: SampleRequest) -> int:
 
 
 def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
-    """Return the result without its recordings, and then the `Recordings` of each completion, or
-    None if they are small and stay in the result. Their keys in the result are the numbers of the
-    completions."""
+    """Return the result without its recordings, followed by the `Recordings` of each completion, or
+    None for recordings that are so small that they stay in the result. In the result, a recording's
+    key is the number of its completion."""
     stored: list[Recordings | None] = [None] * count_completions(request)
     if isinstance(result, TurnResult):
         turn = Recordings(
@@ -58,7 +58,7 @@ def _split(
     recordings: Recordings, prefix: int, number: int
 ) -> tuple[StoredRecordings | None, Recordings | None]:
     """Describe recordings whose first `prefix` rows precede the first sampled token, and convert
-    their routes to the narrowest integer type. Small ones become part of the description."""
+    their routes to the narrowest integer type. Small recordings become part of the description."""
     routes, masks = recordings.routes_RLK, recordings.sampling_mask
     selected, small = recordings.selected_RLb, recordings.nbytes < STORED_BYTES
     if not recordings.nbytes:
@@ -81,7 +81,7 @@ def _narrow(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def attach(result: Group | TurnResult, keys: Sequence[Any]) -> Group | TurnResult:
-    """Replace the numbers of completions in a result from `detach` by `keys`."""
+    """Replace the completion numbers in a result from `detach` with `keys`."""
 
     def renamed(part: Any) -> Any:
         if part.stored is None:

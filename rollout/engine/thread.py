@@ -39,7 +39,8 @@ class _Command:
 
 @dataclass(slots=True)
 class _JobInFlight:
-    """A job that is being sampled. Only time when the engine is busy counts toward its limits."""
+    """A job that is being sampled. Only time during which the engine is busy counts toward the
+    job's limits."""
 
     future: Future[Any]
     begin: float
@@ -79,9 +80,8 @@ class EngineThread:
 
         Routes and sampling masks are recorded only if `record` is set. A turn has no tokens if its
         deadline passed before the first token. The future raises ValueError if the prompt doesn't
-        fit, RecordingError if a token was not recorded, LostTurn if one of a turn's
-        log-probabilities is not finite, and EngineError if the engine breaks or its last update
-        failed.
+        fit, RecordingError if a token was not recorded, LostTurn if a turn has a log-probability
+        that is not finite, and EngineError if the engine breaks or its last update failed.
         """
         job, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
         if isinstance(request, TurnRequest):
@@ -118,7 +118,7 @@ class EngineThread:
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
         """Connect to the trainer rank that sends weights. No channel is needed if `shares` is set,
-        because this rank uses the engine's GPU."""
+        because that rank then runs on the engine's GPU."""
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
         self._inbox = Mailbox(rendezvous, name, timeout_s=timeout_s)

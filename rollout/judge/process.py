@@ -113,8 +113,8 @@ class VllmServer:
         self._reserved.close()
 
     def ended(self) -> str:
-        """Why the server exited, with the end of its log, or "" while the server is still
-        running."""
+        """The reason why the server exited, with the end of its log, or "" while the server is
+        still running."""
         output = self._reaper.stdout
         assert output is not None
         if output.closed:

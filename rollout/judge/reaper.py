@@ -77,8 +77,8 @@ def _stopped(pid: int) -> bool:
 
 
 def _kill_children(server: subprocess.Popen[bytes]) -> None:
-    """Kill all children. This process then adopts its grandchildren, and kills them in the next
-    round."""
+    """Kill all child processes. This process then adopts its grandchildren, and kills them in the
+    next round."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     end = time.monotonic() + _KILLED_S
     while (pids := children.read_text().split()) and time.monotonic() < end:

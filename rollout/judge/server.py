@@ -72,7 +72,7 @@ class _JudgeActor(VllmServer):
 
 
 class JudgeServer:
-    """One of a run's judge servers. Implements `keel.rewards.judge.specs.ServedJudge`."""
+    """A judge server that belongs to a run. Implements `keel.rewards.judge.specs.ServedJudge`."""
 
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None

@@ -55,7 +55,8 @@ class RolloutEngine(Protocol):
         ...
 
     def translate(self, delivery: Future[int]) -> Future[int]:
-        """Make a delivery of weights raise `EngineError` if the engine is lost."""
+        """Return a future for a delivery of weights that raises `EngineError` if the engine is
+        lost."""
         ...
 
     def sleep(self) -> Future[None]: ...
@@ -166,7 +167,7 @@ class EngineSupervisor:
                 yield f"{name} was restarted: another process freed GPU memory during its start"
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
-        """Make all engines load the new weights, or go to sleep, once they finish their current
+        """Make each engine load the new weights, or go to sleep, once it has finished its current
         stage."""
         self.resting = resting
         if target is not None and target is not self.target:
@@ -239,8 +240,8 @@ class EngineSupervisor:
         self._check_updated()
 
     def _check_updated(self) -> None:
-        """Resolve the update once all running engines have the new weights. Engines that are
-        restarting load them later.
+        """Resolve the update once all running engines have the new weights. Engines that are still
+        restarting load the weights later.
 
         With `rollout.time_share`, the update also waits for restarting engines, because the trainer
         needs the GPU memory that they use to start.
@@ -283,7 +284,7 @@ class StallDetector:
         self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
     ) -> list[tuple[EngineSlot, EngineError]]:
         """Return the slots of hung engines, with an error for each. Calls `warn` for engines that
-        have been stalled for a shorter time."""
+        have stalled, but not yet for long enough to count as hung."""
         now = self._clock()
         if now < self.next_poll:
             return []

@@ -204,8 +204,8 @@ class RolloutPool:
         """Release the GPU memory of every engine until the next `update`. Engines that are loading
         weights finish first.
 
-        The future also resolves if the engines have failed for good, so that their memory is free
-        for saving the last checkpoint.
+        The future also resolves if the engines have failed for good. Their memory is then free, so
+        the last checkpoint can be saved.
         """
         with self._lock:
             update = self._update
@@ -310,8 +310,8 @@ class RolloutPool:
         """Choose the engine that already has the conversation's prefix, or else the least loaded
         one.
 
-        Returns None if the conversation should wait for its own engine, because that engine is full
-        and every other available engine has at least half its load.
+        Returns None if the conversation should wait for the engine that has its prefix, because
+        that engine is full and every other available engine has at least half its load.
         """
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
         if not isinstance(request.sample, TurnRequest):

@@ -107,8 +107,7 @@ class Recorder(ABC):
         """Save the routes or selections of requests just before vLLM preempts them.
 
         A preempted request loses its keys and values, which are recomputed later, possibly with new
-        weights. Recorders that read rows from the same cache slots must therefore read them before
-        the preemption.
+        weights. Recorders that read rows by cache slot must therefore do so before the preemption.
         """
         preempt = scheduler._preempt_request
 
@@ -129,8 +128,8 @@ class Recorder(ABC):
     def _rows(
         self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _ReadRows
     ) -> NDArray[Any]:
-        """Return the rows of the positions `first` … `tokens` − 1 of a request, and delete those
-        saved before a preemption.
+        """Return the rows of the positions `first` … `tokens` − 1 of a request, and delete the rows
+        that were saved before a preemption.
 
         Rows that were not saved are read with `read`. A completion that was preempted while its
         last token was in flight has no blocks left, but all of its rows were saved.
@@ -168,7 +167,7 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
 
 
 def check_count(request_id: str, what: str, recorded: int, expected: int) -> None:
-    """Raise RecordingError unless exactly `expected` items were recorded."""
+    """Raise RecordingError unless the number of recorded items equals `expected`."""
     if recorded != expected:
         raise RecordingError(
             f"request {request_id}: the engine recorded {recorded} {what} instead of {expected}, "

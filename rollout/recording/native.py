@@ -123,8 +123,8 @@ class NativeRecorder(Recorder):
 
 
 def default_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
-    """Return the top_k for a request that doesn't set one, on an engine that returns sampling
-    masks. Raises ValueError if the request is recorded."""
+    """Return the top_k to use for requests that don't set one, on an engine that returns sampling
+    masks. Raises ValueError if such a request is recorded."""
     if sampling.top_k > 0:
         return {}
     if options.routes or options.sampling_mask:

@@ -51,8 +51,8 @@ class _SlotRoutes:
         the cache.
 
         `captured` [N, all layers, K] int32 contains the experts of the current step, and `slots` [≥
-        N] contains the cache slot of each of its tokens. Both are overwritten in each step, in
-        stream order.
+        N] contains the cache slot of each of its tokens. Each step overwrites both, in CUDA stream
+        order.
         """
         self._captured, self._slots = captured, slots
         every = list(range(captured.shape[1]))
@@ -100,8 +100,8 @@ class FastExtension(WeightsExtension):
     """Methods that vLLM adds to its workers. They run on all ranks."""
 
     def keel_install_fast(self, routes: bool) -> None:
-        """Install faster versions of the sampler's final stage, of the preparation of repeated
-        steps and, if `routes` is set, of route capture."""
+        """Install faster code for the sampler's final stage, for preparing repeated steps and, if
+        `routes` is set, for capturing routes."""
         runner = self.model_runner
         if sampler.install(runner):
             sampler.install_graphs(runner)
@@ -139,7 +139,7 @@ class FastExtension(WeightsExtension):
         self, requests: Sequence[tuple[Sequence[int], int]]
     ) -> list[NDArray[np.int16]]:
         """Return the routes of requests that finished in the last step. Each request is given as a
-        pair (cache blocks, first), and its routes start at slot `first`: [slots, L, K]."""
+        pair (cache blocks, first). Its routes [slots, L, K] start at slot `first`."""
         slots = [self._keel_slots(blocks)[first:] for blocks, first in requests]
         rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), stored=True)
         return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])
@@ -275,8 +275,8 @@ class _StepReuse:
         return known._replace(state=state)
 
     def _run(self, graph: Any, state: Any) -> Tensor:
-        """Replay the CUDA graph of a step. `state` is for tests, which override this method to run
-        without graphs."""
+        """Replay the CUDA graph of a step. `state` is used only in tests, which override this
+        method to run without graphs."""
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 

@@ -42,7 +42,7 @@ _LAST_BIT = tl.constexpr(10)  # of the bound; an error of 2^-13 adds only a few 
 @triton.jit
 def _ordered_ints(logits_ptr, ids, inside, temperature):
     """Divide logits by the temperature and convert them to integers that sort in the same order.
-    NaN becomes infinity, so that the log-probability becomes NaN and gets detected."""
+    NaN becomes infinity, so that the log-probability becomes NaN and the error is detected."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     logits = logits / temperature  # as in vLLM's kernel, to the bit
     logits = tl.where(logits != logits, float("inf"), logits)
@@ -62,8 +62,8 @@ def _group_maxima(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, maxima_ptr, vocab_size,
     groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maxima of GROUPS groups of logits in one row. A group contains every `groups`-th
-    id, because likely ids are often next to each other."""
+    """Compute the largest logit in each of GROUPS groups of ids in one row. A group contains every
+    `groups`-th id, because likely ids are often next to each other."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -182,7 +182,7 @@ def _truncate_row(
     found_ptr, ids_ptr, counts_ptr, vocab_size, width, LIKELY: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Truncate one row, and store its kept ids and how many there are."""
+    """Truncate one row, and store its kept ids and their number."""
     row = tl.program_id(0)
     keys = keys_ptr + row.to(tl.int64) * ROOM
     ids = ids_ptr + row.to(tl.int64) * width
@@ -259,8 +259,8 @@ def _collect_kept_ids(
     logits_ptr, logits_row, sampled_ptr, ids_ptr, counts_ptr, bits_ptr, bits_row, vocab_size,
     width, RECORD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Collect the ids in a block of a row that vLLM has not cut off, in no particular order. Also
-    sets their bits in the bitmap if `RECORD` is set."""
+    """Collect the ids in a block of a row that remain after vLLM's truncation, in no particular
+    order. Also sets their bits in the bitmap if `RECORD` is set."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(sampled_ptr + row) > 0:
@@ -306,8 +306,8 @@ def _draw_from_ids(
     logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
     RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Draw a row's token when all of its kept ids are stored. Returns the token, the largest logit
-    and the sum of exponentials."""
+    """Draw a row's token from its kept ids. Used if all of them are stored. Returns the token, the
+    largest logit and the sum of exponentials."""
     place = tl.arange(0, WIDTH)
     inside = place < count
     # Ascending, so the lowest id wins ties and the sum is deterministic.

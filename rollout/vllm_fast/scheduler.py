@@ -178,8 +178,8 @@ class _DecodeBatch:
             request.append_output_token_ids(tokens)
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
-        """Record the tokens of the oldest step. Returns the batch slots of the requests that finish
-        with them, or None if vLLM has to handle the step."""
+        """Record the tokens of the oldest step in flight. Returns the batch slots of the requests
+        that finish with them, or None if vLLM has to handle the step."""
         step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
         if output.num_nans_in_logits or column + 1 >= self.end:
             return None
@@ -260,8 +260,8 @@ class _DecodeBatch:
 
 
 def _token_positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
-    """Return the index of each row's token in a flat array, which is just the row number if
-    `firsts` is None."""
+    """Return the index of each row's token in a flat array. This is the row number if `firsts` is
+    None."""
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]
 
 
@@ -473,8 +473,8 @@ class _FastPath(Scheduler):
     def _merge_with_others(
         self, batch: _DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
-        """Let vLLM schedule all other requests with the remaining capacity, and merge its step with
-        the batch's."""
+        """Let vLLM schedule all other requests with the remaining capacity, and merge the step it
+        schedules with the batch's step."""
         count, outside = len(batch.ids), len(self._outside)
         self.running = self._outside
         for name in _LIMITS:
@@ -529,7 +529,7 @@ class _FastPath(Scheduler):
     def _report_finished(
         self, batch: _DecodeBatch, places: list[int]
     ) -> dict[int, EngineCoreOutputs]:
-        """Report the requests that ended with the latest tokens. They keep their KV blocks until
+        """Report the requests that finished with the latest tokens. They keep their KV blocks until
         other requests join, because steps in flight still use those blocks."""
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:

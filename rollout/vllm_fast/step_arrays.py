@@ -75,8 +75,8 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(slots=True)
 class PackedRecording:
-    """One request's log-probabilities and sampling masks, stored in arrays that each cover one or
-    more tokens."""
+    """One request's log-probabilities and sampling masks, stored in arrays that cover one or more
+    tokens each."""
 
     with_masks: bool
     logp: list[NDArray[np.float32]] = field(default_factory=list)

@@ -46,8 +46,8 @@ class Candidate:
 
     @property
     def gold(self) -> dict[str, Entry | None]:
-        """The gold patch, that is, the change without tests and without files that decide how tests
-        run. A deleted file is None."""
+        """The gold patch: all changed files except tests and files that control how tests run. A
+        deleted file is None."""
         return self._changed(affecting_grading=False)
 
     @property
@@ -120,7 +120,7 @@ _NUMBER = re.compile(r"\s*\((?:#|gh-)\d+\)\s*$", re.IGNORECASE)
 
 
 class GitSource:
-    """Finds candidates among those first-parent commits of a git repository that refer to an issue.
+    """Finds candidates in a git repository, among the first-parent commits that refer to an issue.
     None of the repository's code is run. Only plumbing commands are used, because even `git log`
     can run a program set in the config."""
 

@@ -307,9 +307,9 @@ def _added_and_removed(patch: str) -> tuple[list[str], list[str]]:
 
 def _check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
     """Check that neither the installed packages nor the files left behind by the setup script
-    contain the change. This can happen because a prefix built from one commit is reused for earlier
-    commits with the same manifests. Raises Rejected if a file contains more than the fraction
-    `most` of the changed lines."""
+    contain the change. They might contain it, because a prefix built from one commit is reused for
+    earlier commits with the same manifests. Raises Rejected if a file contains more than the
+    fraction `most` of the changed lines."""
     added, _ = _added_and_removed(candidate.patch(candidate.gold))
     every = {line.strip().encode() for line in added if len(line.strip()) >= _MIN_LINE}
     before = [entry[1] for entry in candidate.base.values()]

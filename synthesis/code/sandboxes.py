@@ -249,8 +249,8 @@ class PrefixBuilder:
         self._projects = {normalize_name(source.name) for source in config.sources}
 
     async def get_or_build(self, candidate: Candidate) -> Prefix:
-        """Return the prefix with a candidate's dependencies, building it if necessary. Raises
-        Rejected if no test passes."""
+        """Return the install prefix that holds a candidate's dependencies, building it if
+        necessary. Raises Rejected if none of its tests pass."""
         name = self._name(candidate)
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"
@@ -318,8 +318,9 @@ class PrefixBuilder:
     async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
-        """Run the setup script of `expected` in the sandbox `hosted`, then run the tests exactly as
-        episodes will. Returns the finished prefix, or None and the reason why it failed."""
+        """Run the setup script of `expected` in the sandbox `hosted`, then run the tests exactly
+        as episodes will. Returns the finished prefix, or None along with the reason for the
+        failure."""
         within_s = self._config.setup_s
         result = await call_workshop(
             hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s

@@ -211,9 +211,9 @@ class TaskDraft:
         self, earlier: Sequence[Any], before: int | None, reference: _Reference
     ) -> tuple[Any, int, int]:
         """Run all gates on the task. Returns the solution's answer, its number of tool calls, and
-        how many reference attempts passed. `earlier` holds the answers of earlier tasks, and
-        `before` is how many attempts passed the previous task. Raises Rejected if a gate rejects
-        the task, and RecursionError if values are nested too deeply."""
+        how many reference attempts passed. `earlier` holds the answers to earlier tasks, and
+        `before` is the number of attempts at the previous task that passed. Raises Rejected if a
+        gate rejects the task, and RecursionError if values are nested too deeply."""
         answer, results = await self.solve()
         again, _ = await self.solve(self.seed + 1)
         await self._check_verified([answer, again])
@@ -437,8 +437,8 @@ def _short(value: Any) -> str:
 
 def _replay(results: _Results, change: _Leaf, entries: _Leaf) -> _CallAnswerer:
     """Return a function that answers a solution's tool calls with altered copies of the recorded
-    results. `entries` alters whole results, and `change` alters the values in them. Altered values
-    in the arguments are mapped back to the true ones."""
+    results. `entries` alters whole results, and `change` alters the values in them. If a call's
+    arguments contain altered values, they are mapped back to the true ones."""
 
     def key(name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps([name, dict(arguments)], sort_keys=True)
@@ -523,7 +523,8 @@ def _mutate_answer(answer: Any) -> list[tuple[str, Any]]:
 
 
 def _changed(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all changes of one value, key or entry, each with its place."""
+    """Yield all variants of a value with a single value, key or entry changed, each with a
+    description of where it differs."""
     match value:
         case dict():
             fields = cast(dict[str, Any], value)

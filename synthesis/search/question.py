@@ -81,7 +81,7 @@ class Workspace:
         hand_in: tuple[ToolSpec, _HandIn] | None = None,
     ) -> ToolLoopResult:
         """Have an agent work on a task about the untrusted text in `material`. `hand_in` contains
-        the tool for submitting the result and the check that the result has to pass. The agent gets
+        the tool for submitting the result and the check that the result has to pass. The agent has
         `tries` attempts. Raises Rejected if none of them is accepted, and AuthorLost or BudgetSpent
         if a model call fails."""
         search = Search(
@@ -189,7 +189,8 @@ class _Draft:
 
     @property
     def spellings(self) -> list[str]:
-        """All distinct correct spellings of the answer, starting with the answer itself."""
+        """All correct spellings of the answer, without duplicates, starting with the answer
+        itself."""
         result: dict[str, str] = {}
         for one in (self.answer, *self.also):
             result.setdefault(_normalize_answer(one), one)
@@ -328,8 +329,8 @@ def _normalize_answer(text: str) -> str:
 
 
 def answer_rule(right: Sequence[str]) -> dict[str, str]:
-    """Return the JSONL keys of the rule for grading answers. Numbers are compared by value. All
-    other answers are compared with the accepted spellings."""
+    """Return the rule for grading answers, as keys for the JSONL line. Numbers are compared by
+    value. All other answers are compared with the accepted spellings."""
     by_value = {"answer": right[0], "match": "math"}
     if all(map(_NUMBER.fullmatch, right)) and all(map(accepts(by_value), right)):
         return by_value
@@ -440,8 +441,8 @@ def _check_chain(evidence: Sequence[_Evidence], search: Search, index: SearchInd
 
 
 def _check_answer(draft: _Draft, library: Library, *, depth: int) -> None:
-    """Check that the evidence contains the answer, but the question and its first search result
-    don't. Raises Rejected if a check fails."""
+    """Check that the evidence contains the answer, and that the question and its first search
+    result don't. Raises Rejected if a check fails."""
     spellings = [letters_and_digits(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")
@@ -504,7 +505,7 @@ class Answerer:
 async def _ask_agent(
     workspace: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
-    """Ask an agent and return its answer, or "" if it has none. With `at_length`, the answer is a
+    """Ask an agent and return its answer, or "" if it gives none. With `at_length`, the answer is a
     full text rather than a name."""
     expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=_UNKNOWN)
     worked = await workspace.work(
@@ -580,7 +581,7 @@ async def verify_answers(
 ) -> list[dict[str, _Verdict]]:
     """Have the verifier judge all answers in several passes, and return its verdicts. `truths` are
     the accepted spellings of the author's answer, shuffled in among the candidates. Raises Rejected
-    unless every pass finds all truths right and all candidates wrong."""
+    unless every pass judges all truths right and all candidates wrong."""
     answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, _Verdict]]()
     for number in range(passes):
@@ -629,8 +630,8 @@ async def _pass(
 async def measure_gain(
     workspace: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the mean scores of answers to the request `text` with and without tools. Raises
-    Rejected if the difference is below `search.least_gain`."""
+    """Return the mean scores of answers to the request `text` that were written with and without
+    tools. Raises Rejected if the difference is below `search.least_gain`."""
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
         *(_ask_agent(workspace, one, text, at_length=True) for one in answerers)

@@ -92,9 +92,9 @@ def sum_in_one_pass(optimizer: Any) -> None:
 
 def clip_apart(optimizer: Any, apart: Set[nn.Parameter]) -> None:
     """Patch a ZeRO optimizer to clip the gradients of `apart` by their own norm. These parameters
-    must have parameter groups of their own. After a step, DeepSpeed's norm is that of the other
-    gradients, and `optimizer.apart_norm` is that of `apart`. If either is not finite, the step is
-    skipped."""
+    must be in parameter groups of their own. After a step, DeepSpeed's norm covers only the other
+    gradients, and `optimizer.apart_norm` is the norm of `apart`. If either is not finite, the step
+    is skipped."""
     base: Any = type(optimizer)
 
     class WholeGradients(base):
@@ -113,7 +113,8 @@ def clip_apart(optimizer: Any, apart: Set[nn.Parameter]) -> None:
             super().step(closure)
 
     class Shards(base):
-        """ZeRO-1 to 3, which compute a norm for each parameter group and then clip each."""
+        """DeepSpeed's optimizers for ZeRO-1 to 3, which compute a norm for each parameter group and
+        then clip each group."""
 
         def step(self, closure: Any = None) -> None:
             self.norms: list[Tensor] = []
@@ -184,7 +185,7 @@ class HeldTensors:
         return [t.data for t in (*masters, *moments) if _storage(t) not in weights]
 
     def missing_moment_bytes(self, device: torch.device) -> int:
-        """Return how many bytes of moments the next update will allocate on `device`."""
+        """Return the number of bytes that the next update will allocate on `device` for moments."""
         masters, state = self._masters()
         sizes = {id(m): 8 * m.numel() for m in masters if m.device == device}
         return sum(sizes.values()) - sum(sizes.get(id(m), 0) for m in state)

@@ -99,14 +99,15 @@ class SplitGaps:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
     def begin_step(self) -> None:
-        """Treat the trajectories added so far as scored before the step. Collective."""
+        """Compute the mean gaps from the trajectories added so far, for use during the step.
+        Collective."""
         self._before_P = self._all_reduce_means()
         self._totals = GapTotals(self._count, self._before_P.device)
 
     def before_step(self, inputs: Inputs) -> Tensor | None:
-        """Return the mean gap of each trajectory in a micro-batch, [S], which
-        `keel.rl.losses.grpo_loss` takes as the argument `sequence_gap`. Returns None if the
-        micro-batch contains no split trajectories."""
+        """Return the mean gap of each trajectory in a micro-batch, [S], to pass to
+        `keel.rl.losses.grpo_loss` as `sequence_gap`. Returns None if the micro-batch contains no
+        split trajectories."""
         if inputs.split_S is None:
             return None
         gaps = self._before_P[inputs.split_S.clamp(min=0)]

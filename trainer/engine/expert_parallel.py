@@ -65,7 +65,7 @@ class ExpertLayers:
         return bool(self._layers)
 
     def original(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a module's own tensors, unsharded and under the names they had before AutoEP. This
+        """Return a module's own tensors, unsharded and with the names they had before AutoEP. This
         gathers experts from all ranks, so every rank must call it for the same modules in the same
         order."""
         prefix, layer = self._find(next(iter(part)))

@@ -125,7 +125,7 @@ class Inputs:
 
     @property
     def padding(self) -> bool:
-        """True if the micro-batch is empty. This rank then runs it only to join in the other ranks'
+        """True if the micro-batch is empty. The rank runs it only to take part in the other ranks'
         collectives."""
         return len(self.sequence_tokens_S) == 0
 
@@ -201,8 +201,8 @@ class PolicyNetwork(nn.Module):
         flash4: bool = False,
         learns_mass: bool = False,
     ) -> None:
-        """`context` is the engines' `max_model_len`. `indexer_loss` trains the indexers.
-        `learns_mass` makes the sampling masks' probability mass differentiable."""
+        """`context` is the engines' `max_model_len`. Set `indexer_loss` if the indexers are
+        trained. Set `learns_mass` to make the sampling masks' probability mass differentiable."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -361,13 +361,13 @@ class References:
     """The reference models for the KL terms, in the same order as `DataConfig.references`."""
 
     def __init__(self, models: Sequence[ReferencePolicy | None], *, together: bool) -> None:
-        """Set `together` if the weights are sharded, in which case every rank calls every model."""
+        """Set `together` if the weights are sharded. Every rank then has to call every model."""
         self._models, self._together = models, together
 
     def logp(self, inputs: Inputs) -> Tensor | None:
         """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard, or None
-        if there are no models. Each trajectory is scored by its own reference model. Trajectories
-        without one get NaN."""
+        if there are no models. Each trajectory is scored by its own reference model. The values of
+        trajectories without one are NaN."""
         if not any(self._models):
             return None
         first, *teachers = self._models

@@ -135,7 +135,7 @@ class Weights:
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield each full tensor with its checkpoint name, cast to `dtype` by
+        """Yield each full tensor with its name in the checkpoint. Tensors are cast to `dtype` by
         `keel.model.load.precision`."""
         convert = precision(self._model, dtype)
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):

@@ -185,8 +185,8 @@ def create_adam(
 
 
 def clipped_apart(module: nn.Module) -> Set[nn.Parameter]:
-    """Return the indexers' parameters if they learn together with others. They have a loss of their
-    own, whose scale must not change how the others are clipped."""
+    """Return the indexers' parameters if they are trained together with other parameters. They have
+    a loss of their own, whose scale must not change how the other gradients are clipped."""
     own = {p for indexer in indexers(module) for p in indexer.parameters() if p.requires_grad}
     others = any(p.requires_grad and p not in own for p in module.parameters())
     return own if others else frozenset()
@@ -200,10 +200,10 @@ def apply_gradients(
     clip: float,
     apart: Set[nn.Parameter] = frozenset(),
 ) -> tuple[float, float]:
-    """Take an optimizer step and return the gradient norms before clipping, without `apart` and of
-    `apart` (0 if empty). If one is not finite, the gradients are discarded and the weights stay
-    unchanged. `clip` = 0 disables clipping. From ZeRO stage 1 on, the optimizer must have been
-    patched with `clip_apart`."""
+    """Take an optimizer step and return two gradient norms before clipping: that of all parameters
+    except `apart`, and that of `apart` (0 if empty). If either is not finite, the gradients are
+    discarded and the weights stay unchanged. `clip` = 0 disables clipping. From ZeRO stage 1 on,
+    the optimizer must have been patched with `clip_apart`."""
     if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
         optimizer: Any = engine.optimizer
         engine.step()

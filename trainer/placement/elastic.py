@@ -126,8 +126,8 @@ class ElasticLayouts:
         return replace(self.whole, trainer=trainer)
 
     def _wait_for_silent_nodes(self) -> None:
-        """Wait until Ray has declared dead nodes lost. Until then, Ray would still start actors on
-        them."""
+        """Wait until every unresponsive node either responds again or is declared lost by Ray.
+        Until then, Ray would still start actors on it."""
         began, warned = self._clock(), False
         while (silent := self._silent()) and self._clock() - began < _SILENT_NODES_S:
             if not warned:

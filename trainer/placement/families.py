@@ -90,8 +90,8 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
 
 
 def check_indexer_length(config: Config, facts: ModelFacts, *, longest: int) -> None:
-    """Check that the indexers have something to learn: windows must be longer than what they
-    select."""
+    """Check that the windows are longer than the number of tokens that the indexers select.
+    Otherwise, the indexers have nothing to learn."""
     top_k = facts.index_top_k
     if top_k and longest <= top_k and config.trainer.attention != "dense":
         raise ConfigError(

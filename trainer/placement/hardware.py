@@ -99,8 +99,8 @@ def _spec_of(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """All actors of one kind. Each needs `gpus` GPUs, and a CPU core on each of its `nodes`, or two
-    if an actor of the kind `guest` shares its GPUs."""
+    """All actors of one kind. Each actor needs `gpus` GPUs and, on each of its `nodes`, one CPU
+    core (two if it shares its GPUs with an actor of the kind `guest`)."""
 
     name: str
     count: int
@@ -124,8 +124,8 @@ class _Kind:
 
 
 def _kinds(config: Config, largest: int) -> list[_Kind]:
-    """List the actors of a run, on nodes of at most `largest` GPUs. Raises ConfigError if an engine
-    cannot be divided equally among its nodes."""
+    """List the kinds of actors in a run, for nodes with at most `largest` GPUs. Raises ConfigError
+    if an engine cannot be divided equally among its nodes."""
     r, t, judge = config.rollout, config.trainer, config.rewards.judge
     engines = r.engines if config.data.sources else 0  # SFT samples nothing
     knobs, width = "rollout.engines or rollout.tensor_parallel", r.tensor_parallel
@@ -246,8 +246,8 @@ class Placement:
         return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """Return the seat that holds an actor's GPUs, or the first one of an engine on several
-        nodes. Shared GPUs belong to the rank's seat."""
+        """Return the seat that holds an actor's GPUs. For an engine on several nodes, this is its
+        first seat. Shared GPUs belong to the rank's seat."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat

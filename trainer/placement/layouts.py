@@ -179,7 +179,7 @@ class LayoutSearch:
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
 
     def sequence_counts(self, seats: Values, *, fewer: bool) -> list[Values]:
-        """Return how many sequences per engine to try, largest first. With these numbers, the
+        """Return the numbers of sequences per engine to try, largest first. With these numbers, the
         engines sample a step in one wave, in two waves, and so on. With `fewer`, also include
         numbers small enough to need almost no memory."""
         knob, config = "rollout.max_num_seqs", self.config
@@ -234,8 +234,8 @@ class LayoutSearch:
 
     @property
     def _sharing(self) -> Values:
-        """Return the values to try for prompt sharing. It is turned on whenever possible, because
-        packing shares a prompt only where that saves time."""
+        """Return the values to try for prompt sharing. Sharing is turned on whenever possible,
+        because packing shares a prompt only if that saves time."""
         return self._open({"trainer.share_prompts": self._shares_prompts})
 
     @property
@@ -388,7 +388,7 @@ class LayoutSearch:
         return self._placements[seats]
 
     def layout(self, values: Values) -> Layout | None:
-        """Return the layout with these values, or None if it doesn't fit."""
+        """Return the layout with these knob values, or None if it doesn't fit."""
         placement = self._try_placement(values)
         if placement is None:
             return None
@@ -426,7 +426,8 @@ class LayoutSearch:
     def _choose_engine_fraction(
         self, config: Config, rank: Memory, *, shared: bool
     ) -> Values | None:
-        """Choose what fraction of a GPU an engine gets. Returns None if the engine doesn't fit."""
+        """Choose the fraction of a GPU to give to an engine. Returns None if the engine doesn't
+        fit."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         most = min(self._free_gib, self.strictness.max_share * size)
         if shared:
@@ -445,7 +446,7 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def explain_misfit(self) -> ConfigError:
-        """Explain why not even the layout that uses the least memory fits."""
+        """Explain why even the layout that uses the least memory doesn't fit."""
         ways = [
             {**seats, **sizes[-1], **turns, **self.sequence_counts(seats, fewer=True)[-1]}
             for seats in self.placements

@@ -69,7 +69,7 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory use of one GPU, or of one actor on a CPU, in bytes per purpose."""
+    """Memory use of one GPU, or of one actor on a CPU, in bytes, broken down by purpose."""
 
     parts: Mapping[str, float]
 
@@ -176,9 +176,9 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
 
 
 def count_micro_batches(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
-    """Return how many micro-batches a rank runs per optimizer step, and how many tokens it computes
-    per step. Assumes that all trajectories reach their length limits. A shared prompt counts once
-    per micro-batch. `ranks` and `capacity` override the recipe's values."""
+    """Return the number of micro-batches a rank runs per optimizer step, and the number of tokens
+    it computes per step. Assumes that all trajectories reach their length limits. A shared prompt
+    counts once per micro-batch. `ranks` and `capacity` override the recipe's values."""
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
     shared = min(context, config.data.max_prompt_tokens) if config.trainer.share_prompts else 0
@@ -208,8 +208,8 @@ def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
-    """Return the same stage as `keel.trainer.engine.zero.zero_stage`, but without importing that
-    module."""
+    """Return the ZeRO stage in use. Same as `keel.trainer.engine.zero.zero_stage`, but without
+    importing that module."""
     mixed = gpu and config.model.dtype != "float32"
     return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
 
@@ -281,8 +281,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
     """Return the size of the second copy of the gradients made during an update.
 
-    A rank makes this copy when it joins its gradients into a single tensor. ZeRO-3 joins the
-    gradients of only a few layers at a time. (DeepSpeed 0.19.8:
+    A rank makes this copy when it concatenates its gradients into a single tensor. ZeRO-3
+    concatenates the gradients of only a few layers at a time. (DeepSpeed 0.19.8:
     `_build_compact_grad_partition_buffer` and `flatten_dense_tensors_aligned`.)
     """
     trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
@@ -296,7 +296,7 @@ def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) 
 
 def reading_ranks(trainer: TrainerConfig) -> int:
     """Return how many ranks read the model from disk: only rank 0 under ZeRO-3, and otherwise the
-    first rank with each expert. DeepSpeed broadcasts the weights to the other ranks."""
+    first rank that holds each expert. DeepSpeed broadcasts the weights to the other ranks."""
     return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
 
 
@@ -352,8 +352,8 @@ def _activation_elements(facts: ModelFacts, config: Config) -> float:
 
 
 def gathered_elements(facts: ModelFacts, config: Config) -> float:
-    """Return how many key elements per token of this rank a sparse attention layer gathers from
-    other ranks."""
+    """Return the number of key elements that a sparse attention layer gathers from other ranks, per
+    token of this rank."""
     others = (config.trainer.sequence_parallel - 1) * (facts.index_top_k > 0)
     return others * (facts.kv_width + facts.index_width)
 

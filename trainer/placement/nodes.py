@@ -324,8 +324,8 @@ class Reservation:
     groups: Sequence[tuple[Sequence[Seat], PlacementGroup]]
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
-        """Return the Ray options of an actor. An engine on several nodes has no GPU: its workers
-        are actors, too (`EngineSpec.spread`)."""
+        """Return the Ray options of an actor. An engine on several nodes reserves no GPU, because
+        its workers are separate actors (`EngineSpec.spread`)."""
         owner = self.placement.owner(kind, index)
         seats, group = next(each for each in self.groups if owner in each[0])
         gpus = 0 if owner.spread else SHARED_GPU if owner.shared else owner.gpus
@@ -372,8 +372,8 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
 
 
 def _seats_of_groups(placement: Placement) -> list[list[Seat]]:
-    """Return the seats that own GPUs, by placement group. An engine on several nodes has its own
-    group, because vLLM takes a whole one."""
+    """Return the seats that own GPUs, keyed by placement group. An engine on several nodes has its
+    own group, because vLLM takes over the entire group."""
     groups: dict[int, list[Seat]] = {}
     for seat in placement.seats:
         if seat.kind == RANK or not seat.shared:

@@ -79,7 +79,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> str:
-    """Kill processes and wait for them to exit. Returns a note if one of them doesn't."""
+    """Kill processes and wait for them to exit. Returns a note if any of them doesn't exit."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -139,7 +139,8 @@ class _ProcessHealth:
         `idle_s`.
 
         Set `wakes` if healthy processes of this kind wake up regularly. If such a process doesn't
-        run at all, it is considered hung. Raises one of `_EXITED` if the process has exited.
+        run at all, it is considered hung. Raises one of the exceptions in `_EXITED` if the process
+        has exited.
         """
         main = _thread_state(self.process.pid, self.process.pid)
         self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0

@@ -56,7 +56,8 @@ def exit_now(status: int) -> NoReturn:
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Return the ids of the Ray processes started by this one, keyed by kind, such as `raylet`."""
+    """Return the ids of the Ray processes that this process started, keyed by kind, such as
+    `raylet`."""
     processes = getattr(import_module(_WORKER)._global_node, "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
 

@@ -172,8 +172,8 @@ def step_time(
 
     `micro_batches` is the number of micro-batches per rank, over all optimizer steps in a batch.
     Set `shared` if engines and ranks share GPUs. `sequences` is the capacity of an engine's KV
-    cache. For time-shared GPUs, `woken` is the size in bytes of an engine that sleeps in each step,
-    and `moved` is how many bytes a rank offloads and reloads in the meantime.
+    cache. For time-shared GPUs, `woken` is the size in bytes of an engine that goes to sleep in
+    each step, and `moved` is the number of bytes that a rank offloads and reloads.
     """
     spec, rates = spec or GpuSpec(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
@@ -242,8 +242,8 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def _decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate the GPU time of a decoding step: small kernels, the sampler, and either memory
-    traffic or GEMMs, whichever is slower."""
+    """Estimate the GPU time of a decoding step: small kernels, the sampler, and the slower of
+    memory traffic and GEMMs."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -259,8 +259,8 @@ def _decode_device_seconds(
 def _all_reduce_seconds(
     config: Config, facts: ModelFacts, tokens: float, passes: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate the time in which the nodes of an engine sum the outputs of its layers, for `tokens`
-    tokens in `passes` passes. Within a node, this time is neglected."""
+    """Estimate how long the nodes of an engine take to sum the outputs of its layers, for `tokens`
+    tokens in `passes` forward passes. Sums within a node are neglected."""
     if config.rollout.tensor_parallel <= spec.node_gpus:
         return 0.0
     size = tokens * facts.hidden_size * BYTES[config.engine_dtype]
@@ -418,7 +418,7 @@ def cpu_time(
     config: Config, facts: ModelFacts, *, prompt_tokens: int, flops: float = 0.0
 ) -> StepTime:
     """Estimate how many seconds a step takes on this CPU. `prompt_tokens` is the mean prompt
-    length. `flops` is the GEMM rate in FLOP/s (0: measure it)."""
+    length. `flops` is the GEMM rate in FLOP/s, or 0 to measure it."""
     flops = flops or _gemm_flops(getattr(torch, config.model.dtype))
     config = replace(config, data=replace(config.data, max_prompt_tokens=prompt_tokens))
     estimate = step_time(

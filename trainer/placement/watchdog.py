@@ -47,7 +47,8 @@ class Watchdog:
     def __init__(
         self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
-        """Start the thread. It polls right away if one of the local `processes` exits."""
+        """Start the watchdog's thread. It polls right away if one of the local `processes`
+        exits."""
         self.say = say  # called from the watchdog's thread with each warning
         self.nodes: Set[str] = frozenset()
         """Ids of the nodes with GPUs reserved for the run, which cannot continue without them."""

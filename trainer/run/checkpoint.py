@@ -36,7 +36,7 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """State that a resumed run needs on top of the trainer's own files."""
+    """State that a resumed run needs in addition to the trainer's own files."""
 
     step: int
     version: int  # version number of the weights

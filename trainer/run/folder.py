@@ -228,7 +228,7 @@ class RunFolder:
         return [*self._warnings, *lines]
 
     def status(self) -> str:
-        """Describe how far the run in this folder has got, or return "" for a new run."""
+        """Describe the progress of the run in this folder, or return "" for a new run."""
         state, steps = self.state(), self._config.run.steps
         if state and state.step >= steps:
             return f"holds a run whose {state.step} steps are done; raise run.steps to continue"
@@ -253,7 +253,8 @@ class RunFolder:
             shutil.rmtree(partial, ignore_errors=True)
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
-        """Return each evaluation metric, such as `sums/pass@1`, as (step, value) pairs."""
+        """Return the values of each evaluation metric, such as `sums/pass@1`, as (step, value)
+        pairs."""
         points: dict[str, list[tuple[int, float]]] = {}
         for step, line in metric_lines(self._metrics):
             for name, value in json.loads(line).items():

@@ -184,7 +184,7 @@ class _Alarms:
 
 
 class Journal:
-    """Writes each step to the run folder and shows it in the terminal."""
+    """Writes each step to the run folder and displays it in the terminal."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ def _truncate(path: Path, step: int) -> None:
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
     """Return the step and text of each line in `metrics.jsonl`, except for an incomplete last line.
-    Raises ValueError with the file name and line number if any other line is invalid."""
+    Raises ValueError with the file name and line number if a line is invalid."""
     texts = path.read_text().splitlines() if path.exists() else []
     lines: list[tuple[int, str]] = []
     for number, text in enumerate(texts, start=1):

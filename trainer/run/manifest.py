@@ -50,7 +50,7 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 def fingerprint(folder: Path) -> str:
     """Return a quick fingerprint of a model folder, or "" if it has neither a manifest nor tensor
-    files. Only samples the manifest, or the tensor files if there is no manifest."""
+    files. Reads only parts of the manifest, or of the tensor files if there is no manifest."""
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     files = [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors"))

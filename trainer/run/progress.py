@@ -21,8 +21,8 @@ class Wait:
     """A long wait with a progress display. Its fields can be set from any thread."""
 
     def __init__(self, what: str, *, total: float = 0, unit: str = "", quiet: bool = False) -> None:
-        """Start a wait. `total` is the number of units to wait for (0 if unknown). `unit` is what
-        they are called in the plural, such as `prompts`. With `quiet`, plain lines are printed only
+        """Start a wait. `total` is the number of units to wait for (0 if unknown). `unit` is the
+        plural name of the units, such as `prompts`. With `quiet`, plain lines are printed only
         every 30 seconds."""
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done, self.before, self.note = 0.0, 0.0, ""

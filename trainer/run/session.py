@@ -42,12 +42,12 @@ def run_with_restarts(
     resume_command: str = "",
     tokenizer: str = "",
 ) -> None:
-    """Start or resume the run described by `config`, restarting it if a process is lost. `text`
-    is the plan, which is printed first. `restore` sets the data position, and `position` returns
-    it. `launch` starts the actors, and `drive` runs the training loop and returns the last
-    completed step. `on_open` is called with the folder. `on_out_of_memory` changes the layout
-    and returns a message. Messages tell the user to resume with `resume_command`, or with
-    `command` by default."""
+    """Start or resume the run described by `config`, restarting it if a process is lost. `text` is
+    the plan, which is printed first. `restore` sets the data position, and `position` returns it.
+    `launch` starts the actors, and `drive` runs the training loop and returns the last completed
+    step. `on_open` is called with the path of the run folder. `on_out_of_memory` changes the layout
+    and returns a message. Messages tell the user to resume with `resume_command`, or with `command`
+    by default."""
     check_trackers(config.run.trackers)  # for runs started from Python
     with ExitStack() as stack:
         with waiting("verifying the newest checkpoint"):

@@ -163,8 +163,8 @@ def signals_deferred() -> Iterator[None]:
 
 
 class Interrupt:
-    """Turns signals into requests to stop while it is open. Without it, they would end the command
-    immediately."""
+    """Turns signals into requests to stop while it is open. Otherwise, a signal would end the
+    command immediately."""
 
     def __init__(
         self,

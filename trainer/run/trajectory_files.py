@@ -167,8 +167,9 @@ class TokenFile:
         write_whole(path, gzip.compress(data, compresslevel=1, mtime=0))
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
-        """Split a context into runs of sampled tokens and runs of other tokens. Sampled tokens
-        become an object with lists of values, and other tokens become a string."""
+        """Split a context into runs of sampled tokens and runs of other tokens. A run of sampled
+        tokens becomes an object with lists of values, and a run of other tokens becomes a
+        string."""
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
