@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -144,11 +143,11 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
     engine.close()
     # vLLM replaces transformers' class of deepseek_v32 in its own process.
     with ProcessPoolExecutor(1, get_context("spawn")) as trainer:
-        score = partial(trainer.submit, scores, arm, folder, size, groups)
-        ours, theirs, sequence, training_s = score().result(TIMEOUT_S)
+        args = arm, folder, size, groups
+        ours, theirs, sequence, training_s = trainer.submit(scores, *args).result(TIMEOUT_S)
         results = figures(ours, theirs, sequence)
         if any(segment.selected_TLb is not None for segment in segments):
-            own = score(replays=False).result(TIMEOUT_S)
+            own = trainer.submit(scores, *args, replays=False).result(TIMEOUT_S)
             results["own_selection"] = figures(*own[:3])
     return results | {"sampled_per_s": tokens / sampling_s, "training_s": training_s}
 

@@ -25,7 +25,7 @@ from keel.model.sparse.attention import SparsePass, use_sparse_attention
 LAYER = {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64}
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32}
 SMALL |= {"qk_rope_head_dim": 8, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 64}
-CASES: dict[str, tuple[str, dict[str, bool]]] = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": ("deepseek_v32", {}),
     "with loss": ("deepseek_v32", {"loss": True}),
     "dense": ("deepseek_v32", {"dense": True}),
