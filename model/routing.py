@@ -315,8 +315,8 @@ class Replay:
         return self._stop > self._start
 
     def without_routes(self) -> Replay:
-        """Drop the routes, and return a copy of this `Replay` that can only detect late
-        recomputation."""
+        """Drop the routes of this `Replay`, and return a copy that can only detect a recomputation
+        that comes too late."""
         self._routes_LNK = self._on_device = None
         stub = copy(self)
         stub._counts, stub._by_token_2N = [], None

@@ -174,8 +174,8 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """Free the slots of filtered-out groups that are sure to be discarded, even if every
-        undecided group ahead of them is discarded too."""
+        """Free the slots of filtered-out groups early, but only of those that will be discarded
+        whatever happens to the undecided groups ahead of them."""
         discarded = len(self._discarded)
         for slot in self._queue.values():
             discarded += slot.group is None or slot.reason is not None

@@ -120,8 +120,8 @@ class TrainerConfig(Section):
         return self.activation_checkpointing and self.keep_attention and self.zero_stage != 3
 
     def flash4(self, longest: int) -> bool:
-        """Return whether contexts of up to `longest` tokens use FlashAttention-4, provided the GPU
-        and installed packages support it."""
+        """Return whether to use FlashAttention-4 for contexts of up to `longest` tokens. Does not
+        check that the GPU and the installed packages support it."""
         if self.attention_kernels == "auto":
             return longest >= LONG
         return self.attention_kernels == "flash4"

@@ -354,7 +354,8 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[_ScriptedPa
 
 
 def demonstrator(source: SourceConfig) -> Callable[..., Any]:
-    """Import a source's script. Raises ConfigError if the import fails."""
+    """Import the script that writes a source's demonstrations. Raises ConfigError if the import
+    fails."""
     module, _, name = source.environment.demonstrations.partition(":")
     with _name_script_in_errors(source):
         _script_file(source)
