@@ -65,19 +65,24 @@ class SegmentRecord:
         """Append a turn to the segment. Raises ValueError if the result is incomplete or was
         sampled from another context."""
         context, sampled = len(self.ids), len(result.token_ids_N)
-        name, routes = f"conversation {request.conversation}", result.routes_RLK
+        name = f"conversation {request.conversation}"
+        lengths = {
+            **(result.stored or _recordings_of(result)).lengths,
+            "logp_old_N": len(result.logp_old_N),
+            "version_N": len(result.version_N),
+        }
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
             raise ValueError(f"{name}: a turn of an older context")
         rows = max(context + sampled - 1, self._rows)
-        for field, values, expected in (
-            ("logp_old_N", result.logp_old_N, sampled),
-            ("version_N", result.version_N, sampled),
-            ("sampling_mask", result.sampling_mask, sampled),
-            ("routes_RLK", routes, rows - self._rows),
-            ("selected_RLb", result.selected_RLb, rows - self._rows),
+        for field, expected in (
+            ("logp_old_N", sampled),
+            ("version_N", sampled),
+            ("sampling_mask", sampled),
+            ("routes_RLK", rows - self._rows),
+            ("selected_RLb", rows - self._rows),
         ):
-            if values is not None and len(values) != expected:
-                raise ValueError(f"{name}: {field} has {len(values)} entries, expected {expected}")
+            if (length := lengths.get(field, expected)) != expected:
+                raise ValueError(f"{name}: {field} has {length} entries, expected {expected}")
         if self._turns and _has_routes(result) != _has_routes(self._turns[0][1]):
             raise ValueError(f"{name}: only some of its turns have routes")
         self._turns.append((context, result))

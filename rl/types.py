@@ -16,7 +16,7 @@ in `keel.trainer.engine.policy` for routes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -176,6 +176,12 @@ class Recordings:
         arrays = (self.routes_RLK, self.selected_RLb)
         return masks_bytes + sum(array.nbytes for array in arrays if array is not None)
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Number of rows or masks in each array that was recorded."""
+        arrays = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: len(array) for name, array in arrays.items() if array is not None}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecordings:
@@ -186,6 +192,8 @@ class StoredRecordings:
     """The `Recordings` in the order of the turns, as keys (object references of Ray) or, if they
     are small, themselves. Each comes with the position of the first token that its sampling masks
     describe."""
+    lengths: Mapping[str, int] = field(default_factory=dict[str, int])
+    """`Recordings.lengths` of a turn or completion, or empty for the joined turns of a segment."""
     routes: tuple[int, int] | None = None
     """(L, K) of the routes, or None if there are none."""
     selected: tuple[int, int] | None = None

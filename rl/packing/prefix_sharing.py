@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -279,7 +280,7 @@ def _common_prefix_length(one: Segment, other: Segment, limit: int) -> int:
 
 def hash_rows(values: NDArray[Any]) -> NDArray[np.uint64]:
     """Hash each row of [R, …] integers. Equal rows have equal hashes in every process."""
-    rows = values.reshape(len(values), -1).astype(np.uint64)
+    rows = values.reshape(len(values), prod(values.shape[1:])).astype(np.uint64)
     return rows @ np.random.default_rng(0).integers(2**64 - 1, size=rows.shape[1], dtype=np.uint64)
 
 

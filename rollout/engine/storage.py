@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from keel.rl.packing.prefix_sharing import hash_rows
 from keel.rl.turns import TurnResult
-from keel.rl.types import Group, Recordings, StoredRecordings
+from keel.rl.types import Group, Recordings, Segment, StoredRecordings, Trajectory
 from keel.rollout.spec import STORED_BYTES, GroupRequest, SampleRequest
 
 
@@ -21,7 +21,8 @@ def count_completions(request: SampleRequest) -> int:
 def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
     """Return the result without its recordings, followed by the `Recordings` of each completion, or
     None for recordings that are so small that they stay in the result. In the result, a recording's
-    key is the number of its completion."""
+    key is the number of its completion. Small groups are returned as they are, and larger ones have
+    `Segment.stored` in every completion, so that prefixes can be compared."""
     stored: list[Recordings | None] = [None] * count_completions(request)
     if isinstance(result, TurnResult):
         turn = Recordings(
@@ -34,24 +35,31 @@ def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
         absent = dict.fromkeys(("routes_RLK", "sampling_mask", "selected_RLb"))
         result = replace(result, **absent, stored=description)
     else:
-        trajectories = list(result.trajectories)
-        for index, trajectory in enumerate(trajectories):
-            (segment,) = trajectory.segments
-            routes, selected = segment.routes_TLK, segment.selected_TLb
-            whole = Recordings(
-                routes_RLK=None if routes is None else routes[:-1],
-                sampling_mask=segment.sampling_mask,
-                selected_RLb=None if selected is None else selected[:-1],
-            )
-            if whole.nbytes < STORED_BYTES:
-                continue
-            number = trajectory.sibling
+        wholes = [_recordings_of(*one.segments) for one in result.trajectories]
+        if all(map(_is_small, wholes)):
+            return [result, *stored]
+        trajectories: list[Trajectory] = []
+        for trajectory, whole in zip(result.trajectories, wholes, strict=True):
+            (segment,), number = trajectory.segments, trajectory.sibling
             description, stored[number] = _split(whole, int(segment.trainable_T.argmax()), number)
             absent = dict.fromkeys(("routes_TLK", "sampling_mask", "selected_TLb"))
             segment = replace(segment, **absent, stored=description)
-            trajectories[index] = replace(trajectory, segments=(segment,))
+            trajectories.append(replace(trajectory, segments=(segment,)))
         result = replace(result, trajectories=tuple(trajectories))
     return [result, *stored]
+
+
+def _recordings_of(segment: Segment) -> Recordings:
+    routes, selected = segment.routes_TLK, segment.selected_TLb
+    return Recordings(
+        routes_RLK=None if routes is None else routes[:-1],
+        sampling_mask=segment.sampling_mask,
+        selected_RLb=None if selected is None else selected[:-1],
+    )
+
+
+def _is_small(recordings: Recordings) -> bool:
+    return recordings.nbytes < STORED_BYTES
 
 
 def _split(
@@ -60,12 +68,13 @@ def _split(
     """Describe recordings whose first `prefix` rows precede the first sampled token, and convert
     their routes to the narrowest integer type. Small recordings become part of the description."""
     routes, masks = recordings.routes_RLK, recordings.sampling_mask
-    selected, small = recordings.selected_RLb, recordings.nbytes < STORED_BYTES
-    if not recordings.nbytes:
+    selected, small = recordings.selected_RLb, _is_small(recordings)
+    if not recordings.lengths:
         return None, None
     narrow = replace(recordings, routes_RLK=None if routes is None else _narrow(routes))
     description = StoredRecordings(
         parts=((0, narrow if small else number),),
+        lengths=recordings.lengths,
         routes=None if routes is None else routes.shape[1:],
         selected=None if selected is None else selected.shape[1:],
         mask_sizes_T=None if masks is None else _narrow(masks.sizes()),

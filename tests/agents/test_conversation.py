@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from keel.agents.conversation import Conversation
 from keel.rl.turns import Message
 from keel.rl.types import SamplingMasks
+from keel.rollout.engine import storage
+from keel.rollout.engine.storage import detach
 from tests.agents.endpoint.kit import check_law, script
 from tests.agents.scripted import ADD, CHAT, Policy
 
@@ -56,6 +58,7 @@ def test_tokens_are_trained_once_with_their_rows(
     assert conversation.forks >= sum(then == "rewrite" for _, then in turns)
 
 
+@pytest.mark.parametrize("stored_bytes", [None, 1, 10**9])
 @pytest.mark.parametrize(
     "change",
     [
@@ -63,13 +66,20 @@ def test_tokens_are_trained_once_with_their_rows(
         {"version_N": np.zeros(3, np.int32)},
         {"sampling_mask": SamplingMasks.empty(1)},
         {"routes_RLK": np.zeros((2, 1, 3), np.int16)},
+        {"selected_RLb": np.zeros((2, 1, 3), np.uint8)},
     ],
 )
-def test_incomplete_turn_is_refused(change: dict[str, Any]) -> None:
+def test_incomplete_turn_is_refused(
+    change: dict[str, Any], stored_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conversation, policy = conversation_of(), Policy(["word"])
-    result = policy.say(conversation.request(max_tokens=9, seed=1))
+    request = conversation.request(max_tokens=9, seed=1)
+    result: Any = replace(policy.say(request), **change)
+    if stored_bytes is not None:
+        monkeypatch.setattr(storage, "STORED_BYTES", stored_bytes)
+        result = detach(request, result)[0]
     with pytest.raises(ValueError, match=next(iter(change))):
-        conversation.append(replace(result, **change))
+        conversation.append(result)
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keel.rl.packing import plan_packing
-from keel.rl.types import Group, ScoredGroup
+from keel.rl.types import Group, Recordings, ScoredGroup
 from keel.rollout.engine import storage
 from keel.rollout.engine.storage import attach, detach
 from keel.rollout.spec import GroupRequest
@@ -37,13 +37,20 @@ def groups_of_one_context() -> list[ScoredGroup]:
     return [scored(one, [float(t.sibling) for t in one]) for one in groups]
 
 
+@pytest.mark.parametrize("stored_bytes", [1, 600, 1500])
 @pytest.mark.parametrize("share_prompts", [False, True])
-def test_ranks_pack_what_was_recorded(share_prompts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "STORED_BYTES", 1)
+def test_ranks_pack_what_was_recorded(
+    share_prompts: bool, stored_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "STORED_BYTES", stored_bytes)
     store: Store = {}
     here = groups_of_one_context()
     there = [replace(g, group=put(g.group, GroupRequest(prompt(), 5), store)) for g in here]
-    assert all(s.routes_TLK is s.sampling_mask is None for s in segments_of(there))
+    found = [part for s in segments_of(there) if s.stored for _, part in s.stored.parts]
+    assert any(isinstance(part, Recordings) for part in found) == (stored_bytes > 1)
+    assert all(
+        s.stored is None or s.routes_TLK is s.sampling_mask is None for s in segments_of(there)
+    )
     assert {one.routes_RLK.dtype for one in store.values() if one} == {np.dtype(np.uint8)}
 
     def plans(groups: list[ScoredGroup]) -> Any:
