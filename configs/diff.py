@@ -7,8 +7,10 @@ from typing import Any, cast
 
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, SourceConfig
 
-_STEPPING = ("trainer.lr", "trainer.min_lr", "trainer.schedule", "trainer.warmup_steps")
-"""Knobs of the learning rate and its schedule."""
+_STEPPING = tuple(
+    f"trainer.{name}" for name in ("lr", "min_lr", "indexer_lr", "schedule", "warmup_steps")
+)
+"""Knobs of the learning rates and their schedule."""
 _RESUMABLE = {
     "run": "dir steps resume eval_every checkpoint_every checkpoint_minutes grace_s hang_timeout_s "
     "max_restarts elastic_wait_s max_skipped_steps keep_checkpoints save_trajectories "
@@ -23,10 +25,10 @@ _RESUMABLE = {
     "rollout": "engines tensor_parallel colocated time_share recorder weight_transfer copy_weights "
     "max_num_seqs max_num_batched_tokens enable_prefix_caching enforce_eager "
     "gpu_memory_utilization kv_cache_gib threads timeout_s update_timeout_s",
-    "trainer": "lr min_lr schedule warmup_steps ranks min_ranks zero_stage expert_parallel "
-    "sequence_parallel offload_optimizer micro_batch_tokens activation_checkpointing "
-    "attention_kernels keep_attention share_prompts compile offload_while_sampling threads "
-    "publish_bucket_mib timeout_s",
+    "trainer": "lr min_lr indexer_lr schedule warmup_steps ranks min_ranks zero_stage "
+    "expert_parallel sequence_parallel offload_optimizer micro_batch_tokens "
+    "activation_checkpointing attention_kernels keep_attention share_prompts compile "
+    "offload_while_sampling threads publish_bucket_mib timeout_s",
     "eval": "prompts size samples submissions file temperature top_p top_k pass_at variants "
     "checkpoint dir against",
     "filter": "dir checkpoint samples least_pass_rate most_pass_rate",

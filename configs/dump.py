@@ -32,16 +32,12 @@ def yaml_line(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-# libyaml's dumper, if PyYAML has it, takes 3 ms instead of 13.
-_SafeDumper = cast(type[yaml.SafeDumper], getattr(yaml, "CSafeDumper", yaml.SafeDumper))
-
-
-class _Dumper(_SafeDumper):
+class _Dumper(yaml.SafeDumper):  # libyaml's refuses the surrogates of undecodable paths
     """A YAML dumper that also quotes strings that only recipes read as numbers, such as 1e-6."""
 
     def text(self, data: str) -> yaml.Node:
         style = "'" if data and data[0] in "+-.0123456789" else None
-        style = '"' if "\n" in data else style
+        style = style if data.isprintable() else '"'
         return cast(Any, self).represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 

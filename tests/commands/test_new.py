@@ -119,7 +119,7 @@ def test_defaults_pass_the_check(here: Path, capsys: pytest.CaptureFixture[str])
 
 def test_texts_survive_yaml() -> None:
     plain = ["a b", "1e-6", "-.5", "yes", "null", "~", "C:\\x", "${run.seed}", "####", 'a"b', "é"]
-    for text in (*plain, "a: b, [c", "a\nb"):
+    for text in (*plain, "a: b, [c", "a\nb", "\x85", "\udc80"):
         config = load_config("quickstart", [f"model.path={as_override(text)}"])
         assert config.model.path == text
     assert as_override("/models/Qwen3-4B") == "/models/Qwen3-4B"
