@@ -22,6 +22,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ def train(
     if holdout and prompts is None:
         raise ConfigError("keel.train(holdout=…): needs prompts=…; set it in the recipe's sources")
     weights = [] if rewards is None else _reward_weights(rewards)
+    file: Path | None = None
     with ExitStack() as stack:
         stack.enter_context(watching())
         # Knobs of sources may refer to `prompts`, which are written into the run folder.
@@ -143,6 +145,13 @@ def train(
         run = RunFolder(load_config(path, overrides))
         try:
             main.train(str(path), overrides, drive=called.drive, again=_AGAIN)
+        except ConfigError as error:
+            if file is None:
+                raise
+            text = re.sub(rf"{re.escape(str(file))}:(\d+)", r"row \1 of prompts", str(error))
+            raise ConfigError(
+                text.replace(f"{_SOURCES}[prompts].holdout = ", "keel.train: holdout=")
+            ) from error
         except KeyboardInterrupt as error:
             if signal := preemption_signal():  # Ray turns it into a KeyboardInterrupt
                 raise Preempted(f"stopped by {signal}; {_RESUME}") from error

@@ -247,7 +247,7 @@ def _read_trajectories(folder: Path, run: RunData, known: FileCache) -> Chunks:
             run.notes.append(f"{path}: cannot be read ({file.problem}); skipped")
             continue
         run.groups += file.groups
-        chunks[path.name] = _Chunk(path.read_bytes, file.stamp[1])
+        chunks[path.name] = _Chunk(partial(_read_finite, path), file.stamp[1])
     samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
     if run.steps and run.steps[-1] > 0 and not chunks and samples:
         run.notes.append(
@@ -255,6 +255,15 @@ def _read_trajectories(folder: Path, run: RunData, known: FileCache) -> Chunks:
             "above 0, have them written at each step"
         )
     return chunks
+
+
+def _read_finite(path: Path) -> bytes:
+    """Read a file of trajectories. Older runs wrote NaN, which browsers don't parse."""
+    data = path.read_bytes()
+    text = gzip.decompress(data).decode()
+    if "NaN" not in text and "Infinity" not in text:
+        return data
+    return _compress_lines([finite_json(_parse_json(line)) for line in text.splitlines()])
 
 
 def _step_file(path: Path, known: _StepFile | None) -> _StepFile:

@@ -195,6 +195,15 @@ def test_rows_of_all_kinds_become_the_source(requests: list[Config], tmp_path: P
     assert requests[3] == requests[0]
 
 
+def test_errors_name_rows_and_arguments(tmp_path: Path) -> None:
+    knobs = {"run.dir": tmp_path / "run", "model.tiny.cold_start.steps": 0}
+    with pytest.raises(ConfigError, match=r"row 2 of prompts") as caught:
+        keel.train("quickstart", prompts=[*ROWS[:1], {"answer": "4"}], knobs=knobs)
+    assert ".jsonl" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^keel\.train: holdout=2: there are only 2"):
+        keel.train("quickstart", prompts=ROWS, knobs=knobs, holdout=2)
+
+
 def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Path) -> None:
     def brief(prompt: Any, trajectory: Any) -> float:
         return float(len(trajectory.answer) < 5)
