@@ -129,6 +129,9 @@ class Object:
     @property
     def done(self) -> bool:
         value: Any = getattr(self._target, "done", False)
+        if isinstance(value, str):
+            message = f"`done` is the text {value!r:.50}; write `self.done = True` or `= False`"
+            raise InvalidEnvironment(message)
         return bool(value) and not callable(value)  # a callable is a tool
 
     def reply(self, turn: dict[str, Any]) -> Any:

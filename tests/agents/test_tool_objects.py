@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Optional, Union
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_runtime.tool_objects import (
     InvalidEnvironment,
+    Object,
     Tool,
     _docstring_parts,
     _schema_of,
@@ -98,6 +100,12 @@ def test_valid_arguments_arrive_as_hinted(hint: Any, value: Any, converted: Any)
     assert known.explain_error(ToolCall(call_id="1", name="t", arguments={"x": value})) == ""
     result = _value_of(hint, value)
     assert result == converted and type(result) is type(converted)
+
+
+def test_done_is_no_text() -> None:
+    assert Object(SimpleNamespace(done=1), {}).done
+    with pytest.raises(InvalidEnvironment, match=r"self\.done = True"):
+        _ = Object(SimpleNamespace(done="False"), {}).done
 
 
 def test_functions_get_the_parameters_they_declare() -> None:
