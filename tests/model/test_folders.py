@@ -1,6 +1,6 @@
 """Model folders and hub names are checked before anything is loaded; malicious ones fail quickly.
 
-tests/trainer/placement/test_supported.py covers the supported families."""
+tests/trainer/placement/test_families.py covers the supported families."""
 
 import json
 import resource
