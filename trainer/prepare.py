@@ -61,7 +61,7 @@ from keel.trainer.placement.families import (
     check_model_type,
     stale_mask_warning,
 )
-from keel.trainer.placement.hardware import Hardware
+from keel.trainer.placement.hardware import Hardware, split_engine_warning
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line, section_lines
@@ -352,6 +352,7 @@ def plan_model(
         fewer if machine.missing else "",
         changed,
         stale_mask_warning(config),
+        split_engine_warning(config, machine),
         *_thinking_warnings(config, tokenizer),
         lacking and f"model.path = {path!r}: {lacking}; `keel train` needs them",
         *(

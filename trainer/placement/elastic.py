@@ -218,14 +218,14 @@ class ElasticLayouts:
             candidates = chain([(whole, open_knobs)], candidates)
         reason = f"No layout of at least {self._min_ranks} ranks (trainer.min_ranks) fits there"
         for config, knobs in islice(candidates, _MAX_LAYOUTS):
-            if knobs == sized and self._shortage(config, free):
+            if knobs == sized and self._shortage(config, limited):
                 continue
             try:
                 chosen = choose(config, knobs, self._facts, hardware).config
             except ConfigError as error:
                 reason = str(error)
                 continue
-            if chosen.trainer.ranks >= self._min_ranks:
+            if chosen.trainer.ranks >= self._min_ranks and not self._shortage(chosen, limited):
                 return chosen, ""
         return None, reason
 

@@ -124,18 +124,11 @@ class _Kind:
 
 
 def _kinds(config: Config, largest: int) -> list[_Kind]:
-    """List the kinds of actors in a run, for nodes with at most `largest` GPUs. Raises ConfigError
-    if an engine cannot be divided equally among its nodes."""
+    """List the kinds of actors in a run, for nodes with at most `largest` GPUs."""
     r, t, judge = config.rollout, config.trainer, config.rewards.judge
     engines = r.engines if config.data.sources else 0  # SFT samples nothing
     knobs, width = "rollout.engines or rollout.tensor_parallel", r.tensor_parallel
     spread = max(1, -(-width // max(1, largest)))
-    if engines and width % spread:
-        raise ConfigError(
-            f"rollout.tensor_parallel = {width}: nodes have at most {largest} GPUs, and an engine "
-            f"cannot have the same number of GPUs on each of {spread} nodes. Use a multiple of "
-            f"{spread}, or at most {largest}"
-        )
     kinds = [_Kind(RANK, t.ranks, 1, "trainer.ranks")]
     kinds += [_Kind(ENGINE, engines, width, knobs, nodes=spread)] * bool(engines)
     server, knobs = judge.server, "rewards.judge.server.replicas or tensor_parallel"
@@ -275,10 +268,18 @@ class Placement:
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
     """Assign GPUs to all actors, or only to actors of kind `only`. Engines share GPUs with ranks if
     `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there aren't enough
-    free GPUs, or if no node has enough of them for a single actor."""
+    free GPUs, if no node has enough of them for a single actor, or if an engine on several nodes
+    can't have equally many on each."""
     nodes = list(nodes)
     largest = max((node.gpus for node in nodes), default=0)
     placed = [kind for kind in _kinds(config, largest) if only in ("", kind.name)]
+    for kind in placed:
+        if kind.gpus % kind.nodes:
+            raise ConfigError(
+                f"rollout.tensor_parallel = {kind.gpus}: nodes have at most {largest} GPUs, and an "
+                f"engine cannot have the same number of GPUs on each of {kind.nodes} nodes. Use a "
+                f"multiple of {kind.nodes}, or at most {largest}"
+            )
     available = sum(node.free_gpus for node in nodes)
     single = available == sum(node.gpus for node in nodes) <= 1
     paired = [kind.name for kind in placed] == [RANK, ENGINE] and _gpus(placed) == 2
@@ -330,6 +331,18 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
                 seats.append(replace(seat, shared=bool(kind.guest), spread=kind.nodes > 1))
             first += gpus
     return Placement(seats=tuple(seats))
+
+
+def split_engine_warning(config: Config, hardware: Hardware) -> str:
+    """Return a warning if an engine has more GPUs than a node."""
+    width, most = config.rollout.tensor_parallel, hardware.spec.node_gpus
+    if not hardware.gpu or not config.data.sources or width <= most:
+        return ""
+    return (
+        f"rollout.tensor_parallel = {width}: a node has {most} GPUs, so an engine is split over "
+        f"{-(-width // most)} nodes, and every layer sends its output over the network. With "
+        f"{most} or less, an engine stays on one node"
+    )
 
 
 def _gpus(kinds: Sequence[_Kind]) -> int:

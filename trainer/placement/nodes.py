@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -352,23 +352,21 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
         except ConfigError as error:
             reason = str(error)
         else:
-            groups = [
-                (seats, bounded(partial(_create_group, seats), CALL_S, "take a reservation"))
-                for seats in _seats_of_groups(placement)
-            ]
-            granted = min(time.monotonic() + _GRANT_S, end)
-            if all(_is_granted(group, granted) for _, group in groups):
-                break
-            _remove_groups(groups)
+            with ExitStack() as stack:
+                groups: list[tuple[Sequence[Seat], PlacementGroup]] = []
+                for seats in _seats_of_groups(placement):
+                    group = bounded(partial(_create_group, seats), CALL_S, "take a reservation")
+                    stack.callback(_remove_group, group)
+                    groups.append((seats, group))
+                granted = min(time.monotonic() + _GRANT_S, end)
+                if all(_is_granted(group, granted) for _, group in groups):
+                    yield Reservation(placement=placement, groups=groups)
+                    return
         if time.monotonic() + _POLL_S >= end:
             raise TimeoutError(
                 f"no free GPUs after {timeout_s:g} s (run.startup_timeout_s): {reason}"
             )
         time.sleep(_POLL_S)
-    try:
-        yield Reservation(placement=placement, groups=groups)
-    finally:
-        _remove_groups(groups)
 
 
 def _seats_of_groups(placement: Placement) -> list[list[Seat]]:
@@ -400,11 +398,8 @@ def _is_granted(group: PlacementGroup, end: float) -> bool:
     return bounded(wait, CALL_S, "report reservations")
 
 
-def _remove_groups(groups: Sequence[tuple[Sequence[Seat], PlacementGroup]]) -> None:
-    for _, group in groups:
-        ray_timeouts.clean_up(
-            partial(remove_placement_group, group), CALL_S, "give up a reservation"
-        )
+def _remove_group(group: PlacementGroup) -> None:
+    ray_timeouts.clean_up(partial(remove_placement_group, group), CALL_S, "give up a reservation")
 
 
 class _Downloader:

@@ -33,15 +33,18 @@ from keel.trainer.placement.hardware import (
     ENGINE,
     JUDGE,
     RANK,
+    Hardware,
     Node,
     Placement,
     limit_nodes,
     place,
+    split_engine_warning,
 )
 from keel.trainer.placement.nodes import (
     _used_gib,
     detect_hardware,
     planned_hardware,
+    reserve_gpus,
     seat_lines,
     start_ray,
     with_missing_nodes,
@@ -109,6 +112,20 @@ def test_engine_larger_than_a_node_takes_equal_parts_of_several() -> None:
         place(sized(width=6, ranks=1), empty_nodes(4, 2, 2))
     with pytest.raises(ConfigError, match="multiple of 2, or at most 4"):
         place(sized(width=7, ranks=1), empty_nodes(4, 4, 4))
+    assert homes(place(sized(width=7, ranks=1), empty_nodes(4), only=RANK), RANK) == ["n0"]
+    hardware = Hardware(gpu=True, nodes=tuple(empty_nodes(4, 4)))
+    assert "split over 2 nodes" in split_engine_warning(sized(width=6), hardware)
+    assert not split_engine_warning(sized(width=4), hardware)
+
+
+def test_groups_are_removed_if_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    created, removed = iter(["first"]), list[str]()
+    monkeypatch.setattr(nodes, "cluster_nodes", lambda: empty_nodes(4, 4))
+    monkeypatch.setattr(nodes, "_create_group", lambda seats: next(created))
+    monkeypatch.setattr(nodes, "remove_placement_group", removed.append)
+    with pytest.raises(RuntimeError), reserve_gpus(sized(width=6), timeout_s=1):
+        pass
+    assert removed == ["first"]
 
 
 def test_colocated_engines_share_gpus_with_ranks() -> None:
