@@ -111,7 +111,7 @@ class Config(Section):
         ok = tiny.experts % trainer.expert_parallel == 0
         rule = f"must divide model.tiny.experts = {tiny.experts}"
         self.require(ok, "trainer.expert_parallel", rule)
-        ok = tiny.heads % trainer.sequence_parallel == 0
+        ok = tiny.heads % trainer.sequence_parallel == 0 or tiny.family == "deepseek_v32"
         rule = f"must divide model.tiny.heads = {tiny.heads}"
         self.require(ok, "trainer.sequence_parallel", rule)
         rule = f"is too short for {self.max_context_source}"

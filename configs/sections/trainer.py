@@ -33,7 +33,8 @@ class TrainerConfig(Section):
     experts."""
     sequence_parallel: int = knob(1, ge=1)
     """Number of consecutive ranks to spread each micro-batch's tokens over (Ulysses), for contexts
-    too long for one. Must divide `ranks` and the number of attention heads."""
+    too long for one. Must divide `ranks` and, without sparse attention, the number of
+    attention heads."""
     micro_batch_tokens: int = knob(8192, ge=1)
     """Maximum number of tokens in a packed micro-batch. A longer segment gets a micro-batch of its
     own. Each rank holds 1/`sequence_parallel` of the tokens. auto: as many as fit while the time

@@ -213,6 +213,14 @@ def test_window_determines_the_context() -> None:
         replace(agentic(window=600), model=ModelConfig(dtype="float32"))
 
 
+def test_sequence_parallelism_divides_heads_except_with_sparse_attention() -> None:
+    trainer = TrainerConfig(ranks=3, sequence_parallel=3)
+    tiny = TinyModelConfig(family="deepseek_v32")
+    config(model=ModelConfig(dtype="float32", tiny=tiny), trainer=trainer)
+    with pytest.raises(ConfigError, match=r"must divide model\.tiny\.heads = 4"):
+        config(path="tiny", trainer=trainer)
+
+
 OWN = {"max_tokens": 40, "window": 200, "max_turns": 30, "max_sampled_tokens": 90, "call_s": 650.0}
 
 

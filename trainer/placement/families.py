@@ -160,7 +160,8 @@ def _check_parallel(trainer: TrainerConfig, facts: ModelFacts) -> None:
             f"{knob}: the linear attention of {architecture} needs a whole trajectory on one rank. "
             "Set it to 1; trainer.activation_checkpointing saves the most memory"
         )
-    if facts.attention_heads % size:
+    # Sparse attention gathers the keys of a row instead of splitting its heads.
+    if facts.attention_heads % size and not facts.index_top_k:
         raise ConfigError(
             f"{knob}: must divide the {facts.attention_heads} attention heads of {architecture}"
         )

@@ -85,6 +85,7 @@ def parallel(**trainer: int) -> Config:
 HEADS = {"attention_heads": 28, "head_size": 128}
 EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "experts": 8, "attention_heads": 4}
 LINEAR_NAME = "OlmoHybridForCausalLM"
+INDEXED = {"attention_heads": 6, "index_top_k": 4}
 SPARSE = {"architecture": "DeepseekV32ForCausalLM", "kv_width": 576}
 
 
@@ -106,6 +107,7 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
     (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"architecture": "OlmoeForCausalLM"}),
     (_in_trainer, parallel(sequence_parallel=2), EXPERTS, {"attention_heads": 3}),
     (_in_trainer, parallel(sequence_parallel=2), EXPERTS, {"architecture": LINEAR_NAME}),
+    (_in_trainer, parallel(sequence_parallel=4), INDEXED, {"index_top_k": 0}),
 ]
 
 
