@@ -40,7 +40,12 @@ def system_of(task: Task, **parts: Any) -> Any:
     """The parts of a started system that the loop uses."""
     unused = dict.fromkeys(("learner", "oom_recovery", "agents", "watchdog", "nodes"))
     scorer = SimpleNamespace(tell=lambda say: None)
-    fakes = {"pool": SimpleNamespace(), "push": lambda _: None, "scorer": scorer, "gpus": 0}
+    fakes = {
+        "pool": SimpleNamespace(),
+        "weights": SimpleNamespace(push=lambda _: None),
+        "scorer": scorer,
+        "gpus": 0,
+    }
     how = {"with_watchdog": lambda hurry: hurry}
     return SimpleNamespace(task=task, **{**unused, **fakes, **how, **parts})
 
