@@ -207,12 +207,7 @@ class VllmEngine:
 
     def step(self) -> Iterator[tuple[int, Result]]:
         """Run one forward pass and yield the jobs that it completes."""
-        try:
-            outputs = self._llm.step()
-        except RuntimeError as error:
-            if getattr(self._llm.model_executor, "is_failed", False):  # vLLM says "cancelled"
-                raise EngineError("one of its worker processes died") from error
-            raise
+        outputs = self._call(self._llm.step)
         finished = [
             output
             for output in outputs
@@ -271,7 +266,7 @@ class VllmEngine:
         that were completed by tokens already in flight."""
         completed = self._pause()
         self.updating = self._asleep = True
-        self._llm.sleep(level=_DISCARD, mode="keep")
+        self._call(self._llm.sleep, level=_DISCARD, mode="keep")
         return completed
 
     def begin_update(self) -> list[tuple[int, Result]]:
@@ -283,26 +278,26 @@ class VllmEngine:
         """
         completed: list[tuple[int, Result]] = []
         if self._asleep:
-            self._llm.wake_up(["weights"])
+            self._call(self._llm.wake_up, ["weights"])
         else:
             completed = self._pause()
         self.updating = True
         self._checklist.begin()
-        self._llm.collective_rpc("keel_begin_update", args=(self._no_copies,))
+        self._call(self._llm.collective_rpc, "keel_begin_update", args=(self._no_copies,))
         return completed
 
     def gpus(self) -> list[str]:
-        return self._llm.collective_rpc("keel_gpu")
+        return self._call(self._llm.collective_rpc, "keel_gpu")
 
     def join(self, rendezvous: Rendezvous, name: str) -> None:
         timeout_s = self.spec.config.update_timeout_s
-        call_workers(self._llm, "keel_join", rendezvous, name, timeout_s)
+        self._call(call_workers, self._llm, "keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Load one bucket of weights. Raises ValueError if a tensor is not in the checkpoint, and
         TimeoutError or ConnectionError if the bytes can't be received (`Channel.receive`)."""
         self._checklist.arrived(bucket)
-        call_workers(self._llm, "keel_load_bucket", bucket)
+        self._call(call_workers, self._llm, "keel_load_bucket", bucket)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Switch sampling to the new weights. After an error, the weights are left incomplete.
@@ -311,28 +306,39 @@ class VllmEngine:
         bytes received from the trainer.
         """
         self._checklist.finish()
-        self._llm.collective_rpc("keel_finish_update", args=(checksum,))
+        self._call(self._llm.collective_rpc, "keel_finish_update", args=(checksum,))
         if self._asleep:
-            self._llm.wake_up(["kv_cache"])
+            self._call(self._llm.wake_up, ["kv_cache"])
             self._asleep = False
         # Unfinished completions are prefilled again: the old keys and values are stale.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("weight update: the prefix cache of the old weights is still in use")
         self._llm.set_weight_version(str(version))
-        if not self._llm.wake_up(["scheduling"]):
+        if not self._call(self._llm.wake_up, ["scheduling"]):
             raise RuntimeError("weight update: part of vLLM's memory is still asleep")
         self.version, self.updating = version, False
 
     def _pause(self) -> list[tuple[int, Result]]:
         """Stop scheduling, and keep stepping until nothing is in flight, so that caches can be
         reset."""
-        self._llm.sleep(level=_PAUSE, mode="keep")
+        self._call(self._llm.sleep, level=_PAUSE, mode="keep")
         core, completed = core_of(self._llm), list[tuple[int, Result]]()
         for _ in range(_MAX_DRAIN_STEPS):
             if not core.scheduler.has_requests() and not core.batch_queue:
                 return completed
             completed += self.step()
         raise RuntimeError(f"vLLM still has work {_MAX_DRAIN_STEPS} steps after it was paused")
+
+    def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call that reaches vLLM's workers. Raises EngineError if one of their processes has
+        died, and the call's own errors otherwise."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            # vLLM then raises "cancelled", or an assertion about its closed queues.
+            if getattr(self._llm.model_executor, "is_failed", False):
+                raise EngineError("one of its worker processes died") from error
+            raise
 
     def _completion(self, job: Job, output: RequestOutput, text: str) -> Completion:
         completion = output.outputs[0]
