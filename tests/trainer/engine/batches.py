@@ -29,7 +29,8 @@ _SIZES: dict[str, Any] = {
 }
 _MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": TOP_K, "norm_topk_prob": True}
 _LATENT = {
-    "num_key_value_heads": 4,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
