@@ -186,8 +186,8 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Build the request for the next turn. Repeated calls return equal requests until a turn is
-        appended, so a turn can be retried if an engine fails."""
+        """Build the request for the next turn. Its seed depends on the number of turns, not of
+        calls."""
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]

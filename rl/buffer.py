@@ -37,12 +37,6 @@ class Lag:
     publish_every: int = 1
     updates: int = 1
 
-    @property
-    def versions(self) -> int:
-        """Maximum staleness of a token: the number of weight versions between sampling it and
-        training on it."""
-        return (self.batches + self.publish_every - 1) * self.updates
-
 
 @dataclass(slots=True)
 class _Slot:
@@ -57,14 +51,14 @@ class GroupBuffer:
     """Tracks submitted and finished groups, and forms batches from them.
 
     A group occupies a slot from the moment its prompt is submitted until the engines have weights
-    trained on that group. There are slots for `Lag.batches` + 1 batches, so with a lag of 0, every
-    group is sampled from exactly the weights that it then updates. If a group is filtered out, a
-    new prompt takes its slot. The new prompt joins the end of the queue and is sampled from newer
-    weights.
+    trained on that group. There are slots for `Lag.batches` + `publish_every` batches, so with
+    0 and 1, every group is sampled from exactly the weights that its batch then updates. If a group
+    is filtered out, a new prompt takes its slot. The new prompt joins the end of the queue and is
+    sampled from newer weights.
 
     Groups are trained on in submission order, and a step waits for all its groups. Training on
     finished groups first would favor short completions and let long ones go stale. This order also
-    enforces `Lag.versions` without having to compare versions. While the engines are at step a,
+    bounds staleness without having to compare versions. While the engines are at step a,
     only groups for steps up to a + `publish_every` + `batches` can be submitted, so none is trained
     on later than that. No other order would wait any less. With new weights at every step, the
     submitted groups fill all steps up to this limit, so moving one group forward would push another
@@ -72,10 +66,10 @@ class GroupBuffer:
 
     Multi-turn trajectories follow the same rule and are never dropped for being too old. The first
     token of a trajectory is its oldest, and it was sampled from weights no older than those in use
-    when the prompt was submitted. A trajectory therefore spans at most `Lag.versions` new versions,
-    no matter how many turns it has; after that, the trainer waits for it. Dropping stale
-    trajectories would drop exactly the long ones. The sequence mask handles bad completions that
-    are too off-policy.
+    when the prompt was submitted. A trajectory therefore spans at most (`batches` + `publish_every`
+    − 1) · `updates` new versions, no matter how many turns it has; after that, the trainer waits.
+    Dropping stale trajectories would drop exactly the long ones. The sequence mask handles bad
+    completions that are too off-policy.
 
     Groups are also filtered in submission order, so the result does not depend on when they finish.
     """

@@ -2,8 +2,8 @@
 
 A prompt is submitted for sampling as soon as `keel.rl.buffer.GroupBuffer` has room for it, and its
 group is scored as soon as all of its completions are sampled. A batch is ready once the buffer has
-enough groups. With `algorithm.max_lag: 0`, sampling then pauses until the engines have received the
-weights of the next step. Otherwise it continues while the trainer works.
+enough groups. With `algorithm.max_lag: 0` and `publish_every: 1`, sampling then pauses until the
+engines have received the weights of the next step. Otherwise it continues while the trainer works.
 """
 
 import threading

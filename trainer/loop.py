@@ -1,8 +1,9 @@
 """The training loop: sample, score, train, push weights, evaluate and save.
 
 The loop depends only on protocols, so it runs on Ray, vLLM and DeepSpeed (`run_loop` in
-`commands/train.py` fills `Parts`) or on fakes in tests. `BatchStream` samples and scores up to
-`algorithm.max_lag` batches ahead. `RunGuard` handles aborts, errors and checkpoints.
+`commands/train.py` fills `Parts`) or on fakes in tests. With `publish_every: 1`,
+`BatchStream` samples and scores up to `algorithm.max_lag` batches ahead. `RunGuard` handles aborts,
+errors and checkpoints.
 """
 
 import time

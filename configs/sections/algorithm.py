@@ -57,8 +57,9 @@ class AlgorithmConfig(Section):
     """Number of optimizer steps per batch of rollouts; at most `prompts_per_step`."""
     max_lag: int = knob(0, ge=0)
     """Number of batches that engines may sample ahead while the trainer works. 0: engines wait for
-    new weights, so every batch is on-policy. Groups train in prompt order however long they take,
-    so no token is older than this allows and none is dropped for its age (`staleness/max`)."""
+    new weights, so every batch is on-policy if `publish_every` and `updates_per_batch` are 1.
+    Groups train in prompt order however long they take, so no token is older than this allows and
+    none is dropped for its age (`staleness/max`)."""
     filter_groups: Literal["none", "reward", "correct"] = "none"
     """Replace groups that carry no signal by sampling further prompts. reward: groups with equal
     rewards. correct: groups whose `correct` parts are equal. Their KL term is dropped with them."""

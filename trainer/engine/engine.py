@@ -200,7 +200,8 @@ def _mass_metrics(totals: Tensor) -> dict[str, Metric]:
 
 
 class TrainerEngine:
-    """The policy, optimizer and reference models of one rank. All methods are collective."""
+    """The policy, optimizer and reference models of one rank. All methods except
+    `recover` and `recompute` are collective."""
 
     def __init__(
         self,

@@ -93,7 +93,7 @@ class _Buffer:
 
 
 class NoOffload:
-    """A no-op stand-in for `Offload`, for ranks that don't share their GPU with an engine."""
+    """A no-op stand-in for `Offload`, for ranks that don't take turns with an engine."""
 
     def offload(self, *, weights: bool) -> None: ...
     def load(self, *, state: bool = False) -> None: ...

@@ -81,8 +81,8 @@ def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A micro-batch of N tokens on the trainer's device. R of these tokens were sampled, in S
-    trajectories.
+    """A micro-batch on the trainer's device. This rank's shard of the row has N tokens. The whole
+    row has R sampled tokens, in S trajectories.
 
     Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
     parallelism, `token_ids`, `positions`, `head` and `*_N*` cover only this rank's shard of the
@@ -252,10 +252,10 @@ class PolicyNetwork(nn.Module):
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compute log-probabilities of the sampled tokens in this rank's shard of the row.
 
-        Returns five float32 tensors:
+        Returns five float32 tensors, where r counts the shard's sampled tokens (`Inputs.mine`):
 
-            logp [R]: log-probability of each sampled token among the ids in its sampling mask
-            entropy [R]: entropy of that distribution, without gradient
+            logp [r]: log-probability of each sampled token among the ids in its sampling mask
+            entropy [r]: entropy of that distribution, without gradient
             log_mass [m]: log mass of the masks chosen by `probes`; m = 0 without gradients or masks
             loss []: loss of the indexers, summed over layers and tokens
             held [2]: attention within the indexers' top k (`SparsePass.held`), over all layers
@@ -349,7 +349,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
-        """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard,
+        """Return float32 log-probabilities [r] of the sampled tokens in this rank's shard,
         normalized over the sampling masks."""
         replays = self._replays and inputs.loss == "grpo"
         with recorded_routes(self.network, inputs) if replays else nullcontext():
@@ -365,7 +365,7 @@ class References:
         self._models, self._together = models, together
 
     def logp(self, inputs: Inputs) -> Tensor | None:
-        """Return float32 log-probabilities [R] of the sampled tokens in this rank's shard, or None
+        """Return float32 log-probabilities [r] of the sampled tokens in this rank's shard, or None
         if there are no models. Each trajectory is scored by its own reference model. The values of
         trajectories without one are NaN."""
         if not any(self._models):

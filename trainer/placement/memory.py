@@ -13,7 +13,7 @@ from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.rl.packing.prefix_sharing import estimate_packing
 
 if TYPE_CHECKING:
-    from keel.model.load import ModelFacts  # the driver imports this module without torch
+    from keel.model.load import ModelFacts  # so that light modules do not load torch
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
