@@ -29,13 +29,10 @@ class Batch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
     """Limits how stale the sampling weights can get. `batches` is how many batches are sampled
-    ahead of training, `publish_every` is the number of steps between weight updates, and `updates`
-    is the number of optimizer steps per batch. Each optimizer step creates a new version of the
-    weights."""
+    ahead of training, and `publish_every` is the number of steps between weight updates."""
 
     batches: int = 0
     publish_every: int = 1
-    updates: int = 1
 
 
 @dataclass(slots=True)
@@ -67,9 +64,9 @@ class GroupBuffer:
     Multi-turn trajectories follow the same rule and are never dropped for being too old. The first
     token of a trajectory is its oldest, and it was sampled from weights no older than those in use
     when the prompt was submitted. A trajectory therefore spans at most (`batches` + `publish_every`
-    − 1) · `updates` new versions, no matter how many turns it has; after that, the trainer waits.
-    Dropping stale trajectories would drop exactly the long ones. The sequence mask handles bad
-    completions that are too off-policy.
+    − 1) · `updates_per_batch` new versions, no matter how many turns it has; after that, the
+    trainer waits. Dropping stale trajectories would drop exactly the long ones. The sequence mask
+    handles bad completions that are too off-policy.
 
     Groups are also filtered in submission order, so the result does not depend on when they finish.
     """

@@ -98,11 +98,7 @@ class BatchStream:
         self._sample, self._score = sample, score
         self._buffer = GroupBuffer(
             batch=algorithm.prompts_per_step,
-            lag=Lag(
-                batches=algorithm.max_lag,
-                publish_every=algorithm.publish_every,
-                updates=algorithm.updates_per_batch,
-            ),
+            lag=Lag(batches=algorithm.max_lag, publish_every=algorithm.publish_every),
             start=start,
             steps=config.run.steps,
             filter_by=algorithm.filter_groups,

@@ -44,7 +44,7 @@ def test_groups_train_in_prompt_order_within_the_lag(
 
     No group exceeds the lag, is lost or trains twice, and filtering is independent of arrival.
     """
-    bound = Lag(batches=lag, publish_every=every, updates=updates)
+    bound = Lag(batches=lag, publish_every=every)
     one = buffer(batch=3, steps=8, lag=bound, filter_by="correct", max_refills=refills)
     draws = Random(7)
     submitted: list[tuple[int, bool]] = []
