@@ -339,7 +339,7 @@ def split_engine_warning(config: Config, hardware: Hardware) -> str:
     if not hardware.gpu or not config.data.sources or width <= most:
         return ""
     return (
-        f"rollout.tensor_parallel = {width}: a node has {most} GPUs, so an engine is split over "
+        f"rollout.tensor_parallel = {width}: a node has {most} GPU(s), so an engine is split over "
         f"{-(-width // most)} nodes, and every layer sends its output over the network. With "
         f"{most} or less, an engine stays on one node"
     )
