@@ -600,9 +600,5 @@ class _FastPath(Scheduler):
             output.new_token_ids = before + output.new_token_ids
 
 
-class _FastScheduler(_FastPath):
-    """A fast scheduler that waits for each step to finish before scheduling the next one."""
-
-
 class AsyncFastScheduler(_FastPath, AsyncScheduler):
     """A fast scheduler that schedules the next step while the previous one is still running."""

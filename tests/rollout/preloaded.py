@@ -5,4 +5,4 @@ from keel.model.imports import heavy_imports
 
 with heavy_imports():
     from keel.rollout.engine import shims, vllm_engine  # noqa: F401
-    from keel.rollout.vllm_fast.scheduler import _FastScheduler  # noqa: F401
+    from keel.rollout.vllm_fast.scheduler import _FastPath  # noqa: F401

@@ -97,7 +97,7 @@ def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -
         torch.cpu._is_amx_tile_supported = lambda: amx
     # Keeps vLLM out of the pytest process.
     from keel.rollout.engine import vllm_engine  # noqa: PLC0415
-    from keel.rollout.vllm_fast.scheduler import _FastScheduler  # noqa: PLC0415
+    from keel.rollout.vllm_fast.scheduler import _FastPath  # noqa: PLC0415
 
     class Watched(vllm_engine.VllmEngine):
         def __init__(self, spec: EngineSpec) -> None:
@@ -132,7 +132,7 @@ def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -
         changed = make_args(*args)
         changed.num_gpu_blocks_override = blocks
         if kind == "fast":
-            changed.scheduler_cls = _FastScheduler
+            changed.scheduler_cls = _FastPath
         return changed
 
     vllm_engine.engine_args = changed_args

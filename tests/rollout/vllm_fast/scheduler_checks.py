@@ -26,7 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from keel.rollout.engine.vllm_engine import _end_at_next_token
 from keel.rollout.recording.base import Recorder, RecordingOptions
 from keel.rollout.recording.packed import PackedRecorder
-from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, _FastScheduler
+from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, _FastPath
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
 from tests.rollout.tiny_model import make_model
 
@@ -277,7 +277,7 @@ def check_whole(play: Play, names: Sequence[str]) -> None:
 
 def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool) -> None:
     plain_kind, fast_kind = (
-        (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, _FastScheduler)
+        (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, _FastPath)
     )
     for seed in range(2):
         plain = Play(config, plain_kind, ahead=ahead, blocks=blocks)
@@ -286,7 +286,7 @@ def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cu
         short.run(seed, updates=updates, cuts=cuts)
         assert bool(short.longest) == cuts
         assert all(len(short.answers[name]) <= most for name, most in short.longest.items())
-        assert isinstance(short.scheduler, _FastScheduler | AsyncFastScheduler)
+        assert isinstance(short.scheduler, _FastPath)
         assert short.scheduler.fast_steps > 50
         assert (short.preempted > 0) == (updates or blocks == 30)
         whole = [name for name, reason in short.ended.items() if reason != "aborted"]
@@ -380,7 +380,7 @@ class RoutedPlay(Play):
 def routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int) -> None:
     """Run with many preemptions, and with a weight update every 17 steps."""
     for seed in range(6):
-        kind = AsyncFastScheduler if ahead else _FastScheduler
+        kind = AsyncFastScheduler if ahead else _FastPath
         play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)
         draw = np.random.default_rng(seed)
         for index in range(400):
