@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from tests.waiting import PATIENCE_S, patiently
 
 GPU = torch.cuda.is_available()
 BUCKET_BYTES = 40_000
+ROOT = Path(__file__).parents[2]
 
 
 class _NoRecorder(Recorder):
@@ -101,7 +103,11 @@ def engine_on_two_nodes(
 ) -> Iterator[RolloutPool]:
     """Start an engine with one GPU on each of two nodes. `variables` are added to the environment
     of its processes."""
-    cpu = {"worker_process_setup_hook": f"{__name__}.prepare_process"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # the hook needs it
+    cpu = {
+        "worker_process_setup_hook": f"{__name__}.prepare_process",
+        "env_vars": {"PYTHONPATH": path},
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
         patch.setattr(ray_engines, "RolloutWorker", _Worker)
