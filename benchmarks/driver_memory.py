@@ -91,7 +91,7 @@ class Rank(TrainerWorker):
 
     def read(self, model_path: str, config: Config) -> None: ...
 
-    def step(self, batches: Any = ()) -> StepReport:
+    def step_packed(self) -> StepReport:
         self._packed = []
         return StepReport(version=1, metrics={})
 

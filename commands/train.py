@@ -141,6 +141,7 @@ def run_loop(
         runtime.pool.say = partial(journal.say, "engine")
         if runtime.nodes is not None:
             runtime.nodes.say = partial(journal.say, "node")
+        learner.say = partial(journal.say, "lost")
         if runtime.watchdog is not None:
             runtime.watchdog.say = partial(journal.say, "frozen")
         runtime.scorer.tell(view.say)

@@ -211,7 +211,7 @@ class TurnResult:
     version_N: NDArray[np.int32]
     """Version of the weights that each token was sampled with."""
     finish_reason: Literal["stop", "length", "deadline"]
-    routes_RLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
+    routes_RLK: NDArray[np.int16] | None = None
     """[R, L, K] Experts used at positions `routes_from` … T + N − 2, input-aligned. The last
     sampled token has no row because it was never an input. None if the model has no router."""
     sampling_mask: SamplingMasks | None = None

@@ -271,7 +271,7 @@ class Segment:
     sampled."""
     version_T: NDArray[np.int32]
     """Version of the weights that sampled each token, or −1 if it was not sampled."""
-    routes_TLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
+    routes_TLK: NDArray[np.int16] | None = None
     """[T, L, K] Experts used in each MoE layer, input-aligned. Dense layers are not included. A row
     of −1 means that nothing was recorded, which is always the case for the last row. None if the
     model has no router."""

@@ -148,6 +148,8 @@ class Learner:
         self._version = 0
         sending_s = config.sending_timeout_s if self.direct else 0.0
         self._deadlines = _StepDeadlines(trainer.timeout_s, sending_s)
+        self.say: Callable[[str], object] = _LOG.warning
+        """Receives messages about groups that are left out."""
         self.tokens: Mapping[int, TokenNumbers] = {}
         """Per-token values from the last step for the segments to be saved, keyed by segment."""
 
@@ -195,14 +197,13 @@ class Learner:
             if not lost:
                 break
             kept = [group for group in kept if lost.isdisjoint(group.keys)]
-            _LOG.warning(
-                "%d of %d groups are left out: %s", len(groups) - len(kept), len(groups), _GONE
-            )
+            self.say(f"{len(groups) - len(kept)} of {len(groups)} groups are left out: {_GONE}")
             if not any(group.group.trajectories for group in kept):
                 raise WorkerLost(f"no group is left: {_GONE}")
             shares = plan_shares(kept, self._config, watched)
         ray_timeouts.await_future(asleep)
-        result = self._take_steps([()] * len(shares), len(shares[0]), kept)
+        reports = self._call_with_shares("step_packed", (), STEP, len(shares[0]))
+        result = self._combine_reports(reports, kept)
         before, after = (sum(len(g.group.trajectories) for g in each) for each in (groups, kept))
         dropped = {"rollout/dropped_completions": Sum(before - after)}
         return replace(result, metrics={**result.metrics, **dropped}) if after < before else result
@@ -215,15 +216,12 @@ class Learner:
         """Take one optimizer step per batch. `shares` has a list of batches for each group of
         ranks. `groups` are the completion groups in these batches, used only in messages about
         non-finite values. Raises OutOfMemory if a step doesn't fit on a rank's GPU."""
-        return self._take_steps(shares, max(map(len, shares), default=1), groups)
+        reports = self._call_with_shares("step", shares, STEP, max(map(len, shares)))
+        return self._combine_reports(reports, groups)
 
-    def _take_steps(
-        self,
-        shares: Sequence[Sequence[TrainBatch]],
-        updates: int,
-        groups: Sequence[ScoredGroup | SftExample],
+    def _combine_reports(
+        self, reports: Sequence[StepReport], groups: Sequence[ScoredGroup | SftExample]
     ) -> StepResult:
-        reports: list[StepReport] = self._call_with_shares("step", shares, STEP, updates)
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
@@ -333,13 +331,13 @@ class Learner:
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1
     ) -> list[Any]:
-        began = time.monotonic()
+        began, trainer = time.monotonic(), self._config.trainer
         # One object per group of ranks: each rank fetches its own share only.
-        shipped = [ray_timeouts.put(share) for share in shares]
+        shipped = [(ray_timeouts.put(share),) for share in shares] or [()] * trainer.groups
         with self._order:
             refs = [
                 ray_timeouts.call(
-                    getattr(rank, method), shipped[index // self._config.trainer.sequence_parallel]
+                    getattr(rank, method), *shipped[index // trainer.sequence_parallel]
                 )
                 for index, rank in enumerate(self._ranks)
             ]

@@ -217,19 +217,24 @@ class TrainerWorker:
         return self._engine.notes
 
     def pack(self, plans: Sequence[PackPlan]) -> set[Any]:
-        """Fetch the recordings for this rank's share of the batch, and pack the share for the next
-        `step`. Returns the keys of lost recordings. If any are lost, nothing is packed."""
+        """Fetch the recordings for this rank's share of the batch, and pack the share for
+        `step_packed`. Returns the keys of lost recordings. If any are lost, nothing is packed."""
         keys = set[Any]().union(*(plan.keys for plan in plans))
         found = ray_timeouts.fetch([*keys], seconds=FETCH_S)
         lost = keys - found.keys()
         self._packed = [] if lost else [plan.pack(found) for plan in plans]
         return lost
 
-    def step(self, batches: Sequence[TrainBatch] = ()) -> StepReport:
-        """Train on `batches`, or on the batches from the last `pack` if none are given."""
+    def step_packed(self) -> StepReport:
+        """Train on the batches from the last `pack`. Raises ValueError if nothing is packed."""
+        batches, self._packed = self._packed, []
+        if not batches:
+            raise ValueError("an optimizer step needs packed batches: call `pack` first")
+        return self.step(batches)
+
+    def step(self, batches: Sequence[TrainBatch]) -> StepReport:
         import torch  # noqa: PLC0415  (as above)
 
-        batches, self._packed = batches or self._packed, []
         try:
             metrics = self.engine.step(batches)
         except torch.OutOfMemoryError as error:

@@ -103,7 +103,12 @@ def test_lost_recordings_drop_their_groups_alone(
     batch = [*sampled(head, here[:2]), *sampled(other, here[2:])]
     gone = sampled(other, here)
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+    said = list[str]()
+    learner.say = said.append
     rest, metrics = step(batch)
+    assert said == [
+        "2 of 4 groups are left out: their recordings were lost with the node that sampled them"
+    ]
     assert metrics["rollout/dropped_completions"].value == 2 * SIZE
     assert all(torch.equal(rest[name], value) for name, value in alone.items())
     with pytest.raises(WorkerLost, match="recordings were lost"):

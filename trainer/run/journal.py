@@ -29,9 +29,10 @@ from keel.trainer.run.view import View
 EVENTS = "events.jsonl"
 """Name of the file to which events are appended. The kinds of events are `resume`, `restart` (of
 engines and trainer), `alarm`, `engine` (an engine was restarted), `frozen` (a process hangs),
-`fewer` (the run has fewer ranks), `node` (changes of the cluster's nodes), `out of
-memory` (a step is retried with less memory), `tracker`, and `end` (the error that ended the run).
-If a step is repeated, its events are recorded again."""
+`lost` (groups are left out because their recordings were lost), `fewer` (the run has fewer ranks),
+`node` (changes of the cluster's nodes), `out of memory` (a step is retried with less memory),
+`tracker`, and `end` (the error that ended the run). If a step is repeated, its events are recorded
+again."""
 GPU_HOURS, _TRAINING, _SAMPLING = "cost/gpu_hours", "cost/train_flops", "cost/rollout_flops"
 _TOKENS = {_TRAINING: "train/tokens", _SAMPLING: "rollout/tokens"}
 HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")

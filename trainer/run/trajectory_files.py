@@ -264,13 +264,14 @@ def save_batch(
     LookupError if recordings of the batch are lost."""
     path = run / BATCHES / f"step_{step:06d}.npz"
     path.parent.mkdir(exist_ok=True)
-    arrays: dict[str, NDArray[Any]] = {}
-    content = {"step": step, "findings": list(findings), "groups": _encode(list(groups), arrays)}
-    text = np.frombuffer(json.dumps(content, default=str).encode(), np.uint8)
+    content: dict[str, Any] = {"step": step, "findings": list(findings)}
     partial = path.with_suffix(".tmp")
     try:
-        with partial.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **{**arrays, _TEXT: text})
+        # As `np.savez_compressed`, but with the recordings of only one segment in memory.
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
+            content["groups"] = _encode(list(groups), file)
+            text = np.frombuffer(json.dumps(content, default=str).encode(), np.uint8)
+            _write_array(file, _TEXT, text)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -298,22 +299,28 @@ def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
         raise ValueError(f"{path}: not a saved batch ({error})") from error
 
 
-def _encode(value: Any, arrays: dict[str, NDArray[Any]]) -> Any:
+def _write_array(file: zipfile.ZipFile, name: str, value: NDArray[Any]) -> None:
+    with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+        np.lib.format.write_array(entry, value, allow_pickle=False)
+
+
+def _encode(value: Any, file: zipfile.ZipFile) -> Any:
+    """Convert a value to JSON and write its arrays to `file`."""
     if isinstance(value, np.ndarray):
-        name = f"array_{len(arrays)}"
-        arrays[name] = value
+        name = f"array_{len(file.filelist)}"
+        _write_array(file, name, value)
         return {"array": name}
     if dataclasses.is_dataclass(value):
         if isinstance(value, Segment) and value.stored:
             value = value.loaded(ray_timeouts.fetch(value.keys, seconds=ray_timeouts.CALL_S))
         names = [field.name for field in dataclasses.fields(value)]
-        fields = {name: _encode(getattr(value, name), arrays) for name in names}
+        fields = {name: _encode(getattr(value, name), file) for name in names}
         return {"type": type(value).__name__, "fields": fields}
     if isinstance(value, Mapping):
-        return {"map": {str(key): _encode(item, arrays) for key, item in value.items()}}
+        return {"map": {str(key): _encode(item, file) for key, item in value.items()}}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_encode(item, arrays) for item in value]}
+        return {kind: [_encode(item, file) for item in value]}
     return value.item() if isinstance(value, np.generic) else value
 
 

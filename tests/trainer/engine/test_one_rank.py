@@ -349,7 +349,7 @@ class Local(Learner):
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1
     ) -> list[Any]:
-        return [getattr(self.worker, method)(shares[0])]
+        return [getattr(self.worker, method)(*shares[:1])]
 
     def _call_all(self, method: str, *arguments: object, deadline: object) -> list[Any]:
         return [getattr(self.worker, method)(*arguments)]
@@ -357,6 +357,11 @@ class Local(Learner):
     def weights(self) -> dict[str, torch.Tensor]:
         module = self.worker.engine._network
         return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def test_packed_step_needs_packed_batches() -> None:
+    with pytest.raises(ValueError, match="call `pack` first"):
+        TrainerWorker(0, 1, gpu=False).step_packed()
 
 
 def short(config: Config) -> Config:

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import io
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,11 @@ from rich.console import Console
 
 from keel.configs.load import load_config
 from keel.configs.schema import AlarmsConfig, RunConfig
+from keel.model import ray_timeouts
 from keel.rl.metrics import Mean, Sum
-from keel.rl.types import ScoredGroup, TokenNumbers, Usage, Verdict
+from keel.rl.types import ScoredGroup, Segment, TokenNumbers, Usage, Verdict
+from keel.rollout.engine import storage
+from keel.rollout.spec import GroupRequest
 from keel.trainer.run.journal import (
     _ALARMS,
     EVENTS,
@@ -252,6 +256,26 @@ def test_batch_is_read_back_exactly(tmp_path: Path) -> None:
     assert path == tmp_path / "nonfinite" / "step_000007.npz"
     again, findings = read_batch(path)
     assert findings == ["p, token 3: nan"] and same(again, groups)
+
+
+def test_recordings_are_saved_one_segment_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [trajectory(segment(3, 9, routes=True, kept=True), sibling=i) for i in range(3)]
+    whole, load, arrays = scored(answers, [0.0, 1.0, 0.0]), Segment.loaded, list[Any]()
+    monkeypatch.setattr(storage, "STORED_BYTES", 1)
+    light, *stored = storage.detach(GroupRequest(whole.group.prompt, 3), whole.group)
+
+    def loaded(one: Segment, recordings: Any) -> Segment:
+        assert all(array() is None for array in arrays)
+        one = load(one, recordings)
+        arrays.append(weakref.ref(one.routes_TLK))
+        return one
+
+    monkeypatch.setattr(ray_timeouts, "fetch", lambda keys, **_: {key: stored[key] for key in keys})
+    monkeypatch.setattr(Segment, "loaded", loaded)
+    path = save_batch(tmp_path, 7, [replace(whole, group=light)], [])
+    assert len(arrays) == 3 and same(read_batch(path)[0], [whole])
 
 
 NUMBERS = {
