@@ -186,8 +186,8 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Build the request for the next turn. Its seed depends on the number of turns, not of
-        calls."""
+        """Build the request for the next turn. Its seed depends on the number of turns so far, not
+        on the number of calls."""
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]

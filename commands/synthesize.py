@@ -201,8 +201,8 @@ def _leave(number: int, _: object) -> None:
 
 
 def _task_settings(config: SynthesisConfig) -> dict[str, Any]:
-    """Return the settings that affect the tasks, which are all except the authors and the budget.
-    Those two can be changed when the command is rerun."""
+    """Return the settings that affect the tasks: everything except the authors and the budget,
+    which can be changed on a rerun."""
     section = asdict(getattr(config, config.family))
     return {"family": config.family, "seed": config.seed, **section}
 

@@ -41,7 +41,8 @@ class _Answer:
 
     @property
     def rule(self) -> dict[str, Any]:
-        """Return the answer rule for JSONL, which accepts the last decimal rounded up or down."""
+        """Return the answer rule to write to the JSONL file. It accepts answers whose last decimal
+        is rounded either up or down."""
         if isinstance(self.value, str):
             return {"answer": self.value, "match": "exact"}
         text = f"{self.value:.{self.decimals}f}"

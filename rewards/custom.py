@@ -179,8 +179,8 @@ _FOREIGN = frozenset(
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward component is a user-defined function. No other component has a dot in
-    its name."""
+    """Return whether a reward component is a user-defined function. Only user-defined functions
+    have a dot in their name."""
     return "." in part
 
 

@@ -47,7 +47,7 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """This call's metrics, which can be merged with those of other calls. Read them after the
+        """This call's metrics, to be merged with the metrics of other calls. Read them after the
         backward pass, because reading them synchronizes with the device."""
         numbers = (float(number) for number in self.totals.cpu())
         return {

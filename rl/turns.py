@@ -220,7 +220,7 @@ class TurnResult:
     """[R, L, b] Bitmaps of the positions that sparse attention selected, with the same rows as
     `routes_RLK` (`keel.rl.types.Segment.selected_TLb`). None if nothing was recorded."""
     stored: StoredRecordings | None = None
-    """Where the three arrays above are, or None if they are here."""
+    """Locations of the three arrays above, or None if they are stored here."""
     cached_tokens: int = 0
     """Number of context tokens read from the prefix cache."""
     sampling_s: float = 0.0

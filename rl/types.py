@@ -78,7 +78,7 @@ class Prompt:
 
     @property
     def expected(self) -> str:
-        """The reference answer as text, or "" if there is none."""
+        """The reference answer as text, or "" without one."""
         entry = self.reward.get("entry")
         answer = self.reward.get("answer")
         if answer is None and isinstance(entry, Mapping):
@@ -195,9 +195,9 @@ class StoredRecordings:
     lengths: Mapping[str, int] = field(default_factory=dict[str, int])
     """`Recordings.lengths` of a turn or completion, or empty for the joined turns of a segment."""
     routes: tuple[int, int] | None = None
-    """(L, K) of the routes, or None if there are none."""
+    """(L, K) of the routes, or None without routes."""
     selected: tuple[int, int] | None = None
-    """(L, b) of the selections, or None if there are none."""
+    """(L, b) of the selections, or None without selections."""
     mask_sizes_T: NDArray[Any] | None = None
     """Number of ids in each sampling mask, or None if there are no masks."""
     prefix_hash_P: NDArray[np.uint64] | None = None
@@ -205,8 +205,8 @@ class StoredRecordings:
 
     @staticmethod
     def concat(turns: Sequence[tuple[int, StoredRecordings]], tokens: int) -> StoredRecordings:
-        """Concatenate the stored recordings of all turns of a segment with `tokens` tokens. Each
-        turn comes with the position of its first sampled token."""
+        """Concatenate the stored recordings of a segment's turns. The segment has `tokens` tokens,
+        and each turn is given with the position of its first sampled token."""
         masked = [(start, one.mask_sizes_T) for start, one in turns if one.mask_sizes_T is not None]
         sizes = np.zeros(tokens, np.result_type(np.uint8, *(sizes for _, sizes in masked)))
         for start, part in masked:
@@ -283,7 +283,7 @@ class Segment:
     bitmaps: bit j % 8 of byte j // 8 is set if the token attends to position j. A row of zeros
     means that nothing was recorded for that token. None if nothing was recorded at all."""
     stored: StoredRecordings | None = None
-    """Where the three arrays above are, or None if they are here."""
+    """Locations of the three arrays above, or None if they are stored here."""
 
     def __post_init__(self) -> None:
         tokens, owner = len(self.token_ids_T), f"segment of {self.prompt_id}"
@@ -304,14 +304,14 @@ class Segment:
 
     @property
     def routes_shape(self) -> tuple[int, ...] | None:
-        """Shape (L, K) of each token's recorded routes, or None if there are none."""
+        """Shape (L, K) of each token's recorded routes, or None without routes."""
         if self.stored is not None:
             return self.stored.routes
         return None if self.routes_TLK is None else self.routes_TLK.shape[1:]
 
     @property
     def selected_shape(self) -> tuple[int, ...] | None:
-        """Shape (L, b) of each token's recorded selections, or None if there are none."""
+        """Shape (L, b) of each token's recorded selections, or None without selections."""
         if self.stored is not None:
             return self.stored.selected
         return None if self.selected_TLb is None else self.selected_TLb.shape[1:]

@@ -69,7 +69,7 @@ FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
     """Pack named tensors into buckets of at most `bucket_bytes` plus padding, and yield the
-    buckets. All tensors must be on the same device. A larger tensor gets a bucket of its own. A
+    buckets. All tensors must be on the same device. A larger tensor gets a separate bucket. A
     bucket and its original tensors both stay in memory until the next bucket is started."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []

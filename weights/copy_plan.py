@@ -144,8 +144,8 @@ def _simplify_dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]
 
 
 def _merge_pieces(pieces: Iterable[_CopyPiece]) -> list[_CopyPiece]:
-    """Merge identical pieces at regular intervals, such as those of experts, into one piece with an
-    extra dimension."""
+    """Merge evenly spaced pieces of the same shape, such as a layer's experts, into one piece with
+    an extra dimension."""
     ordered = sorted(
         pieces, key=lambda piece: (piece.kernel, str(piece.dtype), piece.at, piece.source)
     )

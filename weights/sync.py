@@ -69,8 +69,8 @@ class WeightSync:
         """Start sending the trainer's current weights, tagged with `version`. Returns the future
         from `RolloutPool.update`.
 
-        Blocks until the weights fit on the GPUs and, unless sent directly, until all of them are in
-        the object store.
+        Blocks until there is room for the weights on the GPUs and, unless they are sent directly,
+        until all of them are in the object store.
         """
         self.source.put_engines_to_sleep()
         transfer = self.source.send if self.direct else self._through_store(version)

@@ -164,8 +164,8 @@ class _ForkServer:
         socket.send_fds(self._control, [json.dumps(reply).encode()], fds)
 
     def serve(self) -> Optional[tuple[int, Optional[str]]]:  # noqa: UP045
-        """Handle requests until the socket closes. In a forked child, returns the child's channel
-        and the code it should run."""
+        """Handle requests until the socket closes. If a request forks the process, returns in the
+        child, with its channel and the code it should run."""
         while True:
             line, fds, _, _ = socket.recv_fds(self._control, _MAX_BYTES, 2)
             if not line:

@@ -15,8 +15,8 @@ _SEEN = 4
 
 
 def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> list[Demonstration]:
-    """Generate conversations that open boxes in random order, plus hasty ones that guess. Some
-    conversations start or end with a summary, as happens when the context is full."""
+    """Generate demonstrations in which the agent opens boxes in random order, plus hasty ones in
+    which it guesses. Some start or end with a summary, as happens when the context is full."""
     made: list[Demonstration] = []
     for number in range(count):
         draw = random.Random(f"boxes shown {seed} {number}")

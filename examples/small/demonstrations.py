@@ -185,7 +185,8 @@ def write_prices(folder: Path, count: int, seed: int) -> None:
 
 @_demonstrations("prices")
 def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Generate conversations that look up prices, plus hasty ones that guess the answer."""
+    """Generate demonstrations in which the agent looks up prices, plus hasty ones in which it
+    guesses the answer."""
     (spec,) = (tool.spec for tool in load_tools(_PRICE_TOOLS, {}).values())
     keys = ("name", "description", "parameters")
     specs = [{key: one[key] for key in keys} for one in (spec, SUBMIT)]
@@ -350,8 +351,8 @@ def pace_synthesis(repository: Path) -> CodeTasksConfig:
 
 @_demonstrations("pace")
 def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Generate conversations that change a number in a repository, plus hasty ones that edit a file
-    without reading it first."""
+    """Generate demonstrations in which the agent changes a number in a repository, plus hasty ones
+    in which it edits a file without reading it first."""
     is_now, expected = _draw_paces(draw, 2)
     text = _PACE_SOURCE.format(pace=is_now)
 

@@ -50,7 +50,7 @@ class MicroBatch:
     use the first one."""
     follows: NDArray[np.int64] | None = None
     """[segments] Index of the shared prefix that each segment continues
-    (`keel.rl.packing.prefix_sharing`), or −1 if there is none. The shared prefix itself is not
+    (`keel.rl.packing.prefix_sharing`), or −1 without one. The shared prefix itself is not
     trainable. None means that no prefix is shared."""
     watched: NDArray[np.int64] | None = None
     """[segments] Index of each segment in the `watched` argument of `pack`, or −1 if it is not

@@ -179,10 +179,10 @@ class BatchFormat:
     """The optional fields that the micro-batches of a step have. They are the same in all
     micro-batches, so that every rank runs the same code."""
 
-    routes: tuple[int, int] | None  # (L, K) of the recorded routes, or None if there are none
+    routes: tuple[int, int] | None  # (L, K) of the recorded routes, or None without routes
     sampling_mask: bool
     selected: tuple[int, int] | None = None
-    """(L, b) of the recorded sparse attention selections, or None if there are none."""
+    """(L, b) of the recorded sparse attention selections, or None without them."""
     loss: Loss = "grpo"
 
     @staticmethod

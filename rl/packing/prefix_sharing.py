@@ -147,7 +147,7 @@ def prefix_group_size(count: int, shared: int, whole: int) -> int:
 
 
 def group_individually(items: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Put each item in a group of its own, without a shared prefix."""
+    """Put each item in a separate group, without a shared prefix."""
     return [PrefixGroup((item,)) for item in items]
 
 

@@ -547,7 +547,8 @@ class _PrefixHashes:
         self._tokens = 0
 
     def matching_hashes(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
-        """Return the hashes of a conversation's leading blocks whose token ids are unchanged."""
+        """Return the hashes of a conversation's leading blocks whose token ids match the stored
+        ones."""
         if (entry := self._entries.get(conversation)) is None:
             return []
         before, hashes = entry

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's sparse attention on vLLM: what the engine selects is what the trainer replays."""
+"""DeepSeek-V3.2's sparse attention on vLLM: the trainer replays the engine's selections."""
 
 import json
 import subprocess
