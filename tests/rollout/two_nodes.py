@@ -59,11 +59,15 @@ class _NoRecorder(Recorder):
 def prepare_process() -> None:
     """Let Ray's executor run on vLLM's CPU platform, in the processes of an engine."""
     if "engine" in os.environ.get(ray_timeouts.NAME, ""):
+        from vllm.model_executor.layers import vocab_parallel_embedding  # noqa: PLC0415
         from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
 
         from keel.rollout.engine import shims  # noqa: PLC0415
 
         CpuPlatform.ray_device_key = "GPU"
+        # Compiled for CPUs without AVX-512, it returns wrong indices.
+        masked: Any = vocab_parallel_embedding.get_masked_input_and_mask
+        vocab_parallel_embedding.get_masked_input_and_mask = masked._torchdynamo_orig_callable
         shims.install()
 
 
