@@ -255,7 +255,7 @@ def main() -> None:
 
 
 def verdict(arms: Sequence[Arm]) -> str:
-    """Compare the defaults with the best arm, and list what they chose."""
+    """Compare the defaults with the best arm, and list their settings."""
     default, whole = arms[0], [arm for arm in arms if not arm.failed]
     line = "no verdict: it needs all steps of the defaults and of another arm"
     if not default.failed and len(whole) > 1:

@@ -7,7 +7,7 @@ driver on the other. The driver samples a batch of groups of 8 and takes a step 
 have 1,000 prompt and 16,000 sampled tokens, the routes of a model with 58 MoE layers (8 of 256
 experts per token), sampling masks of 8 ids, and 8 characters of text per token. Memory is the
 largest private memory of the driver plus the pages of its node's object store, less both before the
-batch. Each batch size runs in a process of its own.
+batch. Each batch size runs in a separate process.
 """
 
 import argparse

@@ -196,7 +196,7 @@ def timed_run(driver: Driver, size: Size, salt: str) -> dict[str, Any]:
 
 
 def mean_kept(groups: Sequence[Group]) -> float:
-    """Return the mean number of ids in the recorded sampling masks, or 0 if there are none."""
+    """Return the mean number of ids in the recorded sampling masks, or 0 without masks."""
     segments = [s for group in groups for t in group.trajectories for s in t.segments]
     sampled = sum(int(segment.trainable_T.sum()) for segment in segments)
     masks = [s.sampling_mask for s in segments if s.sampling_mask is not None]

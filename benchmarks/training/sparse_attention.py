@@ -74,7 +74,7 @@ def main() -> None:
     print("| context | attention | forward, µs | forward and backward, µs |\n|---|---|---|---|")
     for length in options.lengths:
         for case in CASES:
-            torch.cuda.empty_cache()  # what the last case left
+            torch.cuda.empty_cache()  # memory of the last case
             try:
                 times = measure(case, length, options.rounds, small=options.small)
                 shown = " | ".join(f"{1e3 * time / length:.2f}" for time in times)

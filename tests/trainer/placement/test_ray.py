@@ -122,7 +122,8 @@ def test_each_gpu_of_an_engine_on_two_nodes_has_a_bundle(two_nodes: str, cluster
             place = ray.remote(num_cpus=0, num_gpus=1)(
                 lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids())
             )
-            return ray.get([place.options(scheduling_strategy=s).remote() for s in strategies])
+            refs = [place.options(scheduling_strategy=s).remote() for s in strategies]
+            return ray.get(refs, timeout=PATIENCE_S)
 
     nodes = cluster_nodes()
     with reserve_gpus(config(width=6, ranks=3), timeout_s=PATIENCE_S) as reservation:
