@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from keel.configs.sections.base import ConfigError, Section, knob, require_endpoint, require_unique
 
 _Family = Literal["general", "code", "search"]
-CodeLanguage = Literal["python", "javascript", "typescript", "php", "cpp", "go", "rust", "java"]
+CodeLanguage = Literal["python", "javascript", "typescript", "php", "cpp", "go", "java"]
 _MOST_ANSWERERS = 24
 
 

@@ -27,13 +27,6 @@ _BANDS = (0.25, 0.75, 2.0)
 """Upper limits of the score bands for wrong, partly right and right proofs."""
 
 
-def verification_messages(problem: str, solution: str) -> list[dict[str, Any]]:
-    return [
-        {"role": "system", "content": _INSTRUCTIONS},
-        {"role": "user", "content": f"{problem}\n\n## Solution\n{solution}"},
-    ]
-
-
 def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
@@ -66,7 +59,10 @@ def _task_lines(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator
         taken[problem, band] += 1
         yield {
             "id": key,
-            "messages": verification_messages(problem, solution),
+            "messages": [
+                {"role": "system", "content": _INSTRUCTIONS},
+                {"role": "user", "content": f"{problem}\n\n## Solution\n{solution}"},
+            ],
             "reward": {
                 "kind": "verification",
                 "problem": problem,

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import sqlite3
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cache
@@ -33,10 +32,9 @@ from keel.examples.proofs.problems import _make_evaluations
 from keel.examples.proofs.problems import lines as problem_lines
 from keel.examples.proofs.problems import main as write_problems
 from keel.examples.proofs.refine import Refine
-from keel.examples.proofs.search import _SearchLimits, search
 from keel.examples.small import demonstrations
 from keel.examples.small.__main__ import make
-from keel.examples.tables import _clear_first, _task_lines
+from keel.examples.tables import _name_rule, _task_lines
 from keel.examples.tables import main as write_tables
 from keel.model.tiny.cold_start import _conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -45,9 +43,8 @@ from keel.rewards.custom import TextTrajectory
 from keel.rewards.judge.prompts import meta_question
 from keel.rewards.judge.specs import judged_spec
 from keel.rewards.rules.verifiers import verifier_for
-from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt, Trajectory, Verdict
-from keel.synthesis.author import AuthorReply
 from tests.agents.sandboxes import wrap_of
 from tests.rl.rollouts import scored, segment, trajectory
 
@@ -63,41 +60,6 @@ def test_until_the_policy_finds_nothing_to_mend() -> None:
     assert "has score 0.5" in str(refine.reply(proof_text("0.5")))
     assert refine.reply(proof_text("1")) is None
     assert refine.verdict((), "stop") == {"claimed": 1.0, "revised": 0.6}
-
-
-class Prover:
-    """Writes better proofs in each round. Its verifications find a flaw until the third."""
-
-    name = "prover"
-
-    def __init__(self) -> None:
-        self.requests: dict[str, list[str]] = {"proof": [], "verification": []}
-
-    async def ask(
-        self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
-    ) -> AuthorReply:
-        text = str(messages[-1]["content"])
-        self.requests[purpose].append(text)
-        if purpose == "proof":
-            version = 1 + max((n for n in range(9) if f"Version {n}." in text), default=0)
-            # A claimed score of 1 does not end the search.
-            return AuthorReply(content=proof_text("1", f"Version {version}."))
-        seen = sum(other == text for other in self.requests["verification"])
-        score = "1" if "Version 3." in text else ("1", "0.5")[seen % 2]
-        return AuthorReply(content=f"Review {seen} of it.\n\\boxed{{{score}}}")
-
-
-def test_search_refines_until_every_verification_accepts() -> None:
-    prover = Prover()
-    limits = _SearchLimits(pool=3, best=2, children=1, verifications=4, reviews=1, rounds=5)
-    result = asyncio.run(search(prover, "Show it.", limits))
-    solved = {"proof": "Version 3.", "score": 1.0, "solved": True}
-    assert result == {**solved, "rounds": 2, "proofs": 3 + 2 + 2}
-    assert len(prover.requests["verification"]) == 4 * result["proofs"]
-    refinements = prover.requests["proof"][3:]
-    assert all("Version" in text and text.count("Review ") == 1 for text in refinements)
-    few = asyncio.run(search(Prover(), "Show it.", replace(limits, rounds=1)))
-    assert few["rounds"] == 1 and not few["solved"] and 0.5 < few["score"] < 1
 
 
 def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> Path:
@@ -247,9 +209,8 @@ RULE = {"answer", "match", "tolerance"}
 
 
 def test_ties_have_no_answer() -> None:
-    assert _clear_first({"a": 5.0, "b": 5.0, "c": 1.0}, "?") is None
-    first = _clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
-    assert first is not None and first.value == "b"
+    assert _name_rule({"a": 5.0, "b": 5.0, "c": 1.0}) is None
+    assert _name_rule({"a": 5.0, "b": 5.1, "c": 1.0}) == {"answer": "b", "match": "exact"}
 
 
 def test_command_writes_tasks(tmp_path: Path) -> None:

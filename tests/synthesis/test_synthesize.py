@@ -15,10 +15,7 @@ from keel.agents.types import ToolResult
 from keel.commands.cli import main
 from keel.commands.synthesize import MakeTask, _make_all
 from keel.configs.load import load_synthesis
-from keel.configs.schema import SourceConfig
 from keel.configs.synthesis import AuthorConfig, CostConfig
-from keel.data.jsonl import load_jsonl
-from keel.rewards.checks import check_spec
 from keel.rl.turns import Malformed, ToolCall, ToolSpec
 from keel.synthesis.author import (
     AuthorLost,
@@ -33,7 +30,6 @@ from keel.synthesis.author import (
 from keel.synthesis.general.gates import _MAX_MUTATIONS, _draw_wrong_answers, _mutate_answer
 from keel.synthesis.general.pipeline import _number_function, _split_sections
 from keel.synthesis.ledger import Ledger, Rejected
-from keel.synthesis.redteam import main as redteam
 from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.synthesis.authors import ScriptedAuthor, completion
 from tests.waiting import PATIENCE_S
@@ -124,24 +120,6 @@ def test_synthesis_needs_a_sandbox(
     assert main(["synthesize", str(recipe)]) == 2
     error = capsys.readouterr().err
     assert "bwrap is not installed" in error and "i-trust" not in error
-
-
-@pytest.mark.parametrize(
-    ("only", "kind"), [("refuse", "refusal"), ("help", "refusal"), ("inject", "rubric")]
-)
-def test_every_request_is_a_prompt_with_a_reward(only: str, kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "set.jsonl"
-    assert redteam(["--only", only, str(path)]) == 0
-    source = SourceConfig(name="set", source="jsonl", path=str(path))
-    items = load_jsonl(source, check_spec).items
-    assert len(items) > 150 and {item.prompt.reward["kind"] for item in items} == {kind}
-    assert len({str(item.prompt.messages) for item in items}) == len(items)
-    if kind == "refusal":
-        turns = [[message["role"] for message in item.prompt.messages] for item in items]
-        assert ["user", "assistant", "user"] in turns and ["user"] in turns
-        assert all(item.prompt.reward["refuse"] is (only == "refuse") for item in items)
-    else:
-        assert all("<document>" in item.prompt.messages[-1]["content"] for item in items)
 
 
 def test_recipe_of_the_page_loads(tmp_path: Path) -> None:

@@ -161,24 +161,6 @@ _GO = ProjectLanguage(
     ),
     check='go version && test -x "$PREFIX/bin/gotestsum"',
 )
-_RUST = ProjectLanguage(
-    suffixes=(".rs",),
-    tests=("tests/", "*_test.rs", "tests.rs"),
-    steers=("Cargo.toml", "Cargo.lock", ".cargo/", "rust-toolchain*", "build.rs", ".config/"),
-    manifests=("Cargo.toml", "Cargo.lock"),
-    setup=(
-        'export CARGO_HOME="$PREFIX/cargo"\n'
-        'cargo fetch && cargo install --locked --root "$PREFIX" cargo-nextest'
-    ),
-    test=(
-        "export CARGO_HOME=/tmp/cargo CARGO_TARGET_DIR=/tmp/target CARGO_NET_OFFLINE=true\n"
-        'mkdir -p /tmp/cargo && ln -s "$PREFIX/cargo/registry" /tmp/cargo/registry\n'
-        'printf \'[profile.default.junit]\\npath = "%s/rust.xml"\\n\' "$JUNIT" > /tmp/nextest\n'
-        '"$PREFIX/bin/cargo-nextest" nextest run --workspace --no-fail-fast '
-        "--tool-config-file keel:/tmp/nextest"
-    ),
-    check='cargo --version && test -x "$PREFIX/bin/cargo-nextest"',
-)
 # A JVM's reservations must fit into the sandbox's limits of address space and threads.
 _JVM = (
     'export JAVA_TOOL_OPTIONS="-Xmx1g -XX:CompressedClassSpaceSize=256m -XX:+UseSerialGC '
@@ -232,7 +214,6 @@ LANGUAGES = {
     "php": _PHP,
     "cpp": _CPP,
     "go": _GO,
-    "rust": _RUST,
     "java": _JAVA,
 }
 

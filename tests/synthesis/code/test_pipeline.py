@@ -185,19 +185,6 @@ GO = (
     },
     (["a/adding::a/adding::TestNone"], ["a/adding::a/adding::TestSome"], False),
 )
-RUST_TEST = "use adding::total;\n#[test]\nfn some() { assert_eq!(total(1, 2), 3); }\n"
-RUST = (
-    {
-        "Cargo.toml": '[package]\nname = "adding"\nversion = "1.0.0"\nedition = "2021"\n',
-        "src/lib.rs": "pub fn total(a: i32, _b: i32) -> i32 { a * 3 }\n",
-        "tests/adding.rs": RUST_TEST,
-    },
-    {
-        "src/lib.rs": "pub fn total(a: i32, b: i32) -> i32 { a + b }\n",
-        "tests/adding.rs": RUST_TEST + "#[test]\nfn none() { assert_eq!(total(0, 2), 2); }\n",
-    },
-    (["adding::adding::none"], ["adding::adding::some"], False),
-)
 POM = """
 <project><modelVersion>4.0.0</modelVersion>
 <groupId>a</groupId><artifactId>adding</artifactId><version>1</version>
@@ -234,7 +221,6 @@ PROJECTS = {
     "php": (PHP, ("php", "composer", "phpunit")),
     "cpp": (CPP, ("cmake", "ctest", "c++")),
     "go": (GO, ("go", "gotestsum")),
-    "rust": (RUST, ("cargo", "cargo-nextest")),
     "java": (JAVA, ("mvn", "javac")),
 }
 # The default setups of these languages need the network.
@@ -243,8 +229,6 @@ SETUPS = {
     'ln -s "${tsx%/tsx/*}" "$PREFIX/node_modules"\n'
     'ln -s "$PREFIX/node_modules" "$REPO/node_modules"',
     "go": 'mkdir "$PREFIX/bin" && ln -s "$(command -v gotestsum)" "$PREFIX/bin/"',
-    "rust": 'mkdir -p "$PREFIX/bin" "$PREFIX/cargo/registry" && cp "$(command -v cargo-nextest)" '
-    '"$PREFIX/bin/"',
     "java": f'cp -rs {MAVEN} "$PREFIX/m2"',
 }
 
