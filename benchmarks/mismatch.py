@@ -160,7 +160,7 @@ def scores(
     import torch  # noqa: PLC0415
 
     from keel.model.load import load_policy  # noqa: PLC0415
-    from keel.rl.packing import pack  # noqa: PLC0415
+    from keel.rl.packing import plan_packing  # noqa: PLC0415
     from keel.trainer.engine.policy import (  # noqa: PLC0415
         Inputs,
         PolicyNetwork,
@@ -179,7 +179,8 @@ def scores(
     network.replays = replays  # the selections of sparse attention
     if arm.compiled:
         compile_layers(network.model)
-    (batch,) = pack([unscored(group) for group in groups], ranks=1, micro_batch_tokens=8192)
+    (plan,) = plan_packing([unscored(g) for g in groups], ranks=1, micro_batch_tokens=8192)
+    batch = plan.pack()
 
     def replayed(inputs: Inputs) -> Any:
         return nullcontext() if inputs.routes_NLK is None else recorded_routes(network, inputs)

@@ -59,7 +59,7 @@ class Contexts:
     """The contexts of S segments. A context consists of the shared prefix that the segment follows,
     if any, and the segment itself.
 
-    A packed row contains a shared prefix only once (`keel.rl.packing.prefix_sharing`), but
+    A packed row contains a shared prefix only once (`keel.rl.prefix_sharing`), but
     attention needs contiguous keys and values, so the prefix is copied into each context. The
     backward pass sums the gradients in float32 and in a fixed order, so results are deterministic.
     """

@@ -3,9 +3,8 @@ filters out uninformative groups. It uses no threads or clocks; `keel.trainer.ba
 them."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Literal
 
 from keel.rl.metrics import Metric, Sum
@@ -198,19 +197,3 @@ def _filter_reason(
     if passed(min(correct)):
         return "all_correct"
     return "all_wrong" if max(correct) <= FAIL else "all_equal"
-
-
-def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """Split groups evenly between `updates` optimizer steps. Groups with a gradient (not
-    `ScoredGroup.idle`) are also split evenly. If fewer groups have a gradient than there are steps,
-    fewer steps are returned, because momentum would move the weights even without a gradient.
-    Groups without completions are omitted."""
-    sampled = [group for group in groups if group.group.trajectories]
-    teaching = [group for group in sampled if not group.idle]
-    updates = min(updates, max(len(teaching), bool(sampled)))
-    edges = [len(teaching) * step // max(1, updates) for step in range(updates + 1)]
-    shares = [teaching[a:b] for a, b in pairwise(edges)]
-    for group in sampled:
-        if group.idle:
-            min(shares, key=len).append(group)
-    return shares

@@ -101,7 +101,7 @@ def grpo_loss(
     Eq. 5 takes the mean over the sequences in each group, and then the mean over groups. If all
     groups have the same size, this is the mean over all sequences. Otherwise w_i = B / (n G_i),
     where the step has n groups and the group of sequence i has G_i sequences
-    (`keel.rl.packing.pack`).
+    (`keel.rl.packing.plan_packing`).
 
     Both denominators are global, so partial losses and gradients add up no matter how a step is
     split across ranks, micro-batches and segments. With `mask_delta`, a sequence with a negative

@@ -8,14 +8,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.packing.batch import TrainBatch
-from keel.rl.packing.pack import BatchFormat, assemble
-from keel.rl.packing.prefix_sharing import PackItem, group_individually, split_long
+from keel.rl.packing import PackPlan, TrainBatch
+from keel.rl.prefix_sharing import PackItem, arrange, split_long
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]
 """Whether the loss is averaged over tokens or over conversations."""
-_FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +79,10 @@ def pack_sft(
         for example in examples
     ]
     (items,), split = split_long([whole], micro_batch_tokens)
-    shares = assemble(group_individually(items), _FORMAT, ranks=ranks, capacity=micro_batch_tokens)
-    return [
-        TrainBatch(
-            micro_batches=micro_batches,
-            total_sequences=len(examples),
-            total_tokens=sum(item.tokens for item in items),
-            split_sequences=split,
-        )
-        for micro_batches in shares
-    ]
+    totals = {
+        "total_sequences": len(examples),
+        "total_tokens": sum(item.tokens for item in items),
+        "split_sequences": split,
+    }
+    shares = arrange([items], ranks=ranks, capacity=micro_batch_tokens)
+    return [PackPlan(micro_batches=share, totals=totals, loss="nll").pack() for share in shares]

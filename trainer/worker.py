@@ -17,9 +17,8 @@ import ray
 from keel.configs.schema import Config
 from keel.model import ray_timeouts
 from keel.model.imports import heavy_imports
-from keel.rl.buffer import split_updates
 from keel.rl.metrics import Metric
-from keel.rl.packing import PackPlan, TrainBatch, plan_packing
+from keel.rl.packing import PackPlan, TrainBatch, plan_packing, split_updates
 from keel.rl.types import ScoredGroup, Segment, TokenNumbers
 from keel.trainer.nonfinite import Finding
 from keel.trainer.placement.memory import reading_ranks

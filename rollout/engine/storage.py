@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.packing.prefix_sharing import hash_rows
+from keel.rl.prefix_sharing import hash_rows
 from keel.rl.turns import TurnResult
 from keel.rl.types import Group, Recordings, Segment, StoredRecordings, Trajectory
 from keel.rollout.spec import STORED_BYTES, GroupRequest, SampleRequest

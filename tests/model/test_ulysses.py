@@ -6,8 +6,8 @@ import torch
 
 from keel.model.logprobs import head_inputs
 from keel.model.ulysses import Slice
-from keel.rl.packing import pack
 from keel.rl.types import NO_ROUTE
+from tests.rl.packed import pack
 from tests.rl.rollouts import random_groups
 
 

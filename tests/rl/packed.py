@@ -10,12 +10,17 @@ from torch import Tensor
 from keel.rl.losses import grpo_loss
 from keel.rl.metrics import Max, Metric, merge, values
 from keel.rl.offpolicy import GapTotals
-from keel.rl.packing import MicroBatch, TrainBatch
+from keel.rl.packing import MicroBatch, TrainBatch, plan_packing
 from keel.rl.types import ScoredGroup
 from tests.rl.reference_grpo import Answer, Result, Token, reference_grpo
 
 LOGP_REF = -1.0
 MASK_DELTA = 0.5
+
+
+def pack(groups: Sequence[ScoredGroup], **options: Any) -> list[TrainBatch]:
+    """Pack the groups of one optimizer step into one `TrainBatch` per rank."""
+    return [plan.pack() for plan in plan_packing(groups, **options)]
 
 
 def micro_batches(batches: Sequence[TrainBatch]) -> list[MicroBatch]:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from keel.rl.losses import grpo_loss
 from keel.rl.offpolicy import GapTotals, off_policy_sequence_mask
-from keel.rl.packing import MicroBatch, pack
-from keel.rl.packing.prefix_sharing import _KV_COPIES_PER_TOKEN, estimate_packing
+from keel.rl.packing import MicroBatch
+from keel.rl.prefix_sharing import _KV_COPIES_PER_TOKEN, estimate_packing
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
-from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, trained
+from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, pack, trained
 from tests.rl.rollouts import (
     kept_of,
     logp_old_of,

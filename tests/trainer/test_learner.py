@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from keel.configs.schema import Config
 from keel.model import ray_timeouts
 from keel.rl.futures import failed
-from keel.rl.packing import TrainBatch, pack
+from keel.rl.packing import TrainBatch
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
 from keel.trainer.learner import STEP, Learner, _StepDeadline, _StepDeadlines
@@ -38,6 +38,7 @@ from keel.trainer.worker import (
     plan_shares,
 )
 from keel.weights.sync import Receiver
+from tests.rl.packed import pack
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.ranks import make_config
 from tests.waiting import PATIENCE_S

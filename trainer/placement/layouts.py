@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfig
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
-from keel.rl.packing.prefix_sharing import prefix_group_size
+from keel.rl.prefix_sharing import prefix_group_size
 from keel.trainer.placement import memory
 from keel.trainer.placement.families import no_sharing_reason
 from keel.trainer.placement.hardware import Hardware, Placement, place

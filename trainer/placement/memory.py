@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
-from keel.rl.packing.prefix_sharing import estimate_packing
+from keel.rl.prefix_sharing import estimate_packing
 
 if TYPE_CHECKING:
     from keel.model.load import ModelFacts  # so that light modules do not load torch

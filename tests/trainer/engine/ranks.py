@@ -26,9 +26,10 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.rl.metrics import Metric, merge
-from keel.rl.packing import TrainBatch, pack
+from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
 from tests.buckets import unpack_bucket
+from tests.rl.packed import pack
 from tests.trainer.engine.batches import MOST_KEPT, Rollouts
 
 if TYPE_CHECKING:

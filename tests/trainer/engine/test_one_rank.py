@@ -18,7 +18,7 @@ from torch import Tensor
 from keel.configs.schema import Config, DataConfig, LoraConfig, SourceConfig
 from keel.rl.futures import done
 from keel.rl.metrics import values
-from keel.rl.packing import TrainBatch, pack
+from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
 from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
@@ -30,6 +30,7 @@ from keel.trainer.placement.elastic import (
 )
 from keel.trainer.run.restarts import UpdateOutOfMemory
 from keel.trainer.worker import TrainerWorker
+from tests.rl.packed import pack
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import (
     TIGHT,

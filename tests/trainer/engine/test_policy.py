@@ -18,13 +18,14 @@ from keel.model.load import checkpoint_tensors, load_policy
 from keel.model.logprobs import kept_mass, policy_logprobs
 from keel.model.ulysses import Slice
 from keel.rl.offpolicy import kept_mass_shortfall
-from keel.rl.packing import MicroBatch, TrainBatch, pack
+from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.types import Segment, TokenNumbers
 from keel.trainer.engine import weights
 from keel.trainer.engine.engine import _CUT, mass_penalty
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, seen_tokens
 from keel.trainer.worker import merge_tokens
 from tests.model.families import VOCAB
+from tests.rl.packed import pack
 from tests.rl.rollouts import prompted_groups, random_groups, scored, trajectory
 from tests.trainer.engine import batches
 from tests.trainer.engine.batches import MOST_KEPT, VOCABULARY, Rollouts

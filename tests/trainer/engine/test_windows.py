@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keel.configs.schema import AlgorithmConfig, Config
-from keel.rl.buffer import split_updates
 from keel.rl.metrics import values
-from keel.rl.packing import TrainBatch
+from keel.rl.packing import TrainBatch, split_updates
 from keel.rl.sft import SftExample, pack_sft, supervised_segment
 from tests.trainer.engine import scenarios
 from tests.trainer.engine import test_expert_parallel as experts

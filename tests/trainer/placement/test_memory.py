@@ -22,7 +22,7 @@ from keel.configs.schema import (
 )
 from keel.configs.sections.sft import ConversationsConfig, SftConfig
 from keel.model.load import ModelFacts, facts_of
-from keel.rl.packing.prefix_sharing import prefix_group_size
+from keel.rl.prefix_sharing import prefix_group_size
 from keel.trainer.placement.hardware import GpuSpec, Hardware, idle_nodes
 from keel.trainer.placement.memory import (
     _FRAGMENTED,

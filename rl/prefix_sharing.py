@@ -76,6 +76,81 @@ def split_long(
     return result, count
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Items packed into the same micro-batch, with a common prefix that is packed only once."""
+
+    items: tuple[PackItem, ...]
+    shared: int = 0
+    """Length of the common prefix that is packed once for all items. If it is positive, each item
+    has exactly one segment."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens after packing."""
+        return self.shared + sum(item.tokens - self.shared for item in self.items)
+
+    @property
+    def size(self) -> int:
+        """Memory that the group needs, measured in tokens. Includes a copy of the prefix's keys and
+        values for each item."""
+        return self.tokens + len(self.items) * self.shared // _KV_COPIES_PER_TOKEN
+
+
+def prefix_group_size(count: int, shared: int, whole: int) -> int:
+    """Return an upper bound on `PrefixGroup.size` for `count` items of `whole` tokens each."""
+    return shared + count * (whole - shared + shared // _KV_COPIES_PER_TOKEN + 1)
+
+
+Share = tuple[tuple[PrefixGroup, ...], ...]
+"""The contents of one rank's micro-batches."""
+
+
+def arrange(
+    groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int, share_prompts: bool = False
+) -> list[Share]:
+    """Assign the items of completion groups to micro-batches of at most `capacity` tokens, and
+    these to ranks. With `share_prompts`, common prefixes are packed once if that is faster."""
+    members = [PrefixGroup((item,)) for group in groups for item in group]
+    if share_prompts:
+        members = share_prefixes(groups, members, ranks, capacity)
+    plan = _balance(members, ranks, capacity)
+    return [tuple(tuple(members[i] for i in one) for one in bins) for bins in plan]
+
+
+def share_prefixes(
+    groups: Sequence[Sequence[PackItem]], apart: list[PrefixGroup], ranks: int, capacity: int
+) -> list[PrefixGroup]:
+    """Choose the prefix groups that minimize the slowest rank's time. `apart` has one group for
+    each item, without a shared prefix. Only single-item groups can exceed `capacity`. The result is
+    deterministic."""
+    clusters = [cluster for group in groups for cluster in _cluster_by_prefix(group)]
+    if not any(cluster.shared for cluster in clusters):
+        return apart
+    per_rank = sum(one.tokens for one in apart) // ranks
+    limits = {min(capacity, int(size * whole)) for whole in (capacity, per_rank) for size in _SIZES}
+    choices = [apart]
+    for limit in sorted(limits):
+        choices.append([part for cluster in clusters for part in _split_cluster(cluster, limit)])
+
+    def step_time(choice: Sequence[PrefixGroup]) -> float:
+        """Estimate the time of a step, measured in tokens. Each round of micro-batches takes as
+        long as its busiest rank."""
+        tokens = [group.tokens for group in choice]
+        plan = _balance(choice, ranks, capacity)
+        filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
+        rounds = np.max(filled, axis=0)
+        return float(rounds.sum()) + _LAUNCH_COST * capacity * len(rounds)
+
+    return min(choices, key=step_time)
+
+
+def _balance(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> list[list[list[int]]]:
+    """Even out token counts (time) and cap sizes (memory)."""
+    sizes, tokens = [group.size for group in groups], [group.tokens for group in groups]
+    return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
+
+
 def balance(
     tokens: Sequence[int], *, ranks: int, capacity: int, sizes: Sequence[int] | None = None
 ) -> list[list[list[int]]]:
@@ -120,70 +195,14 @@ def _fill_bins(
     return bins
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixGroup:
-    """Items packed into the same micro-batch, with a common prefix that is packed only once."""
-
-    items: tuple[PackItem, ...]
-    shared: int = 0
-    """Length of the common prefix that is packed once for all items. If it is positive, each item
-    has exactly one segment."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens after packing."""
-        return self.shared + sum(item.tokens - self.shared for item in self.items)
-
-    @property
-    def size(self) -> int:
-        """Memory that the group needs, measured in tokens. Includes a copy of the prefix's keys and
-        values for each item."""
-        return self.tokens + len(self.items) * self.shared // _KV_COPIES_PER_TOKEN
-
-
-def prefix_group_size(count: int, shared: int, whole: int) -> int:
-    """Return an upper bound on `PrefixGroup.size` for `count` items of `whole` tokens each."""
-    return shared + count * (whole - shared + shared // _KV_COPIES_PER_TOKEN + 1)
-
-
-def group_individually(items: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Put each item in a separate group, without a shared prefix."""
-    return [PrefixGroup((item,)) for item in items]
-
-
-def share_prefixes(
-    groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int
-) -> list[PrefixGroup]:
-    """Choose the prefix groups that minimize the slowest rank's time. Only single-item groups can
-    exceed `capacity`. The result is deterministic."""
-    apart = group_individually([item for group in groups for item in group])
-    clusters = [cluster for group in groups for cluster in _cluster_by_prefix(group)]
-    if not any(cluster.shared for cluster in clusters):
-        return apart
-    per_rank = sum(one.tokens for one in apart) // ranks
-    limits = {min(capacity, int(size * whole)) for whole in (capacity, per_rank) for size in _SIZES}
-    choices = [apart]
-    for limit in sorted(limits):
-        choices.append([part for cluster in clusters for part in _split_cluster(cluster, limit)])
-    return min(choices, key=lambda choice: _step_time(choice, ranks, capacity))
-
-
-def assign(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Assign groups to micro-batches with `balance`, evening out token counts (time) and capping
-    sizes (memory)."""
-    sizes = [group.size for group in groups]
-    tokens = [group.tokens for group in groups]
-    return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
-
-
 @lru_cache(maxsize=4096)  # a plan tries thousands of layouts
 def estimate_packing(
     groups: int, size: int, *, shared: int, own: int, ranks: int, capacity: int
 ) -> tuple[int, int]:
     """Estimate the number of micro-batches per rank and the number of tokens on the busiest rank,
     for `groups` groups of `size` trajectories. Each trajectory has `shared` prefix tokens (0
-    disables sharing) and `own` other tokens. The estimate follows `share_prefixes` and `assign`
-    without building groups. It is exact if all prefix groups have the same size or there are many
+    disables sharing) and `own` other tokens. The estimate follows `arrange` without building
+    groups. It is exact if all prefix groups have the same size or there are many
     more of them than ranks."""
     per_rank = groups * size * (shared + own) // ranks
     limits = {min(capacity, int(part * whole)) for whole in (capacity, per_rank) for part in _SIZES}
@@ -191,7 +210,7 @@ def estimate_packing(
     counts = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
 
     def estimate_layout(count: int) -> tuple[float, int, int]:
-        """Estimate the step time (see `_step_time`), the number of micro-batches per rank and the
+        """Estimate the step time in tokens, the number of micro-batches per rank and the
         number of tokens on the busiest rank, with up to `count` items per prefix group."""
         rows = free = idle = slowest = 0
         for items, parts in ((count, groups * (size // count)), (size % count, groups)):
@@ -208,16 +227,6 @@ def estimate_packing(
 
     _, rows, slowest = min(map(estimate_layout, counts))
     return rows, slowest
-
-
-def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> float:
-    """Estimate the time of a step, measured in tokens. Each round of micro-batches takes as long as
-    its busiest rank."""
-    tokens = [group.tokens for group in groups]
-    plan = assign(groups, ranks=ranks, capacity=capacity)
-    filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
-    rounds = np.max(filled, axis=0)
-    return float(rounds.sum()) + _LAUNCH_COST * capacity * len(rounds)
 
 
 def _split_cluster(cluster: PrefixGroup, limit: int) -> Iterator[PrefixGroup]:
