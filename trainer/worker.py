@@ -22,7 +22,7 @@ from keel.rl.packing import PackPlan, TrainBatch, plan_packing, split_updates
 from keel.rl.types import ScoredGroup, Segment, TokenNumbers
 from keel.trainer.nonfinite import Finding
 from keel.trainer.placement.memory import reading_ranks
-from keel.trainer.placement.processes import available_cores
+from keel.trainer.placement.watchdog import available_cores
 from keel.trainer.run.manifest import Entry
 from keel.weights.sync import Outcome, Receiver
 

@@ -60,9 +60,8 @@ class RunConfig(Section):
     startup_timeout_s: float = knob(600.0, gt=0)
     """Timeout in seconds for engines and trainer to start."""
     hang_timeout_s: float = knob(180.0, ge=0)
-    """Kill an engine, rank or Ray process that gets no processor time for this many seconds, as if
-    it had crashed. 0: never. Busy processes and a suspended machine do not count.
-    docs/reliability.md"""
+    """Kill an engine, rank or Ray process that is stopped (SIGSTOP) for this many seconds, as if it
+    had crashed. 0: never. A suspended machine does not count. docs/reliability.md"""
     max_restarts: int = knob(3, ge=0)
     """Maximum number of automatic restarts from the newest checkpoint within three hours, after the
     loss of a trainer rank or a node. 0: stop instead. docs/reliability.md"""

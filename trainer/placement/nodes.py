@@ -49,7 +49,7 @@ from keel.trainer.placement.hardware import (
     place,
 )
 from keel.trainer.placement.memory import GIB
-from keel.trainer.placement.processes import RAY_PROCESSES, available_cores, has_exited, kill
+from keel.trainer.placement.watchdog import RAY_PROCESSES, available_cores, has_exited, kill
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import signals_blocked, signals_deferred
 

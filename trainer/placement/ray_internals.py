@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from keel.trainer.placement.processes import descendants
+import psutil
 
 _WORKER = "ray._private.worker"
 _DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with node id")
@@ -69,9 +69,12 @@ def kill_own_processes_on_shutdown() -> Iterator[None]:
     SIGTERM. If `ray.shutdown` is never called, the processes are killed at exit."""
     handles = list[int]()
     local = [pid for pids in own_processes().values() for pid in pids]
-    for pid in [*local, *(child for root in local for child in descendants(root))]:
-        with suppress(ProcessLookupError):
+    for pid in local:
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
             handles.append(os.pidfd_open(pid))
+            for child in psutil.Process(pid).children(recursive=True):
+                with suppress(ProcessLookupError):
+                    handles.append(os.pidfd_open(child.pid))
     if local:
         node: Any = import_module(_WORKER)._global_node
         kill = node.kill_all_processes

@@ -1,44 +1,206 @@
-"""Watch the processes of a run from a background thread, so that hung processes are killed and
-replaced.
+"""Watch the processes of a run, so that hung processes are killed and replaced.
 
-If Keel started the cluster, the thread itself polls the processes. If the run joined a cluster, an
-actor on each node polls them.
+A process hangs if it is stopped (SIGSTOP). Calls of an engine or a rank that make no progress have
+their own deadlines. Durations are counted in polls instead of wall time, so that nothing is killed
+by mistake after the monitor itself was suspended.
+
+If Keel started the cluster, a background thread of this process polls the others. If the run joined
+a cluster, an actor on each node polls them.
 """
+
+from __future__ import annotations
 
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.model import ray_timeouts
 from keel.trainer.placement.hardware import RANK
-from keel.trainer.placement.processes import POLL_S, RAY_PROCESSES, RAYLET, HangDetector, NodeHealth
 from keel.trainer.placement.ray_internals import exit_now, own_processes
 from keel.trainer.run.restarts import WorkerLost
 
+RAYLET = "Ray's node process (raylet)"
+RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
+"""Descriptions of the Ray processes that a run depends on, keyed by Ray's names for them."""
+POLL_S = 1.0
+WARN_S = 20.0  # a warning is printed after a process has been stopped for this many seconds
+_RAY_HANG_S = 60.0
+"""Maximum time that Ray's own processes may be stopped. Ray declares a node lost if its raylet does
+not answer for 65 s."""
+_KILL_TIMEOUT_S = 10.0
 _ANSWER_S = 5.0  # timeout for polling all nodes once
 _SILENT_S = 15.0  # a warning is printed if a node has not answered for this many seconds
 _PARTITION_S = 90.0
 """A node that cannot reach the GCS for this many seconds kills the run's processes. After 65 s, Ray
 declares the node lost and restarts its actors elsewhere."""
 CONNECT_S = 5.0  # interval between attempts to reach the GCS, and the timeout of each attempt
-_GCS = "Ray's control service (GCS), on the cluster's first node,"
-_GCS_WARN_S, _GCS_HANG_S = 15.0, 40.0
-"""Seconds without an answer from the GCS before a warning is printed and before the run ends. After
-60 s, Ray would end this process without a message."""
-_GCS_ANSWER_S = 1.0  # how long each poll waits for the GCS
+_GCS_HANG_S = 40.0
+"""Seconds without an answer from the GCS before the run ends. After 60 s, Ray would end this
+process without a message."""
 _LIST_NODES_S = 5.0  # interval at which the list of cluster nodes is updated
 _ACTOR = "node monitor"
+
+
+def kill(processes: Sequence[psutil.Process]) -> str:
+    """Kill processes and wait for them to exit. Returns a note if any of them doesn't exit."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while remaining := [process.pid for process in processes if not has_exited(process)]:
+        if time.monotonic() >= deadline:
+            return f", but process {remaining[0]} still runs after {_KILL_TIMEOUT_S:g} s"
+        time.sleep(0.02)
+    return ""
+
+
+def has_exited(process: psutil.Process | int) -> bool:
+    """Return True for exited processes and for zombies, which no longer hold any memory."""
+    try:
+        if isinstance(process, int):
+            process = psutil.Process(process)
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no quota file, or "max"
+        time_us, period_us = map(int, quota.read_text().split())
+        cores = min(cores, max(1, time_us // period_us))
+    return cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHealth:
+    """The result of polling a node once."""
+
+    actors: Collection[str] = ()  # names of the run's actors
+    messages: tuple[str, ...] = ()  # new warnings, and messages about processes that were killed
+    ray_failure: str = ""
+    """Why Ray cannot be used, for example because one of its processes has exited or hangs. Empty
+    if Ray works."""
+    dead_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Hosts of the nodes that Ray has declared lost, keyed by node id."""
+
+
+class HangDetector:
+    """Monitors the actors started by a raylet, their descendants, and Ray's own processes."""
+
+    def __init__(
+        self,
+        raylet: int,
+        ray_processes: Mapping[str, int],
+        *,
+        start: str,
+        hang_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ray_processes` maps a description of each Ray process to its process id. `start`
+        identifies the current session (`keel.model.ray_timeouts.session_id`); actors from other
+        sessions are ignored. If `hang_timeout_s` is 0, no process is killed."""
+        self._raylet, self._start, self._timeout_s = psutil.Process(raylet), start, hang_timeout_s
+        self._ray = {name: psutil.Process(pid) for name, pid in ray_processes.items()}
+        self._actors: dict[str, psutil.Process] = {}
+        self._stopped_s: dict[psutil.Process, float] = {}
+        """How long each stopped process has been stopped."""
+        self._clock, self._host = ray_timeouts.PollClock(POLL_S, clock), socket.gethostname()
+
+    def poll(self) -> NodeHealth:
+        elapsed_s, messages, failure = self._clock.elapsed(), list[str](), ""
+        for name, process in self._ray.items():
+            subject = f"{name} (process {process.pid} on {self._host})"
+            timeout_s, consequence = min(self._timeout_s, _RAY_HANG_S), "Ray is abandoned"
+            hang = f"{subject} is gone"
+            if not has_exited(process):
+                hang = self._check(process, subject, timeout_s, consequence, elapsed_s, messages)
+            failure = failure or hang
+        with suppress(psutil.NoSuchProcess):
+            self._check_actors(elapsed_s, messages)
+        if failure and has_exited(self._raylet):
+            self.kill_all()  # a stopped actor would outlive its raylet
+        return NodeHealth(actors=tuple(self._actors), messages=tuple(messages), ray_failure=failure)
+
+    def kill_all(self) -> None:
+        actors = [actor for actor in self._actors.values() if actor.pid != os.getpid()]
+        kill([process for actor in actors for process in _tree(actor)])
+
+    def _check_actors(self, elapsed_s: float, messages: list[str]) -> None:
+        processes = self._raylet.children(recursive=True)
+        names = {process: self._name(process) for process in processes}
+        own = [process for process, name in names.items() if name and not has_exited(process)]
+        actors = dict[str, psutil.Process]()
+        for process in own:
+            with suppress(psutil.NoSuchProcess):
+                if process.ppid() == self._raylet.pid:
+                    actors[names[process]] = process
+        self._actors = actors
+        # Processes without a name are those of an environment, or of a run inside this run.
+        for process in own:
+            if (actor := actors.get(names[process])) is None:
+                continue
+            subject = f"{names[process]} (process {actor.pid} on {self._host})"
+            if process != actor:
+                subject += f" waits for its process {process.pid}, which"
+            hang = self._check(
+                process, subject, self._timeout_s, "it is killed", elapsed_s, messages
+            )
+            if hang:
+                messages.append(f"{hang}, and was killed{kill(_tree(actor))}")
+                self._stopped_s.pop(process)  # retry later if it survived
+
+    def _check(
+        self,
+        process: psutil.Process,
+        subject: str,
+        timeout_s: float,
+        consequence: str,
+        elapsed_s: float,
+        messages: list[str],
+    ) -> str:
+        """Describe a hang that has lasted for at least `timeout_s` (0 means no limit), or return an
+        empty string. A shorter hang only adds one warning to `messages`."""
+        before = self._stopped_s.pop(process, 0.0)
+        try:
+            if process.status() != psutil.STATUS_STOPPED:  # not even one in a debugger
+                return ""
+        except psutil.NoSuchProcess:
+            return ""
+        now = self._stopped_s[process] = before + elapsed_s
+        hang = f"{subject} has been stopped (SIGSTOP) for {now:.0f} s"
+        if timeout_s and now >= timeout_s:
+            return hang
+        if before < WARN_S <= now:
+            future = f"After {timeout_s:g} s {consequence}" if timeout_s else "It is left alone"
+            messages.append(f"{hang}. {future} (run.hang_timeout_s)")
+        return ""
+
+    def _name(self, process: psutil.Process) -> str:
+        """Return the name of the actor that a process belongs to, from the environment variable
+        that Ray sets shortly after starting the actor."""
+        with suppress(psutil.Error, OSError):
+            mark = process.environ().get(ray_timeouts.NAME, "")
+            return ray_timeouts.process_name(mark, self._start)
+        return ""
+
+
+def _tree(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return [process]
 
 
 class Watchdog:
@@ -116,11 +278,9 @@ def start_watchdog(
 ) -> Iterator[Watchdog]:
     if local := own_processes():
         processes = {name: local[kind][0] for kind, name in RAY_PROCESSES.items() if kind in local}
+        start = ray_timeouts.session_id()
         detector = HangDetector(
-            local["raylet"][0],
-            processes,
-            start=ray_timeouts.session_id(),
-            hang_timeout_s=hang_timeout_s,
+            local["raylet"][0], processes, start=start, hang_timeout_s=hang_timeout_s
         )
         watchdog = Watchdog(detector.poll, say, *processes.values())
     else:
@@ -150,28 +310,22 @@ class _NodeMonitor:
 
     def _kill_if_partitioned(self) -> None:
         address: str = ray.get_runtime_context().gcs_address
-        timer = _PartitionTimer(lambda: can_connect(address))
-        while not timer.expired():
-            time.sleep(CONNECT_S)
+        _wait_for_partition(lambda: can_connect(address))
         self._detector.kill_all()
         exit_now(1)
 
 
-class _PartitionTimer:
-    """Measures how long a node has been unable to reach the GCS."""
-
-    def __init__(
-        self, connects: Callable[[], bool], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._connects, self._elapsed_s = connects, 0.0
-        self._clock = ray_timeouts.PollClock(2 * CONNECT_S, clock)
-
-    def expired(self) -> bool:
-        """Return True if every attempt to connect within the last `_PARTITION_S` seconds has
-        failed."""
-        connected, elapsed_s = self._connects(), self._clock.elapsed()
-        self._elapsed_s = 0.0 if connected else self._elapsed_s + elapsed_s
-        return self._elapsed_s >= _PARTITION_S
+def _wait_for_partition(
+    connects: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Wait until every attempt to connect within `_PARTITION_S` seconds has failed."""
+    silent_s, polls = 0.0, ray_timeouts.PollClock(2 * CONNECT_S, clock)
+    while silent_s < _PARTITION_S:
+        pause(CONNECT_S)
+        connected, elapsed_s = connects(), polls.elapsed()
+        silent_s = 0.0 if connected else silent_s + elapsed_s
 
 
 def can_connect(address: str) -> bool:
@@ -187,7 +341,7 @@ def can_connect(address: str) -> bool:
 class _Node:
     host: str
     monitor: Any
-    last: NodeHealth
+    last: NodeHealth = field(default_factory=NodeHealth)
     request: Any = None
     """The poll that has not been answered yet. There is never more than one, so no answer is
     lost."""
@@ -209,7 +363,7 @@ class _Node:
         before, self.silent_s = self.silent_s, self.silent_s + elapsed_s
         if not before < _SILENT_S <= self.silent_s:
             return []
-        actors = ", ".join(sorted(self.last.actors.keys() - {_ACTOR})) or "no actor of this run"
+        actors = ", ".join(sorted({*self.last.actors} - {_ACTOR})) or "no actor of this run"
         return [
             f"node {self.host} does not answer ({reason.splitlines()[-1]}); on it: {actors}. Ray "
             "gives a node up after about 65 s and restarts its actors elsewhere"
@@ -222,72 +376,43 @@ class _ClusterMonitor:
     def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes: dict[str, _Node] = {}
         self._dead: dict[str, str] = {}
-        self._query: Future[Mapping[str, str]] | None = None
-        self._since_query_s = self._gcs_silent_s = 0.0
-        self._gcs_warned = False
+        self._since_list_s = 0.0
         self._clock = ray_timeouts.PollClock(_ANSWER_S, clock)
         self._hang_timeout_s = hang_timeout_s
-        self._update_nodes(_alive_nodes())
+        self._update_nodes()
 
     def poll(self) -> NodeHealth:
         elapsed_s, end = self._clock.elapsed(), time.monotonic() + _ANSWER_S
         for node in self._nodes.values():
             node.request = node.request or node.monitor.poll.remote()
-        messages: list[str] = []
+        messages, failure = list[str](), ""
         for node in self._nodes.values():
             messages += node.poll(max(0.1, end - time.monotonic()), elapsed_s)
-        failure = self._poll_gcs(elapsed_s, messages)
+        self._since_list_s += elapsed_s
+        if self._since_list_s >= _LIST_NODES_S:
+            self._since_list_s = 0.0
+            try:
+                self._update_nodes()
+            except ray_timeouts.Unanswered as error:
+                failure = str(error)
         return NodeHealth(
-            actors={k: v for node in self._nodes.values() for k, v in node.last.actors.items()},
+            actors=[name for node in self._nodes.values() for name in node.last.actors],
             messages=tuple(messages),
             ray_failure=failure,
             dead_nodes=dict(self._dead),
         )
 
-    def _poll_gcs(self, elapsed_s: float, messages: list[str]) -> str:
-        self._since_query_s += elapsed_s
-        if self._query is None:
-            if self._since_query_s < _LIST_NODES_S:
-                return ""
-            self._since_query_s = self._gcs_silent_s = elapsed_s = 0.0
-            self._gcs_warned, self._query = False, Future()
-            # May hang if the GCS does.
-            threading.Thread(target=_query_alive_nodes, args=(self._query,), daemon=True).start()
-        wait([self._query], _GCS_ANSWER_S)
-        if not self._query.done():
-            self._gcs_silent_s += elapsed_s
-            silence = f"{_GCS} has not answered for {self._gcs_silent_s:.0f} s"
-            if self._gcs_silent_s >= _GCS_HANG_S:
-                return silence
-            if self._gcs_silent_s >= _GCS_WARN_S and not self._gcs_warned:
-                self._gcs_warned = True
-                messages.append(f"{silence}. After {_GCS_HANG_S:g} s the run ends")
-            return ""
-        query, self._query = self._query, None
-        try:
-            self._update_nodes(query.result())
-        except TimeoutError as error:
-            return str(error)
-        return ""
-
-    def _update_nodes(self, alive: Mapping[str, str]) -> None:
+    def _update_nodes(self) -> None:
+        alive = _alive_nodes()
         for node in self._nodes.keys() - alive.keys():
             self._dead[node] = self._nodes.pop(node).host
         for node in alive.keys() - self._nodes.keys():
-            monitor = _create_monitor(node, self._hang_timeout_s)
-            self._nodes[node] = _Node(alive[node], monitor, NodeHealth(actors={}))
+            self._nodes[node] = _Node(alive[node], _create_monitor(node, self._hang_timeout_s))
 
 
 def _alive_nodes() -> Mapping[str, str]:
-    nodes = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
+    nodes = ray_timeouts.bounded(ray.nodes, _GCS_HANG_S, "list its nodes")
     return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
-
-
-def _query_alive_nodes(query: Future[Mapping[str, str]]) -> None:
-    try:
-        query.set_result(_alive_nodes())
-    except Exception as error:  # raised by `result`
-        query.set_exception(error)
 
 
 def _create_monitor(node: str, hang_timeout_s: float) -> Any:

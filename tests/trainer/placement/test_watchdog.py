@@ -13,28 +13,25 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import NAME
-from keel.trainer.placement import processes, watchdog
-from keel.trainer.placement.processes import (
-    _IDLE_S,
+from keel.trainer.placement import watchdog
+from keel.trainer.placement.watchdog import (
+    _ANSWER_S,
+    _PARTITION_S,
     _RAY_HANG_S,
+    CONNECT_S,
     POLL_S,
     WARN_S,
     HangDetector,
     NodeHealth,
-)
-from keel.trainer.placement.watchdog import (
-    _ANSWER_S,
-    _PARTITION_S,
-    CONNECT_S,
     Watchdog,
     _ClusterMonitor,
-    _PartitionTimer,
+    _wait_for_partition,
 )
 from keel.trainer.run.restarts import WorkerLost
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import wait_for
 
-EMPTY = NodeHealth(actors={})
-KILLED = NodeHealth(actors={}, messages=("engine 0 was killed",))
+EMPTY = NodeHealth()
+KILLED = NodeHealth(messages=("engine 0 was killed",))
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +74,14 @@ def test_failed_poll_is_reported_once_and_retried() -> None:
 
 
 def test_missing_rank_or_ray_failure_is_a_loss() -> None:
-    ranks = NodeHealth(actors={"trainer rank 0": 7, "trainer rank 1": 8, "rollout engine 0": 9})
-    Dog(ranks, NodeHealth(actors={"trainer rank 0": 7})).fails(WorkerLost, "trainer rank 1")
-    dead = NodeHealth(actors={}, ray_failure="the raylet is gone")
+    ranks = NodeHealth(actors=("trainer rank 0", "trainer rank 1", "rollout engine 0"))
+    Dog(ranks, NodeHealth(actors=("trainer rank 0",))).fails(WorkerLost, "trainer rank 1")
+    dead = NodeHealth(ray_failure="the raylet is gone")
     Dog(dead).fails(ray_timeouts.RayLost, "the raylet is gone")
 
 
 def test_missing_node_with_reserved_gpus_is_a_loss() -> None:
-    other, needed = (NodeHealth(actors={}, dead_nodes={name: f"host-{name}"}) for name in "ba")
+    other, needed = (NodeHealth(dead_nodes={name: f"host-{name}"}) for name in "ba")
     dog = Dog(other)
     dog.nodes = {"a"}
     dog.check()
@@ -100,8 +97,7 @@ class FakeNode:
 
     def __init__(self, rank: int) -> None:
         self.poll, self.requests = self, 0
-        actors = {f"trainer rank {rank}": rank + 1, "node monitor": 9}
-        self.health = NodeHealth(actors=actors)
+        self.health = NodeHealth(actors=(f"trainer rank {rank}", "node monitor"))
         self.error: Exception | None = None
 
     def remote(self) -> FakeNode:
@@ -113,8 +109,7 @@ class Cluster:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.nodes = {name: FakeNode(rank) for rank, name in enumerate("abc")}
         self.alive, self.now = {"a": "host-a", "b": "host-b"}, 0.0
-        self.gcs = threading.Event()
-        self.gcs.set()
+        self.gcs = True
 
         def answer(node: FakeNode, *, seconds: float) -> NodeHealth:
             if node.error:
@@ -122,7 +117,8 @@ class Cluster:
             return node.health
 
         def alive_nodes(*_: object) -> dict[str, str]:
-            self.gcs.wait(PATIENCE_S)
+            if not self.gcs:
+                raise ray_timeouts.Unanswered("the GCS does not answer")
             return dict(self.alive)
 
         patch.setattr(watchdog, "_alive_nodes", alive_nodes)
@@ -160,48 +156,29 @@ def test_silent_node_is_reported_and_dead_one_replaced(cluster: Cluster, error: 
     assert healths[-1].dead_nodes == {"b": "host-b"}
 
 
-def test_silent_gcs_is_reported_then_fatal(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for answers in (True, False):  # it may answer again, and hang again
-        monkeypatch.setattr(watchdog, "_GCS_ANSWER_S", 0.01)
-        cluster.gcs.clear()
-        healths = [cluster.poll(3600.0), *(cluster.poll() for _ in range(7))]
-        (message,) = [line for health in healths for line in health.messages]
-        assert "GCS" in message and healths[3].messages == (message,)
-        assert not any(health.ray_failure for health in healths)
-        if answers:
-            cluster.gcs.set()
-            monkeypatch.setattr(watchdog, "_GCS_ANSWER_S", PATIENCE_S)
-            assert cluster.poll().messages == ()
-    assert cluster.poll().ray_failure
-    cluster.gcs.set()
+def test_silent_gcs_is_a_failure(cluster: Cluster) -> None:
+    assert not cluster.poll().ray_failure
+    cluster.gcs = False
+    assert "GCS" in cluster.poll().ray_failure
 
 
 def test_partition_needs_failures_in_a_row() -> None:
-    now, connects = 0.0, False
-    timer = _PartitionTimer(lambda: connects, lambda: now)
+    now, attempts = 0.0, 0
 
-    def attempts(seconds: float) -> bool:
+    def pause(seconds: float) -> None:
         nonlocal now
-        expired = False
-        for _ in range(int(seconds / CONNECT_S)):
-            now += CONNECT_S
-            expired = timer.expired()
-        return expired
+        now += 3600.0 if attempts == 3 else seconds  # a machine that slept has failed once
 
-    assert not attempts(_PARTITION_S - CONNECT_S)
-    connects = True
-    assert not attempts(CONNECT_S)
-    connects = False
-    assert not attempts(_PARTITION_S - CONNECT_S)
-    now += 3600.0  # a machine that slept has failed once
-    assert not _PartitionTimer(lambda: False, lambda: now).expired()
-    assert attempts(CONNECT_S)
+    def connects() -> bool:
+        nonlocal attempts
+        attempts += 1
+        return attempts == 10
+
+    _wait_for_partition(connects, lambda: now, pause)
+    assert attempts == 10 + _PARTITION_S / CONNECT_S
 
 
 START, RAYLET, ENGINE, WORKER, OTHER = "this", 100, 7, 8, 9
-STOPPED = "T (stopped)"
 LONG_S = 100.0
 
 
@@ -212,7 +189,8 @@ class Machine:
         self._root, self.now, self.killed = root, 0.0, list[int]()
         (root / "stat").write_text("btime 0\n")
         patch.setattr(psutil, "PROCFS_PATH", str(root))
-        patch.setattr(processes, "kill", self._kill)
+        patch.setattr(watchdog, "kill", self._kill)
+        patch.setattr(watchdog, "POLL_S", POLL_S)
         self.add(RAYLET, parent=0)
 
     def detector(self, hang_timeout_s: float = LONG_S, **ray: int) -> HangDetector:
@@ -225,44 +203,20 @@ class Machine:
         return detector.poll()
 
     def run(self, detector: HangDetector, seconds: float) -> list[str]:
-        """Let `seconds` pass. Every process that is not stopped makes progress."""
-        messages: list[str] = []
-        for turn in range(round(seconds / POLL_S)):
-            for pid in (RAYLET, ENGINE, OTHER):
-                status = self._root / f"{pid}/task/{pid}/status"
-                if status.exists() and "(sleeping)" in status.read_text():
-                    self.threads(pid, pid, switches=f"{self.now} {turn}")
-            messages += self.poll(detector).messages
-        return messages
+        polls = range(round(seconds / POLL_S))
+        return [message for _ in polls for message in self.poll(detector).messages]
 
-    def add(
-        self, pid: int, name: str = "", *, parent: int = RAYLET, start: str = START, born: int = 1
-    ) -> None:
-        """Add a process with one thread. `born` is its start time in clock ticks after boot."""
-        fields = ["S", str(parent), *["0"] * 17, str(born), *["0"] * 30]
-        self.threads(pid, pid)
-        (self._root / f"{pid}/stat").write_text(f"{pid} (it) {' '.join(fields)}")
-        (self._root / f"{pid}/task/{pid}/children").write_text("")
+    def add(self, pid: int, name: str = "", *, parent: int = RAYLET, start: str = START) -> None:
+        (self._root / str(pid)).mkdir()
         mark = f"{NAME}={start}/{name}\0" if name else "HOME=/\0"
         (self._root / f"{pid}/environ").write_text(mark)
-        if parent:
-            path = self._root / f"{parent}/task/{parent}/children"
-            path.write_text(path.read_text() + f"{pid} ")
+        fields = ["S", str(parent), *["0"] * 17, "1", *["0"] * 30]
+        (self._root / f"{pid}/stat").write_text(f"{pid} (it) {' '.join(fields)}")
 
-    def threads(
-        self,
-        pid: int,
-        *tids: int,
-        state: str = "S (sleeping)",
-        tracer: int = 0,
-        switches: str = "1",
-    ) -> None:
-        for tid in tids:
-            folder = self._root / f"{pid}/task/{tid}"
-            folder.mkdir(parents=True, exist_ok=True)
-            counts = f"voluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t0\n"
-            status = f"Name:\tit\nState:\t{state}\nTracerPid:\t{tracer}\n"
-            (folder / "status").write_text(status + (counts if switches else ""))
+    def state(self, pid: int, state: str) -> None:
+        path = self._root / f"{pid}/stat"
+        name, _, fields = path.read_text().partition(") ")
+        path.write_text(f"{name}) {state}{fields[1:]}")
 
     def remove(self, pid: int) -> None:
         shutil.rmtree(self._root / str(pid))
@@ -288,67 +242,47 @@ def test_stopped_tree_is_reported_once_then_killed(machine: Machine, stopped: in
     detector = machine.detector()
     machine.add(OTHER, "engine 1")
     assert machine.run(detector, LONG_S) == []
-    machine.threads(stopped, stopped, state=STOPPED)
+    machine.state(stopped, "T")
     (line,) = machine.run(detector, LONG_S - 2 * POLL_S)
     assert "engine 0" in line and f"{WARN_S:g} s" in line and machine.killed == []
     assert len(machine.run(detector, 2 * POLL_S)) == 1 and machine.killed == [ENGINE, WORKER]
-    assert machine.poll(detector).actors == {"engine 1": OTHER}
+    assert machine.poll(detector).actors == ("engine 1",)
 
 
 def test_resumed_process_and_suspended_monitor_start_over(machine: Machine) -> None:
     detector = machine.detector()
     for _ in range(2):
-        machine.threads(ENGINE, ENGINE, state=STOPPED)
+        machine.state(ENGINE, "T")
         assert len(machine.run(detector, LONG_S - POLL_S)) == 1
-        machine.threads(ENGINE, ENGINE)
+        machine.state(ENGINE, "S")
         assert machine.run(detector, POLL_S) == [] == machine.killed
-    machine.threads(ENGINE, ENGINE, state=STOPPED)
+    machine.state(ENGINE, "T")
     for seconds in [3600.0] * 9 + [0.001] * 200:  # time without polls does not count
         assert machine.poll(detector, seconds).messages == ()
     assert machine.killed == []
-
-
-def test_process_without_running_threads_is_killed(machine: Machine) -> None:
-    detector, many = machine.detector(5.0), range(1000, 1050)
-    for turn in range(30):
-        machine.threads(ENGINE, ENGINE, *many[:turn], switches=str(turn))
-        machine.poll(detector)
-    machine.threads(ENGINE, many[7], switches="the last")
-    polls = 2 + round(_IDLE_S / POLL_S)  # it may have run in the first two
-    messages = [m for _ in range(polls) for m in machine.poll(detector).messages]
-    assert len(messages) == 2 and machine.killed == [ENGINE, WORKER]
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_one_running_thread_is_enough(machine: Machine, counted: bool) -> None:
-    machine.threads(ENGINE, ENGINE, switches="1" if counted else "")
-    detector = machine.detector(5.0)
-    for turn in range(3 * round(_IDLE_S / POLL_S)):
-        if counted:
-            machine.threads(ENGINE, 1000 + turn % 2, switches=str(turn))
-        assert not machine.poll(detector).messages
 
 
 def test_other_runs_are_left_alone(machine: Machine) -> None:
     machine.add(OTHER, "engine 0", start="another")
     machine.add(10, "engine 0", start="another", parent=ENGINE)  # a run inside this run
     machine.add(11, parent=ENGINE)  # an environment, which the policy may stop
+    machine.state(ENGINE, "t")  # in a debugger
     for pid in (OTHER, 10, 11):
-        machine.threads(pid, pid, state=STOPPED)
+        machine.state(pid, "T")
     detector = machine.detector()
     assert machine.run(detector, 2 * LONG_S) == [] == machine.killed
-    assert machine.poll(detector).actors == {"engine 0": ENGINE}
+    assert machine.poll(detector).actors == ("engine 0",)
 
 
 def test_hung_ray_process_is_a_failure(machine: Machine) -> None:
     detector = machine.detector(raylet=RAYLET)
     assert not machine.poll(detector).ray_failure
-    machine.threads(RAYLET, RAYLET, state=STOPPED)
+    machine.state(RAYLET, "T")
     assert len(machine.run(detector, _RAY_HANG_S - POLL_S)) == 1
     assert not detector.poll().ray_failure
     health = machine.poll(detector)
     assert "raylet" in health.ray_failure
-    assert health.actors == {"engine 0": ENGINE} and machine.killed == []
+    assert health.actors == ("engine 0",) and machine.killed == []
     machine.remove(RAYLET)
     assert machine.poll(detector).ray_failure
     assert machine.killed == [ENGINE, WORKER]
