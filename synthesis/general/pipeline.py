@@ -13,8 +13,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -41,8 +41,7 @@ from keel.synthesis.author import (
     object_schema,
     run_tool_loop,
 )
-from keel.synthesis.general import gates
-from keel.synthesis.general.gates import SLACK_S, GeneralSandboxes, reject_crashes
+from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, reject_crashes
 from keel.synthesis.ledger import Rejected
 
 
@@ -76,6 +75,7 @@ class GeneralPipeline:
 
     async def __aenter__(self) -> Self:
         self._done.mkdir(parents=True, exist_ok=True)
+        await self._sandboxes.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -135,7 +135,7 @@ class _EnvironmentWriter:
     def __post_init__(self) -> None:
         self._files: dict[str, str] = dict.fromkeys(("tools.py", "solve.py", "verify.py"), "")
         self._tasks: list[dict[str, Any]] = []
-        self._specs: gates.Specs = {}
+        self._specs: Mapping[str, Mapping[str, Any]] = {}
         self._answers: list[Any] = []
         self._calls: list[int] = []
         self._passed: list[int] = []
@@ -145,7 +145,7 @@ class _EnvironmentWriter:
         config = self.sandboxes.config
         kind = await self._database()
         (shown,) = await self.sandboxes.workshop(
-            "database", self.path, "shown", each_s=config.call_s, arguments={"most": _SHOWN}
+            "database", self.path, "shown", within_s=config.call_s, most=_SHOWN
         )
         self._messages = _tools_messages(self.category, shown, kind)
         await self._revised("tools", self._first_tools)
@@ -212,7 +212,7 @@ class _EnvironmentWriter:
         )
         with reject_crashes("database"):
             async with self.sandboxes.open(
-                "environment:DatabaseDesk", arguments=arguments, network=config.network
+                "workshop:DatabaseDesk", arguments=arguments, network=config.network
             ) as opened:
                 hosted, opening = opened
                 worked = await run_tool_loop(
@@ -246,8 +246,6 @@ class _EnvironmentWriter:
             self._messages.append(reply.message())
             try:
                 return await hold(reply)
-            except RecursionError:
-                refused = Rejected("solution", "an answer or result is nested too deeply")
             except Rejected as error:
                 refused = error
             if not remaining:
@@ -259,7 +257,7 @@ class _EnvironmentWriter:
     async def _first_tools(self, reply: AuthorReply) -> None:
         files = {**self._files, "tools.py": _split_sections(reply, ("tools",))["tools"]}
         self._write(files, [])
-        self._specs = await gates.check_types(self.sandboxes, self.path)
+        self._specs = await self.sandboxes.describe(self.path)
         self._files = files
 
     async def _step(self, reply: AuthorReply) -> None:
@@ -276,66 +274,59 @@ class _EnvironmentWriter:
             name: "\n\n\n".join(filter(None, (self._files[name].rstrip(), piece.rstrip()))) + "\n"
             for name, piece in pieces.items()
         }
-        specs = self._specs
-        if "tools" in sections:
-            self._write(files, self._tasks)
-            specs = await gates.check_types(self.sandboxes, self.path)
+        self._write(files, self._tasks)
+        again = "tools" in sections
+        specs = await self.sandboxes.describe(self.path) if again else self._specs
+        answer, calls = await self.sandboxes.check(
+            self.path, number, specs, self._answers, again=again, seed=self.seed
+        )
         task = {"question": sections["question"].strip(), "tools": list(specs)}
         self._write(files, [*self._tasks, task])
-        draft = gates.TaskDraft(
-            sandboxes=self.sandboxes,
-            path=self.path,
-            number=number,
-            specs=specs,
-            solution=pieces["solve.py"],
-            seed=self.seed,
-        )
-        for earlier, answer in enumerate(self._answers if "tools" in sections else ()):
-            again = replace(draft, number=earlier, solution=self._files["solve.py"])
-            if (await again.solve())[0] != answer:
-                raise Rejected("earlier", f"the new tools change the solution of task {earlier}")
-        answer, calls, passed = await draft.check(
-            self._answers,
-            self._passed[-1] if self._passed else None,
-            partial(_passed_attempts, self.reference),
-        )
+        passed = await self._attempts_passed(number)
         self._files, self._specs = files, specs
         self._tasks.append(task)
         self._answers.append(answer)
         self._calls.append(calls)
         self._passed.append(passed)
 
+    async def _attempts_passed(self, number: int) -> int:
+        """Let the reference policy attempt the task, and return how many attempts pass. Raises
+        Rejected if as many pass as at the previous task."""
+
+        async def passes() -> bool:
+            try:
+                async with self.sandboxes.open_episode(self.path, number) as (hosted, opening):
+                    worked = await run_tool_loop(
+                        self.reference,
+                        opening.messages,
+                        tools=opening.tools,
+                        call=partial(hosted.call, timeout_s=self.sandboxes.config.call_s),
+                        most_turns=self.sandboxes.config.max_turns,
+                        purpose="attempt",
+                    )
+                    transcript = Transcript(messages=worked.messages, finish_reason="stop")
+                    verdict = await hosted.verdict(transcript)
+            except EnvironmentLost as error:
+                if error.during == "parent":
+                    raise
+                return False  # because of its calls
+            return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
+
+        attempts = self.sandboxes.config.attempts
+        passed = sum(await gather_or_cancel(*(passes() for _ in range(attempts))))
+        if attempts and self._passed and passed >= self._passed[-1]:
+            raise Rejected(
+                "harder",
+                f"{passed} of {attempts} attempts of the reference policy pass, "
+                f"{self._passed[-1]} at the task before",
+            )
+        return passed
+
     def _write(self, files: dict[str, str], tasks: Sequence[dict[str, Any]]) -> None:
         for name, text in files.items():
             _put(self.path / name, text.encode(errors="replace"))
         about = {"name": self.path.name, "category": self.category, "tasks": list(tasks)}
         _put_json(self.path / "task.json", about)
-
-
-async def _passed_attempts(
-    author: Author, sandboxes: GeneralSandboxes, environment: Path, number: int
-) -> int:
-
-    async def passes() -> bool:
-        try:
-            async with gates.open_episode(sandboxes, environment, number) as (hosted, opening):
-                worked = await run_tool_loop(
-                    author,
-                    opening.messages,
-                    tools=opening.tools,
-                    call=partial(hosted.call, timeout_s=sandboxes.config.call_s),
-                    most_turns=sandboxes.config.max_turns,
-                    purpose="attempt",
-                )
-                transcript = Transcript(messages=worked.messages, finish_reason="stop")
-                verdict = await hosted.verdict(transcript)
-        except EnvironmentLost as error:
-            if error.during == "parent":
-                raise
-            return False  # because of its calls
-        return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
-
-    return sum(await gather_or_cancel(*(passes() for _ in range(sandboxes.config.attempts))))
 
 
 def _put_json(path: Path, value: Any) -> None:

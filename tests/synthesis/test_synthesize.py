@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from keel.agents.environments.general.workshop import (
+    _MAX_MUTATIONS,
+    _draw_wrong_answers,
+    _mutate_answer,
+)
 from keel.agents.types import ToolResult
 from keel.commands.cli import main
 from keel.commands.synthesize import MakeTask, _make_all
@@ -27,7 +32,6 @@ from keel.synthesis.author import (
     ToolLoopResult,
     run_tool_loop,
 )
-from keel.synthesis.general.gates import _MAX_MUTATIONS, _draw_wrong_answers, _mutate_answer
 from keel.synthesis.general.pipeline import _number_function, _split_sections
 from keel.synthesis.ledger import Ledger, Rejected
 from tests.rewards.judge.judge_server import Reply, Server, running

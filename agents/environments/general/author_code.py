@@ -26,12 +26,10 @@ import os
 import random
 import re
 import resource
-import select
 import signal
 import socket
 import sqlite3
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -210,7 +208,7 @@ class _AuthorCodeFailed(Exception): ...
 
 class _Channel:
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._received = end, b""
+        self._end, self._lines = end, end.makefile("rb")
 
     def send(self, message: _Message) -> None:
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
@@ -220,16 +218,15 @@ class _Channel:
             raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> _Message:
-        until = None if within_s is None else time.monotonic() + within_s
-        while b"\n" not in self._received:
-            remaining = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([self._end], [], [], remaining)[0]:
-                raise ChildEnded(f"it did not end within {within_s:g} s")
-            data = self._end.recv(1 << 16)
-            self._received += data
-            if not data or len(self._received) > _MAX_BYTES:
-                raise ChildEnded("its message is too large" if data else "its process ended")
-        line, _, self._received = self._received.partition(b"\n")
+        self._end.settimeout(within_s)
+        try:
+            line = self._lines.readline(_MAX_BYTES)
+        except TimeoutError as error:
+            raise ChildEnded(f"it did not end within {within_s:g} s") from error
+        except OSError as error:
+            raise ChildEnded("its process ended") from error
+        if not line.endswith(b"\n"):
+            raise ChildEnded("its message is too large" if line else "its process ended")
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):

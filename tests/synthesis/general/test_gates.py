@@ -14,9 +14,8 @@ from keel.agents.types import EnvironmentLost, Transcript, Unscored
 from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply, BudgetSpent
-from keel.synthesis.general import gates
-from keel.synthesis.general.gates import GeneralSandboxes, open_episode
 from keel.synthesis.general.pipeline import GeneralPipeline
+from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Rejected
 from tests.agents.sandboxes import commands, wrap_of
 from tests.synthesis.authors import ScriptedAuthor, run_pipeline
@@ -70,14 +69,6 @@ def config(**changes: Any) -> GeneralConfig:
     return GeneralConfig(**{**CONFIG, **changes})
 
 
-def counted(*passed: int) -> gates._Reference:
-
-    async def attempts(sandboxes: GeneralSandboxes, environment: Path, number: int) -> int:
-        return passed[number]
-
-    return attempts
-
-
 def environment(folder: Path, **parts: str) -> Path:
     """Write a folder with two tasks, of which some parts are replaced."""
     harder = {"harder_solve": HARDER_SOLVE, "harder_verify": HARDER_VERIFY}
@@ -95,19 +86,13 @@ def environment(folder: Path, **parts: str) -> Path:
     return folder
 
 
-async def held(
-    sandboxes: GeneralSandboxes, path: Path, reference: gates._Reference, seed: int = 3
-) -> list[int]:
+async def held(sandboxes: GeneralSandboxes, path: Path, seed: int = 3) -> list[int]:
     """Run all tasks of a folder through every gate, and return the calls of each solution."""
-    specs = await gates.check_types(sandboxes, path)
+    specs = await sandboxes.describe(path)
     tasks = json.loads((path / "task.json").read_text())["tasks"]
-    solution = (path / "solve.py").read_text()
-    answers, before, calls = list[Any](), None, list[int]()
+    answers, calls = list[Any](), list[int]()
     for number in range(len(tasks)):
-        task = gates.TaskDraft(
-            sandboxes=sandboxes, path=path, number=number, specs=specs, solution=solution, seed=seed
-        )
-        answer, count, before = await task.check(answers, before, reference)
+        answer, count = await sandboxes.check(path, number, specs, answers, seed=seed)
         answers.append(answer)
         calls.append(count)
     return calls
@@ -145,7 +130,7 @@ BY_FORM = (
 DRAWN = TOOLS.replace('each["price"]\n', 'each["price"] + int(100 * random.random())\n')
 WITH_SEED_0 = 'return answer == {"name": "melon", "price": 54}'
 TAKES_LIME = {"harder_verify": VERIFY.replace("return answer", f"{LIME} answer")}
-FROM_SET = tool('return list({each["name"] for each in database["fruit"]})', "list[str]")
+SHUFFLED = TOOLS.replace("return [", "return random.sample([").replace("stall]", "stall], 3)")
 GATES: dict[str, dict[str, dict[str, str]]] = {
     # changed parts by gate and cheat
     "solution": {
@@ -169,7 +154,10 @@ GATES: dict[str, dict[str, dict[str, str]]] = {
         "verifier says a number": verifying("return 1"),
         "verifier draws": verifier_with("import random\n    return random.random() and"),
         "verifier takes any": verifier_with("return bool(answer) and", "harder_verify"),
-        "tool by the seed": {"tools": f"import random\n{DRAWN}", **verifying(WITH_SEED_0)},
+        "another result by the seed": {
+            "tools": f"import random\n{DRAWN}",
+            **verifying(WITH_SEED_0),
+        },
     },
     "empty": {
         "verifier accepts everything": verifying("return True"),
@@ -188,14 +176,7 @@ GATES: dict[str, dict[str, dict[str, str]]] = {
         "tools that import": tool('return "x"', before="import os"),
         "tools that never load": tool('return "x"', before="while True: pass"),
     },
-    "deterministic": {
-        "tool by the order of a set": FROM_SET,
-        "unseeded": tool(
-            "return random.SystemRandom().randrange(9**9)", "int", "", "import random"
-        ),
-        "tool that never ends": tool("while True: pass", "int"),
-    },
-    "harder": {"harder that is not": {}},
+    "deterministic": {"tool by the seed": {"tools": f"import random\n{SHUFFLED}"}},
 }
 CHEATS = {cheat: (gate, parts) for gate, cheats in GATES.items() for cheat, parts in cheats.items()}
 ENDLESS = {name for name in CHEATS if "never" in name or "for ever" in name}
@@ -215,10 +196,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> TestOutcomes:
 
             async def one(number: int, name: str) -> None:
                 path = environment(sandboxes.making / str(number), **CHEATS[name][1])
-                reference = counted(3, 3 if "that is not" in name else 1)
                 async with slots:
                     try:
-                        await held(sandboxes, path, reference)
+                        await held(sandboxes, path)
                         results[name] = ("passes", "")
                     except Rejected as refused:
                         results[name] = (refused.gate, refused.reason)
@@ -295,7 +275,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
             about = json.loads((path / "task.json").read_text())
             about["tasks"][0]["tools"] = ["price", "spoil", "stop", *FAILS]
             (path / "task.json").write_text(json.dumps(about))
-            async with open_episode(sandboxes, path, 0) as (hosted, opening):
+            async with sandboxes.open_episode(path, 0) as (hosted, opening):
 
                 async def call(name: str, value: str) -> str:
                     (tool,) = (tool for tool in opening.tools if tool.name == name)
@@ -310,7 +290,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
                 outputs["spoiled"] = await call("price", "apple")
                 await call("submit_result", '{"name": "apple", "price": 4}')
                 verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
-            async with open_episode(sandboxes, path, 0) as (hosted, opening):
+            async with sandboxes.open_episode(path, 0) as (hosted, opening):
                 with pytest.raises(EnvironmentLost) as lost:
                     await call("stop", "9")
             return outputs, verdict, lost.value
@@ -324,7 +304,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(marker)) and not Path("/tmp", marker).exists()
 
 
-DESK = "environment:DatabaseDesk"
+DESK = "workshop:DatabaseDesk"
 
 
 def test_author_workspace_is_confined(tmp_path: Path) -> None:
@@ -502,6 +482,12 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     assert attempt == [{"role": "user", "content": QUESTIONS[0]}]
 
 
+def test_harder_task_must_be_harder(tmp_path: Path) -> None:
+    author = ScriptedAuthor(market(EASY, HARDER, right=0))
+    why, report, _ = made(tmp_path, author, steps=2, least_tasks=2, revisions=0)
+    assert (why, list(report["refused"])) == ("", ["harder"])
+
+
 def test_sqlite_and_resume(tmp_path: Path) -> None:
     tools = TOOLS.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
     verify = VERIFY.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
@@ -546,7 +532,7 @@ def test_shipped_environments_pass_every_gate(tmp_path: Path) -> None:
 
             async def one(folder: Folder) -> tuple[list[int], list[int]]:
                 history = json.loads(folder.text("provenance.json"))
-                calls = await held(sandboxes, folder.path, counted(*history["passed"]))
+                calls = await held(sandboxes, folder.path)
                 within = [sum(count <= most for most in history["most_calls"]) for count in calls]
                 assert calls == history["calls_of_the_solution"]
                 return within, history["passed"]

@@ -1,0 +1,182 @@
+"""Runs the author's code in sandboxes: while it builds a database, in the gates that its tools and
+tasks have to pass, and in episodes."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from keel.agents.env_process.client import ForkServer, Hosted
+from keel.agents.env_process.process import Deadlines, EnvSandbox, Program
+from keel.agents.environments.general.workshop import MAX_SOLUTIONS, MAX_VERDICTS
+from keel.agents.schemas import ArgumentValidator
+from keel.agents.types import EnvironmentLost, Opening
+from keel.configs.schema import ConfigError
+from keel.configs.synthesis import GeneralConfig
+from keel.rewards.sandbox.bubblewrap import IsolationError
+from keel.rewards.sandbox.environments import Network, environment_wrap
+from keel.rl.turns import ToolCall
+from keel.rl.types import Prompt
+from keel.synthesis.author import tool_spec_of
+from keel.synthesis.ledger import Rejected
+
+_PACKAGE = "keel.agents.environments.general"
+_MEMORY_MIB = 2048
+_STARTING = 8
+SLACK_S = 30.0
+"""Seconds added to the time limits inside the sandbox."""
+
+
+class GeneralSandboxes:
+    """Opens sandboxes that can only read the folder `making`. Use it as an async context
+    manager."""
+
+    def __init__(self, making: Path, config: GeneralConfig) -> None:
+        self.making, self.config = making, config
+        making.mkdir(parents=True, exist_ok=True)
+        making.chmod(0o755)  # as root, Keel runs the sandbox as another user
+        self._wraps = {False: _sandbox("none")}
+        if config.network:
+            self._wraps[True] = _sandbox("host")
+        self._starting = asyncio.Semaphore(_STARTING)
+        self._parent = ForkServer(self._program("workshop:Workshop", {}))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._parent.close()
+
+    def _program(self, target: str, arguments: Mapping[str, Any], network: bool = False) -> Program:
+        limits_s = {"open_s": self.config.call_s, "verdict_s": self.config.verify_s}
+        return Program(
+            target=f"{_PACKAGE}.{target}",
+            arguments=arguments,
+            folder=self.making,
+            memory_mib=_MEMORY_MIB,
+            deadlines=Deadlines(**{name: limit + SLACK_S for name, limit in limits_s.items()}),
+            wrap=self._wraps[network],
+        )
+
+    @asynccontextmanager
+    async def open(
+        self,
+        target: str,
+        *,
+        reward: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        network: bool = False,
+        seed: int = 0,
+    ) -> AsyncGenerator[tuple[Hosted, Opening]]:
+        """Open the environment `target` from `keel.agents.environments.general`, and yield it along
+        with its first messages and tools. Raises EnvironmentLost if the environment crashes or
+        hangs."""
+        program = self._program(target, arguments or {}, network)
+        parent = None if network else self._parent
+        hosted = Hosted(program, starting=self._starting, fork_server=parent)
+        task = Prompt(
+            prompt_id="task/0",
+            domain="general",
+            messages=({"role": "user", "content": "?"},),
+            reward=dict(reward or {}),
+        )
+        try:
+            yield hosted, await hosted.open(task, seed=seed)
+        finally:
+            await hosted.close()
+
+    def open_episode(self, environment: Path, number: int) -> Any:
+        """Open the environment the same way as for an episode of the policy."""
+        arguments = {"folder": str(environment), "verify_s": self.config.verify_s}
+        reward = {"general": {"task": number}}
+        return self.open("environment:General", reward=reward, arguments=arguments)
+
+    async def workshop(
+        self,
+        gate: str,
+        environment: Path,
+        name: str,
+        *,
+        within_s: float,
+        seed: int = 0,
+        **arguments: Any,
+    ) -> Any:
+        """Call a method of `Workshop` in a sandbox and return its result. Raises Rejected with the
+        name `gate` if the author's code fails."""
+        call = ToolCall(call_id="c", name=name, arguments=arguments)
+        config = self.config
+        limits = {"call_s": config.call_s, "solve_s": config.solve_s, "verify_s": config.verify_s}
+        reward = {"environment": str(environment), **limits}
+        with reject_crashes(gate):
+            async with self.open("workshop:Workshop", reward=reward, seed=seed) as (hosted, _):
+                result = await hosted.call(call, timeout_s=within_s + SLACK_S)
+        if result.failed:
+            raise Rejected(gate, result.text)
+        return json.loads(result.text)
+
+    async def describe(self, environment: Path) -> Mapping[str, Mapping[str, Any]]:
+        """Check that all tools have type hints, docstrings and valid schemas, and return each
+        tool's description, its parameters, and whether it returns `text` or `json`, by name."""
+        specs: dict[str, dict[str, Any]] = await self.workshop(
+            "typed", environment, "describe", within_s=self.config.call_s
+        )
+        try:
+            ArgumentValidator([tool_spec_of(spec) for spec in specs.values()])
+            _ = [spec["returns"] for spec in specs.values()]
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise Rejected("typed", f"the tools' schemas: {error}") from error
+        return specs
+
+    async def check(
+        self,
+        environment: Path,
+        number: int,
+        specs: Mapping[str, Mapping[str, Any]],
+        earlier: Sequence[Any],
+        *,
+        again: bool = False,
+        seed: int,
+    ) -> tuple[Any, int]:
+        """Run task `number` through the gates of `Workshop.check`. Returns the solution's answer
+        and its number of tool calls. Raises Rejected if a gate rejects the task."""
+        config = self.config
+        solutions = MAX_SOLUTIONS + len(earlier)
+        verify_s = (MAX_VERDICTS + len(earlier)) * config.verify_s
+        checked: dict[str, Any] = await self.workshop(
+            "solution",
+            environment,
+            "check",
+            within_s=solutions * (config.solve_s + config.call_s) + verify_s,
+            seed=seed,
+            number=number,
+            specs=dict(specs),
+            earlier=list(earlier),
+            again=again,
+        )
+        if "gate" in checked:
+            raise Rejected(checked["gate"], checked["reason"])
+        return checked["answer"], checked["calls"]
+
+
+def _sandbox(network: Network) -> EnvSandbox:
+    try:
+        wrap = environment_wrap(
+            "bubblewrap", memory_mib=_MEMORY_MIB, processes=64, network=network, knob=""
+        )
+    except IsolationError as error:
+        raise ConfigError(f"family = general needs a sandbox: {error}") from error
+    assert wrap is not None
+    return wrap
+
+
+@contextmanager
+def reject_crashes(gate: str) -> Generator[None]:
+    """Raise Rejected with the name `gate` if code in a sandbox crashes or hangs."""
+    try:
+        yield
+    except EnvironmentLost as error:
+        if error.during == "parent":
+            raise
+        raise Rejected(gate, error.detail) from error
