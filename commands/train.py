@@ -153,15 +153,18 @@ def run_loop(
         interrupt = stack.enter_context(
             Interrupt(view.say, first_message, grace_s=config.run.grace_s)
         )
-        trained: loop.PolicyLearner = learner
+        step = learner.step
         if runtime.oom_recovery is not None:
             say = partial(journal.say, "out of memory")
-            trained = RetryOnOom(learner=learner, lowering=runtime.oom_recovery, say=say)
+            step = RetryOnOom(learner=learner, lowering=runtime.oom_recovery, say=say).step
         parts = loop.Parts(
-            prompts=dataset.train,
-            rollouts=runtime,
-            rewards=runtime.scorer,
-            learner=trained,
+            next_prompts=dataset.train.take,
+            position=dataset.train.state,
+            sample=runtime.submit,
+            score=runtime.scorer.submit,
+            reward_metrics=runtime.scorer.metrics,
+            step=step,
+            version=learner.version,
             push=runtime.weights.push,
             journal=journal,
             heldout=heldout,

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from keel.configs.schema import RunConfig
-from keel.rl.buffer import Batch
 from keel.rl.metrics import Metric, Sum
 from keel.rl.types import ScoredGroup, StepResult
-from keel.trainer.batch_stream import BatchStream, Cancelled, EmptyBatch
+from keel.trainer.batch_stream import Batch, BatchStream, Cancelled, EmptyBatch
 
 Save = Callable[[int, Mapping[str, Any]], bool]
 """Writes a checkpoint for a step and a data position. Returns True if it was written, and False if

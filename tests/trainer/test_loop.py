@@ -128,10 +128,13 @@ class FakeRun:
 
     def run(self, config: Config, start: int = 0) -> int:
         parts = Parts(
-            prompts=self,
-            rollouts=self,
-            rewards=self,
-            learner=self,
+            next_prompts=self.take,
+            position=self.state,
+            sample=self.submit,
+            score=self.submit,
+            reward_metrics=self.metrics,
+            step=lambda groups: self.step(groups),
+            version=self.version,
             push=self.push,
             journal=self,
             heldout={"sums": [prompt("held")]},

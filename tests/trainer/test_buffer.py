@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl.buffer import GroupBuffer, Lag, _filter_reason
+from keel.configs.schema import AlgorithmConfig
+from keel.trainer.batch_stream import GroupBuffer, filter_reason
 from tests.rl.rollouts import finished, prompt
 
 
-def buffer(batch: int = 2, steps: int = 10, lag: Lag | None = None, **how: Any) -> GroupBuffer:
-    return GroupBuffer(batch=batch, steps=steps, lag=lag or Lag(), **how)
+def buffer(batch: int = 2, steps: int = 10, start: int = 0, **how: Any) -> GroupBuffer:
+    return GroupBuffer(AlgorithmConfig(prompts_per_step=batch, **how), steps=steps, start=start)
 
 
 def fill(one: GroupBuffer) -> list[int]:
@@ -20,9 +21,9 @@ def fill(one: GroupBuffer) -> list[int]:
 
 
 def test_resumed_room_ends_at_the_next_publication() -> None:
-    whole = buffer(steps=8, lag=Lag(publish_every=4))
+    whole = buffer(steps=8, publish_every=4)
     assert whole.room() == 4 * 2
-    resumed = buffer(steps=8, lag=Lag(publish_every=4), start=2)
+    resumed = buffer(steps=8, publish_every=4, start=2)
     assert resumed.room() == 2 * 2
     fill(resumed)
     resumed.adopted(4)
@@ -44,8 +45,8 @@ def test_groups_train_in_prompt_order_within_the_lag(
 
     No group exceeds the lag, is lost or trains twice, and filtering is independent of arrival.
     """
-    bound = Lag(batches=lag, publish_every=every)
-    one = buffer(batch=3, steps=8, lag=bound, filter_by="correct", max_refills=refills)
+    bound: Any = {"max_lag": lag, "publish_every": every}
+    one = buffer(batch=3, steps=8, **bound, filter_groups="correct", max_refills=refills)
     draws = Random(7)
     submitted: list[tuple[int, bool]] = []
     """Engine version and usefulness of each group, by number."""
@@ -91,7 +92,7 @@ def test_groups_train_in_prompt_order_within_the_lag(
 
 
 def test_a_step_waits_only_for_its_groups() -> None:
-    one = buffer(batch=2, lag=Lag(batches=1))
+    one = buffer(batch=2, max_lag=1)
     first, second, third, fourth = fill(one)
     assert one.awaited() == [first, second]
     for number in (second, third, fourth):
@@ -119,11 +120,11 @@ def test_a_step_waits_only_for_its_groups() -> None:
     ],
 )
 def test_filter_reasons(correct: Any, rewards: Any, by: Any, reason: Any) -> None:
-    assert _filter_reason(finished("p", correct, rewards=rewards), by) == reason
+    assert filter_reason(finished("p", correct, rewards=rewards), by) == reason
 
 
 def test_filtered_groups_free_slots_within_the_budget() -> None:
-    one = buffer(batch=2, filter_by="correct", max_refills=0.5)
+    one = buffer(batch=2, filter_groups="correct", max_refills=0.5)
     first, second = fill(one)
     one.arrived(first, finished("a", (1.0, 1.0)))
     assert one.room() == 1
@@ -138,7 +139,7 @@ def test_filtered_groups_free_slots_within_the_budget() -> None:
 
 
 def test_refills_do_not_wait_with_enough_budget() -> None:
-    one = buffer(batch=2, filter_by="correct", max_refills=1.0)
+    one = buffer(batch=2, filter_groups="correct", max_refills=1.0)
     first, second = fill(one)
     one.arrived(second, finished("short", (0.0, 0.0)))
     assert one.room() == 1
@@ -152,7 +153,7 @@ def test_refills_do_not_wait_with_enough_budget() -> None:
 
 
 def test_unfinished_prompts_keep_their_order() -> None:
-    one = buffer(batch=2, steps=9, lag=Lag(batches=2))
+    one = buffer(batch=2, steps=9, max_lag=2)
     numbers = [one.submitted(prompt(name)) for name in "abcdef"]
     for index in (2, 0, 3, 1, 4):
         one.arrived(numbers[index], finished("abcdef"[index]))
