@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -183,15 +182,10 @@ class Learner:
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Take the optimizer steps for a batch. Each rank fetches and packs the recordings of its
-        share. Groups whose recordings are lost are left out and counted as dropped. Small batches
-        are packed here, which is faster."""
+        share. Groups whose recordings are lost are left out and counted as dropped."""
         asleep = self._put_to_sleep()
         watched, kept = watched_segments(groups, self._config.run), groups
         shares = plan_shares(groups, self._config, watched)
-        if all(plan.small for plan in chain(*shares)):
-            packed = [[plan.pack() for plan in share] for share in shares]
-            ray_timeouts.await_future(asleep)
-            return self.train(packed, groups)
         while True:
             lost = set[Any]().union(*self._call_with_shares("pack", shares, PACKING))
             if not lost:

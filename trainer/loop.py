@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from keel.configs.schema import Config, RunConfig
@@ -78,8 +77,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         config,
         next_prompts=parts.next_prompts,
         position=parts.position,
-        sample=partial(parts.sample, purpose="train"),
-        score=partial(parts.score, purpose="train"),
+        sample=lambda prompt: parts.sample(prompt, "train"),
+        score=lambda group: parts.score(group, "train"),
         start=start,
     )
     should_abort = parts.should_abort
@@ -138,7 +137,10 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     (see `keel.rl.summary`). Raises `Cancelled` if `parts.should_abort()` returns True or, before
     the last step, if `parts.should_skip_evaluation()` does."""
     should_skip = parts.should_skip_evaluation if step < config.run.steps else never_abort
-    score = partial(parts.score, purpose="eval")
+
+    def score(group: Group) -> Future[ScoredGroup]:
+        return parts.score(group, "eval")
+
     scored = {
         name: [then(parts.sample(prompt, "eval"), score) for prompt in prompts]
         for name, prompts in parts.heldout.items()
