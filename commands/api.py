@@ -35,7 +35,7 @@ import yaml
 
 from keel.commands import train as main
 from keel.configs.dump import yaml_line
-from keel.configs.load import load_config, split_overrides
+from keel.configs.load import load_config
 from keel.configs.paths import shipped_recipes, write_whole
 from keel.configs.schema import ConfigError
 from keel.rewards.custom import pickle_functions, recipe_name
@@ -120,12 +120,12 @@ def train(
             others.insert(0, f"{_SOURCES}={yaml_line([{**_SOURCE, 'path': _PASSED}])}")
         path = recipe if not isinstance(recipe, Mapping) else _write_recipe(recipe, others)
         if prompts is not None:
-            if any(one.startswith(f"{_SOURCES}=") for one in overrides):
-                raise ConfigError(f"keel.train(prompts=…, knobs={_SOURCES}): keep one")
             folder = Path(load_config(path, others).run.dir).expanduser()
             file = _write_hashed(folder / _PASSED, _as_jsonl(prompts), "prompts.jsonl")
             source = {**_SOURCE, "path": str(file), "holdout": int(holdout)}
             overrides.insert(0, f"{_SOURCES}={yaml_line([source])}")
+            if load_config(path, overrides).data.sources[0].path != str(file):
+                raise ConfigError(f"keel.train(prompts=…, knobs={_SOURCES}): keep one")
         if weights:
             try:
                 stack.enter_context(
@@ -172,14 +172,14 @@ def train(
 def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
     if isinstance(knobs, Mapping):
         plain = {knob: _plain_data(value, f"knobs={knob}") for knob, value in knobs.items()}
-        return split_overrides([f"{knob}={yaml_line(value)}" for knob, value in plain.items()])
+        return [f"{knob}={yaml_line(value)}" for knob, value in plain.items()]
     words = [] if isinstance(knobs, str) else list(cast(Iterable[object], knobs))
     if isinstance(knobs, str) or not all(isinstance(one, str) for one in words):
         raise ConfigError(
             f"keel.train(knobs={knobs!r:.60}): must be a list of texts, or a mapping: "
             '["run.steps=20"], or {"run.steps": 20}'
         )
-    return split_overrides(cast(list[str], words))
+    return cast(list[str], words)
 
 
 def _plain_data(value: Any, argument: str) -> Any:

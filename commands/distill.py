@@ -23,7 +23,7 @@ from keel.commands.preflight import check_quickly
 from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
 from keel.configs.dump import as_override, dump_config
-from keel.configs.load import load_config, load_recipe, split_overrides
+from keel.configs.load import load_config, load_recipe
 from keel.configs.paths import write_whole
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, LengthConfig
 from keel.configs.sections.model import TINY_MODEL
@@ -184,8 +184,8 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     recipe = load_config(config.recipe, base)
     sft, auto = load_recipe(config.sft, config.sft_overrides)
     is_tiny = sft.model.path == TINY_MODEL != recipe.model.path
-    overrides = split_overrides(config.sft_overrides)
-    if is_tiny and not any(each.startswith("trainer.lr=") for each in overrides):
+    rates = ("trainer.lr=", "trainer={")
+    if is_tiny and not any(each.startswith(rates) for each in config.sft_overrides):
         raise ConfigError(
             f"sft = {config.sft!r}: its trainer.lr = {sft.trainer.lr:g} is for the tiny "
             f"model, not for {recipe.model.path}. Set sft_overrides: [trainer.lr=1e-5], or name "

@@ -19,7 +19,6 @@ from keel.data.eval_store import EvaluationFolder, SampledPrompt, collect_sample
 from keel.data.items import prompt_digest
 from keel.data.pass_rates import FilterFolder
 from keel.data.results import comparison_lines, format_results, results
-from keel.model.hub import hub_answers
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
@@ -348,7 +347,6 @@ def _endpoint_policy(config: Config) -> _SampledPolicy:
         seed=config.run.seed,
         count_tokens=lambda _: 0,
         check_reward=check_spec,
-        hub_answers=hub_answers,
     )
     notes = check_rewards(config, dataset)
     judged = needs_judge(config, dataset)

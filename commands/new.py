@@ -6,7 +6,6 @@ appears immediately.
 """
 
 import argparse
-import math
 import os
 import re
 import shlex
@@ -16,16 +15,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from keel.configs.dump import escape_references, yaml_line
 from keel.configs.load import load_config
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
-from keel.model.hub import check_path, hub_answers, is_hub_name
+from keel.model.hub import check_path, is_hub_name
 
-T = TypeVar("T")
 _TEMPLATE = """\
 # keel check {file}; keel train {file}; keel knobs NAME
 run:
@@ -38,7 +36,7 @@ run:
   gpu_gib: {gpu_gib}  # memory per GPU, for `keel check` elsewhere
 model: {model}  # a folder, a name of the hub, or tiny
 data:
-  max_prompt_tokens: {max_prompt_tokens}  # {about_prompts}
+  max_prompt_tokens: {max_prompt_tokens}
   long_prompts: {long_prompts}  # leave longer ones out, and count them
   sources:
     - name: {name}
@@ -47,22 +45,22 @@ data:
       subset: {subset}
       columns: {columns}
       answer_after: {mark}
-      template: {template}  # asks for the answer in \\boxed{{}}
+      template: {template}  # asks for the answer in \\boxed{}
       task: {task}
       params: {params}
       environment: {environment}
       size: {size}  # generated from the seed
-      holdout: {holdout}  # {about_holdout}
-      rewards: {rewards}  # {about_rewards}
+      holdout: {holdout}  # prompts to evaluate on, never trained on
+      rewards: {rewards}  # parts or your functions: docs/rewards.md
       thinking: {thinking}  # true: think before answering, in more tokens
 eval: {eval}  # read and scored like the source above
 rollout:
   engines: {engines}
   sampling: {sampling}
-algorithm: {algorithm}  # {completions} completions per step
+algorithm: {algorithm}
 trainer: {trainer}
 """
-"""Template of the recipe. Lines without a value and empty comments are omitted."""
+"""Template of the recipe. Lines without a value are omitted."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {
         "steps": 200,
@@ -116,14 +114,9 @@ _JUDGES = ("tests", "criteria", "refuse", "reward")
 _MARKS = ("####", "Answer:", "answer is")
 """Markers before the final answer in worked solutions."""
 _MIN_SHARE = 0.9
-"""Minimum fraction of answers that must be mathematical or contain a marker."""
-_PROSE_CHARACTERS = 100
-"""Average length in characters above which answers count as prose, which cannot be compared as
-text."""
-_NUMBER = re.compile(
-    r"[-+−$€£(\[{]*\s*(\\[a-zA-Z]+|\d|\.\d|[a-zA-Z](?![a-zA-Z])).{0,60}", flags=re.DOTALL
-)
-_WORD = re.compile(r"(?<!\\)\b(?!sqrt|frac|pi|sin|cos|tan|log|ln|exp|cm|km|kg)[^\W\d_]{3,}")
+"""Minimum fraction of answers that must contain a number or a marker."""
+_ANSWER_CHARACTERS = 100
+"""Average length in characters above which answers are prose, which cannot be compared."""
 
 
 def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
@@ -133,26 +126,19 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
     terminal to ask for it.
     """
     if flags.file:
-        _free(flags.file)
-    terminal = not flags.yes and sys.stdin.isatty() and sys.stdout.isatty()
-
-    def ask(question: str, default: object, read: Callable[[str], T]) -> T:
-        while terminal:
-            try:
-                return read(input(f"{question} [{default}] ").strip() or str(default))
-            except ValueError as error:
-                print(f"  {error}")
-        return read(str(default))
-
+        _require_free(flags.file)
+    gpus_here = _count_gpus()
     try:
-        values = _values(flags, ask, terminal)
-        path = Path(flags.file or ask("File to write", f"{values['name']}.yaml", _free))
+        if not flags.yes and sys.stdin.isatty() and sys.stdout.isatty():
+            _ask_for_missing(flags, gpus_here)
     except (EOFError, KeyboardInterrupt):
         print("\nkeel new: stopped; nothing was written", file=sys.stderr)
         return _STOPPED
-    _free(str(path))
+    values = _values(flags, gpus_here)
+    path = Path(flags.file or f"{values['name']}.yaml")
+    _require_free(str(path))
     name = shlex.quote(str(path))
-    text = _filled(values | {"file": name})
+    text = _filled({**values, "file": name})
     path.write_text(text, encoding="utf-8")
     try:
         load_config(path)
@@ -168,79 +154,73 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
     return status
 
 
-def _values(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) -> dict[str, Any]:
+def _ask_for_missing(flags: argparse.Namespace, gpus_here: int) -> None:
+    """Ask for the most important flags that are missing, and set them."""
+
+    def ask(question: str, default: object) -> str:
+        return input(f"{question} [{default}] ").strip() or str(default)
+
+    if flags.gpus is None:
+        reply = ask("GPUs (0: none)", gpus_here)
+        flags.gpus = int(reply) if reply.isdecimal() else gpus_here
+    if not flags.model:
+        usual = _SMALL_MODEL if flags.gpus else TINY_MODEL
+        flags.model = ask("Model: a folder, a name of the hub, or tiny", usual)
+    if flags.model != TINY_MODEL and not (flags.data or flags.task or flags.environment):
+        question = "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym"
+        name = ask(question, "chain_sum")
+        is_task = re.fullmatch(r"\w+", name) and not data_path(name).exists()
+        flags.task, flags.data = (name, None) if is_task else (None, name)
+    if flags.think is None and flags.model != TINY_MODEL:
+        flags.think = ask("Think before answering (y/n)", "n").lower().startswith("y")
+
+
+def _values(flags: argparse.Namespace, gpus_here: int) -> dict[str, Any]:
     """Return the values to fill into the recipe template."""
-    here = _count_gpus()
-    gpus = ask("GPUs (0: none)", here, _at_least(0)) if flags.gpus is None else flags.gpus
+    gpus = gpus_here if flags.gpus is None else flags.gpus
     if gpus < 0 or flags.nodes < 1:
         raise ConfigError(f"--gpus {gpus} --nodes {flags.nodes}: must be at least 0 and 1")
-    usual = _SMALL_MODEL if gpus else TINY_MODEL
-    question = "Model: a folder, a name of the hub, or tiny"
-    model = _checked_model(flags.model) if flags.model else ask(question, usual, _checked_model)
+    model = flags.model or (_SMALL_MODEL if gpus else TINY_MODEL)
     tiny = model == TINY_MODEL
-    defaults = _DEFAULTS["tiny" if tiny else "gpu" if gpus else "cpu"]
-    data, task = _choose_source(flags, ask, tiny=tiny, terminal=terminal)
-    if data:
-        source = _data_source(data, flags, ask if terminal else None, defaults["holdout"])
-    else:
-        source = _generated_source(task, flags, defaults["holdout"])
-    think = flags.think
-    if think is None:
-        think = not tiny and ask("Think before answering (y/n)", "n", str).lower().startswith("y")
-    tokens = flags.max_tokens
-    if tokens is None:
-        tokens = ask("Longest completion, in tokens", defaults["tokens"][think], _at_least(1))
-    steps = ask("Steps", defaults["steps"], _at_least(1)) if flags.steps is None else flags.steps
-    prompt_tokens = min(source["prompt_tokens"], 512 - tokens) if tiny else source["prompt_tokens"]
-    values = {
-        "dir": f"runs/{source['name']}",
-        "steps": steps,
-        "eval_every": max(1, steps // 10),
-        "model": {"path": model, **({"dtype": "float32"} if tiny else {})},
-        "max_prompt_tokens": max(1, prompt_tokens),
-        "eval": {"file": flags.eval} if flags.eval else None,
-        "engines": 2 if tiny else None,
-        "sampling": {**defaults["sampling"], "max_tokens": tokens},
-        "algorithm": defaults["algorithm"],
-        "completions": math.prod(defaults["algorithm"].values()),
-        "trainer": defaults["trainer"],
-    }
-    if gpus:
-        values |= {"gpus": gpus, "nodes": flags.nodes if flags.nodes > 1 else None}
-        values["gpu_gib"] = flags.gpu_gib or (None if here else _ASSUMED_GIB)
-    else:
-        values["device"] = "cpu"
-    values |= source
-    if not tiny:
-        values["thinking"] = think
-    if flags.eval:
-        values["holdout"] = 0
-    return values
-
-
-def _choose_source(
-    flags: argparse.Namespace, ask: Callable[..., Any], *, tiny: bool, terminal: bool
-) -> tuple[str, str]:
-    """Return the data (a path or the name of a hub dataset) and the reasoning_gym task. At most one
-    of the two is set. If neither is, the environment generates the tasks."""
+    if not tiny and not is_hub_name(model):
+        check_path(model)
     if tiny and (flags.data or flags.environment):
         flag = f"--data {flags.data}" if flags.data else f"--environment {flags.environment}"
         raise ConfigError(f"{flag}: the tiny model knows some --task only. Name a --model")
     if flags.data and flags.task:
         raise ConfigError(f"--data {flags.data} and --task {flags.task}: keep one")
-    if flags.data or flags.task or flags.environment:
-        return flags.data or "", flags.task or ""
-    if tiny:
-        return "", ask("Prompts: a task of reasoning_gym", _TINY_TASK, str)
-    if not terminal:
+    task = flags.task or (_TINY_TASK if tiny else "")
+    if not (flags.data or task or flags.environment):
         raise ConfigError("--data is missing. Name prompts, or use --task or --environment")
-    question = "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym"
-    name = ask(question, "chain_sum", str)
-    is_task = re.fullmatch(r"\w+", name) and not data_path(name).exists()
-    return ("", name) if is_task else (name, "")
+    defaults = _DEFAULTS["tiny" if tiny else "gpu" if gpus else "cpu"]
+    source = _data_source(flags) if flags.data else _generated_source(task, flags)
+    most, think = min(defaults["holdout"], source["holdout"]), bool(flags.think) and not tiny
+    tokens = flags.max_tokens or defaults["tokens"][think]
+    steps = flags.steps or defaults["steps"]
+    room = 512 - tokens if tiny else source["max_prompt_tokens"]
+    return {
+        **source,
+        "dir": f"runs/{source['name']}",
+        "steps": steps,
+        "eval_every": max(1, steps // 10),
+        "device": None if gpus else "cpu",
+        "gpus": gpus or None,
+        "nodes": flags.nodes if flags.nodes > 1 else None,
+        "gpu_gib": (flags.gpu_gib or (None if gpus_here else _ASSUMED_GIB)) if gpus else None,
+        "model": {"path": model, **({"dtype": "float32"} if tiny else {})},
+        "max_prompt_tokens": max(1, min(source["max_prompt_tokens"], room)),
+        "environment": {"target": flags.environment} if flags.environment else {},
+        "holdout": 0 if flags.eval else most,
+        "thinking": None if tiny else think,
+        "eval": {"file": flags.eval} if flags.eval else None,
+        "engines": 2 if tiny else None,
+        "sampling": {**defaults["sampling"], "max_tokens": tokens},
+        "algorithm": defaults["algorithm"],
+        "trainer": defaults["trainer"],
+    }
 
 
-def _generated_source(task: str, flags: argparse.Namespace, holdout: int) -> dict[str, Any]:
+def _generated_source(task: str, flags: argparse.Namespace) -> dict[str, Any]:
     words = re.findall(r"[^\W\d]\w*", flags.environment.removesuffix(".py"))
     short = task == _TINY_TASK
     return {
@@ -248,33 +228,27 @@ def _generated_source(task: str, flags: argparse.Namespace, holdout: int) -> dic
         "source": "reasoning_gym" if task else "environment",
         "task": task,
         "params": {"min_word_len": 4, "max_word_len": 7} if short else {},
-        "environment": {"target": flags.environment} if flags.environment else {},
         "size": 4000 if task else 2000,
-        "holdout": min(128, holdout) if task else 64,
-        "about_holdout": "never trained on",
-        "rewards": _weights(flags.reward, judged=True) if flags.reward or not task else {},
-        "about_rewards": "the task's verifier" if task else "the verdict",
-        "prompt_tokens": 64 if short else 512 if task else _EPISODE_PROMPT_TOKENS,
-        "about_prompts": "" if task else "with max_tokens, room for all turns",
+        "holdout": 128 if task else 64,
+        "rewards": _weights(flags.reward, judged=True),
+        "max_prompt_tokens": 64 if short else 512 if task else _EPISODE_PROMPT_TOKENS,
     }
 
 
-def _data_source(
-    data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, holdout: int
-) -> dict[str, Any]:
+def _data_source(flags: argparse.Namespace) -> dict[str, Any]:
     """Describe a file, a folder or a hub dataset based on its first rows."""
     # Imported late: it takes half a second.
     from keel.data.rows import BadLine, data_extension, read_source_rows  # noqa: PLC0415
 
-    file, kind, knob = data_path(data), "jsonl", f"--data {data}"
+    file, kind, knob = data_path(flags.data), "jsonl", f"--data {flags.data}"
     known = file.is_dir() or data_extension(file)
     if known and not file.name.endswith((".jsonl", ".ndjson")):
         kind = "file"
-    elif not known and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and not file.exists():
+    elif not known and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", flags.data) and not file.exists():
         kind = "hub"
-    source = SourceConfig(name="data", source=kind, path=data, subset=flags.subset)
-    first = list(islice(read_source_rows(source, hub_answers, knob), _MAX_ROWS + 1))
-    records = [_flatten(r.record) for r in first[:_MAX_ROWS] if not isinstance(r.record, BadLine)]
+    source = SourceConfig(name="data", source=kind, path=flags.data, subset=flags.subset)
+    first = list(islice(read_source_rows(source, knob), _MAX_ROWS))
+    records = [_flatten(row.record) for row in first if not isinstance(row.record, BadLine)]
     if not records:
         raise ConfigError(f"{knob}: no row of it can be read")
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -290,79 +264,51 @@ def _data_source(
             f"{knob} has a column `environment`. Name its reader with --environment, such as "
             "my_env:Shop"
         )
-    judge, answer, mark = _detect_judge(records, names, flags.answer)
-    reward = flags.reward
-    if not judge and not reward and not flags.environment:
-        if ask is None:
-            raise ConfigError(
-                f"{knob}: no column looks like an answer; it has {columns}. Name one with "
-                "--answer, or a function with --reward (docs/rewards.md)"
-            )
-        question = "No column looks like an answer. Reward function"
-        reward = ask(question, "my_rewards.reward", str)
+    judge = next((name for name in _JUDGES if name in names), "")
+    if flags.answer or "answer" in names:
+        judge = ""
+    answer = "" if judge else flags.answer or next((n for n in _ANSWERS if n in names), "")
+    answers = [str(r[answer]).strip() for r in records if r.get(answer) is not None]
+    mark = next((mark for mark in _MARKS if _mostly([mark in a for a in answers])), "")
+    finals = [each.rpartition(mark)[2] if mark else each for each in answers]
+    if not flags.answer and sum(map(len, finals)) > _ANSWER_CHARACTERS * len(finals):
+        answer = mark = ""
+    if not (judge or answer or flags.reward or flags.environment):
+        raise ConfigError(
+            f"{knob}: no column looks like an answer; it has {columns}. Name one with --answer, or "
+            "a function with --reward (docs/rewards.md)"
+        )
     texts = [str(record.get(prompt, "")) for record in records]
     longest = max(len(text.encode()) for text in texts)
-    asks_boxed = _mostly(["boxed" in text for text in texts])
-    number, whole = min(len(first), _MAX_ROWS), len(first) <= _MAX_ROWS
-    about = "your function: docs/rewards.md" if reward else ""
-    if judge:
-        about = f"compared as {judge}" if answer else f"judged by the column `{judge}`"
-    stem = Path(data.rstrip("/")).name.partition(".")[0]
+    boxed = bool(answer) and not flags.environment and not _mostly(["boxed" in t for t in texts])
+    boxed = boxed and _mostly([any(c.isdecimal() for c in final) for final in finals])
+    stem = Path(flags.data.rstrip("/")).name.partition(".")[0]
     return {
         "name": re.sub(r"[^\w-]+", "-", stem).strip("-") or "data",
         "source": kind,
-        "path": data,
+        "path": flags.data,
         "subset": flags.subset,
         "columns": _columns(names, prompt, answer, judge),
         "mark": mark,
-        "template": "boxed"
-        if judge == "mathematics" and not asks_boxed and not flags.environment
-        else None,
-        "environment": {"target": flags.environment} if flags.environment else {},
-        "holdout": min(holdout, -(-number // 10)) if number > 1 else 0,
-        "about_holdout": f"of {'' if whole else 'more than '}{number:,} rows; never trained on",
-        "rewards": _weights(reward, judged=bool(judge or flags.environment)),
-        "about_rewards": about,
-        "prompt_tokens": max(256, -(-(longest // 2 + 64) // 128) * 128),
-        "about_prompts": f"the longest one found has {longest:,} bytes",
-        "long_prompts": None if whole else "drop",
+        "template": "boxed" if boxed else None,
+        "holdout": -(-len(first) // 10) if len(first) > 1 else 0,
+        "rewards": _weights(flags.reward, judged=bool(judge or answer or flags.environment)),
+        "max_prompt_tokens": max(256, -(-(longest // 2 + 64) // 128) * 128),
+        "long_prompts": "drop" if len(first) == _MAX_ROWS else None,
     }
-
-
-def _detect_judge(
-    records: Sequence[Mapping[str, Any]], names: Sequence[str], answer: str
-) -> tuple[str, str, str]:
-    """Return how to judge completions ("mathematics", "text", a column in `_JUDGES`, or "" if
-    unknown), along with the answer column and the marker that precedes the answer."""
-    if not answer and "answer" not in names:
-        for name in _JUDGES:
-            if name in names:
-                return name, "", ""
-    column = answer or next((name for name in _ANSWERS if name in names), "")
-    answers = [str(r[column]).strip() for r in records if r.get(column) is not None]
-    if not answers:
-        return "", answer, ""
-    mark = next((mark for mark in _MARKS if _mostly([mark in a for a in answers])), "")
-    finals = [each.rpartition(mark)[2] if mark else each for each in answers]
-    if _mostly([bool(_NUMBER.fullmatch(a.strip())) and not _WORD.search(a) for a in finals]):
-        return "mathematics", column, mark
-    if sum(map(len, finals)) > _PROSE_CHARACTERS * len(finals):
-        return "", answer, mark
-    return "text", column, mark
 
 
 def _columns(names: Sequence[str], prompt: str, answer: str, judge: str) -> dict[str, str]:
     """Map the columns to Keel's names, and exclude any other columns that would be read as a second
     prompt or judge."""
     columns = {} if prompt in ("prompt", "messages") else {"prompt": prompt}
-    if answer and answer != "answer":
+    if answer not in ("", "answer"):
         columns["answer"] = answer
-    single = {"messages", *_JUDGES} - {prompt, judge}
-    if answer:
-        single.add("answer")
+    others = {"messages", *_JUDGES, *(["answer"] if answer else [])}
     if prompt == "messages":
-        single.add("prompt")
-    return columns | {name: "" for name in sorted(single - {answer, *columns}) if name in names}
+        others.add("prompt")
+    unused = others - {prompt, judge, answer, *columns}
+    return columns | {name: "" for name in sorted(unused) if name in names}
 
 
 def _mostly(flags: Sequence[bool]) -> bool:
@@ -397,43 +343,23 @@ def _count_gpus() -> int:
         return 0
 
 
-def _at_least(low: int) -> Callable[[str], int]:
-    def read(reply: str) -> int:
-        if not reply.isdecimal() or int(reply) < low:
-            raise ValueError(f"{reply!r}: must be an integer of at least {low}")
-        return int(reply)
-
-    return read
-
-
-def _checked_model(name: str) -> str:
-    if name != TINY_MODEL and not is_hub_name(name):
-        check_path(name)
-    return name
-
-
-def _free(path: str) -> str:
+def _require_free(path: str) -> None:
     if Path(path).exists():
         raise ConfigError(f"{path}: exists already. Name another file, or remove it")
     if not Path(path).parent.is_dir():
         raise ConfigError(f"{path}: no such folder as {Path(path).parent}")
-    return path
 
 
 def _filled(values: Mapping[str, Any]) -> str:
-    """Fill in the recipe template. Values are written as YAML, and text in comments is kept on one
-    line."""
-    texts = {key: " ".join(str(value).split()) for key, value in values.items()}
-    lines: list[str] = []
-    for line in _TEMPLATE.splitlines():
+    """Fill in the recipe template with values in YAML."""
+    head, *knobs = _TEMPLATE.splitlines()
+    lines = [head.replace("{file}", values["file"])]
+    for line in knobs:
         knob, _, comment = line.partition("  # ")
-        value = re.search(r"{(\w+)}", knob)
-        if value and not knob.startswith("#"):
-            if values.get(value[1]) in (None, "", {}):
+        if placeholder := re.search(r"{(\w+)}", knob):
+            value = values.get(placeholder[1])
+            if value in (None, "", {}):
                 continue
-            knob = knob.replace(value[0], yaml_line(escape_references(values[value[1]])))
-        else:
-            knob = knob.format_map(texts)
-        comment = comment.format_map(texts)
+            knob = knob.replace(placeholder[0], yaml_line(escape_references(value)))
         lines.append(f"{knob:<{_COMMENT_COLUMN}} # {comment}" if comment else knob)
     return "\n".join(lines) + "\n"

@@ -1,10 +1,9 @@
 """`keel knobs NAME`: describe knobs and metrics. Also generates reference pages in docs/.
 
-python -m keel.commands.reference   # writes docs/knobs.md, metrics.md, coming-from.md
+python -m keel.commands.reference   # writes docs/knobs.md and docs/metrics.md
 """
 
 import ast
-import difflib
 import inspect
 import re
 import shutil
@@ -19,14 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from keel.configs.auto import AUTO, AUTO_KNOBS
-from keel.configs.convert import (
-    foreign_hint,
-    foreign_names,
-    knob_types,
-    other_frameworks,
-    section_type,
-    suggest,
-)
+from keel.configs.convert import knob_types, section_type, suggest
 from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
 from keel.configs.schema import Config
@@ -83,21 +75,18 @@ class _Knob:
     resume: str
     """Whether the value can change when a run resumes: yes, no, or under a condition."""
 
-    @property
-    def page(self) -> str:
-        return _page_of(self.name, self.text)
-
     def line(self) -> tuple[str, str]:
         return f"{self.name}: {self.default}", _first_sentence(self.text)
 
     def describe(self) -> str:
         resume = {"yes": "may change", "no": "fixed; another value needs another folder"}
+        page = _page_of(self.name, self.text)
         rows = [
             ("type", self.kind),
             ("allowed", self.allowed),
             ("default", self.default or "none: required"),
             ("on resume", resume.get(self.resume, "may change for stages that have not run")),
-            ("more", f"docs/{self.page}.md" if self.page else ""),
+            ("more", f"docs/{page}.md" if page else ""),
         ]
         return _entry(self.name, self.text, rows)
 
@@ -106,7 +95,6 @@ class _Knob:
 class _Section:
     name: str
     path: str
-    cls: type
     recipe: _Recipe
     text: str
     knobs: tuple[_Knob, ...]
@@ -215,7 +203,6 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
         yield _Section(
             name=f"{prefix}{path}".rstrip("."),
             path=path,
-            cls=cls,
             recipe=recipe,
             text=f"{about} {title}".strip(),
             knobs=tuple(knobs),
@@ -300,38 +287,21 @@ def describe(name: str = "") -> str:
     inside = [
         section.describe()
         for section in sections()
-        if section.recipe == query
-        or section.name.removesuffix("[]") == query.removesuffix("[]")
-        or section.name.startswith((f"{query}.", f"{query}[]."))
+        if f"{section.name}.".replace("[]", "").startswith(f"{query}.".replace("[]", ""))
     ]
     if inside:
         return "\n\n".join(inside)
-    knobs = [knob for knob in all_knobs() if knob.name == query]
-    knobs = knobs or [knob for knob in all_knobs() if f".{knob.name}".endswith(f".{query}")]
-    metric = find_metric(name)
-    if knobs or metric:
-        return _entries([*knobs, *([metric] if metric else [])])
-    words = re.split(r"[\s_.-]+", query.lower())
-    entries = [*all_knobs(), *_metrics()]
-    partial = [each for each in entries if all(word in each.name.lower() for word in words)]
-    if partial:
-        return f"No knob or metric is called {name}. In their names:\n\n{_entries(partial)}"
-    raise ConfigError(f"{name}: {_unknown(name, query)}")
-
-
-def _unknown(name: str, query: str) -> str:
-    for foreign in foreign_names("metrics"):
-        if foreign.name == name and not foreign_hint(name):
-            return f"no such metric; {foreign.hint}"
-    if "/" in name:
-        near = difflib.get_close_matches(name, [metric.name for metric in _metrics()], n=3)
-        return "no such metric" + f"; did you mean {' or '.join(near)}?" * bool(near)
-    parent, _, key = query.rpartition(".")
-    for section in sections():
-        if parent and parent in (section.name, section.name.removesuffix("[]")):
-            prefix, root = f"{section.path}.".lstrip("."), _RECIPES[section.recipe][0]
-            return f"no such knob; {suggest(key, section.cls, prefix, root)}"
-    return f"no such knob or metric; {suggest(query.partition('.')[0], Config, '', Config)}"
+    found = [knob for knob in all_knobs() if f".{knob.name}".endswith(f".{query}")]
+    entries = [*found, *filter(None, [find_metric(name)])]
+    if not entries:
+        words = re.split(r"[\s_.-]+", query.lower())
+        known = [*all_knobs(), *_metrics()]
+        entries = [each for each in known if all(word in each.name.lower() for word in words)]
+    if not entries:
+        raise ConfigError(f"{name}: no such knob or metric; {suggest(query, Config)}")
+    if len(entries) <= _WHOLE:
+        return "\n\n".join(entry.describe() for entry in entries)
+    return _rows([entry.line() for entry in entries])
 
 
 def _overview() -> str:
@@ -342,12 +312,6 @@ def _overview() -> str:
     ]
     groups = [(title, ", ".join(m.name for m in g)) for title, g in _metric_groups().items()]
     return "\n\n".join([*parts, f"Metrics\n{_rows(groups)}", "keel knobs NAME describes one."])
-
-
-def _entries(entries: Sequence[_Knob | _Metric]) -> str:
-    if len(entries) <= _WHOLE:
-        return "\n\n".join(entry.describe() for entry in entries)
-    return _rows([entry.line() for entry in entries])
 
 
 def _first_sentence(text: str) -> str:
@@ -396,8 +360,7 @@ the applicable metrics of this page. `<set>`, `<domain>` and `<part>` stand for 
 
 
 def pages() -> Mapping[str, str]:
-    """Generate the reference pages in docs/, keyed by file name. In `coming-from.md`, any text
-    before the first table is kept."""
+    """Generate the reference pages in docs/, keyed by file name."""
     knobs, recipe = [_KNOBS], "train"
     for section in sections():
         if section.recipe != recipe:
@@ -423,22 +386,7 @@ def pages() -> Mapping[str, str]:
             rows.append((*row, metric.healthy, metric.otherwise))
         table = _table(("metric", "unit", "", "healthy", "otherwise"), rows)
         metrics.append(f"## {title}\n\n{table}")
-    old = (_DOCS / "coming-from.md").read_text(encoding="utf-8")
-    others = [old.partition("\n## ")[0]]
-    for kind in ("words", "metrics"):
-        if kind == "metrics":
-            others.append("## Metrics\n\n[Metrics](metrics.md) lists all of ours.\n")
-        for framework, names in other_frameworks().items():
-            rows = [
-                (f"`{each.name}`", ", ".join(f"`{k}`" for k in each.here) or "–", each.note)
-                for each in foreign_names(kind)
-                if each.framework == framework
-            ]
-            title = f"## {framework} ({names['config']})\n\n" * (kind == "words")
-            if rows:
-                others.append(title + _table((framework, "Keel", ""), rows))
-    texts = {"knobs.md": knobs, "metrics.md": metrics, "coming-from.md": others}
-    return {name: "\n".join(parts) for name, parts in texts.items()}
+    return {"knobs.md": "\n".join(knobs), "metrics.md": "\n".join(metrics)}
 
 
 def _linked(text: str) -> str:

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from keel.configs.auto import with_auto, without_auto
 from keel.configs.convert import build_config, knob_types, section_type, split_section
 from keel.configs.distillation import DistillConfig
-from keel.configs.dump import escape_references, yaml_line
+from keel.configs.dump import escape_references
 from keel.configs.paths import find_recipe, read_recipe, resolved
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.data import ROWS
@@ -292,23 +292,6 @@ def _explain_reference(error: OmegaConfBaseException, where: Mapping[str, str], 
     key = error.full_key or ""
     reason = str(error).strip().partition("\n")[0]
     return f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
-
-
-def split_overrides(overrides: Sequence[str]) -> list[str]:
-    """Split each override of a whole section into one override per knob: `run={steps: 3, seed: 1}`
-    becomes `run.steps=3` and `run.seed=1`. Raises ConfigError if an override is malformed."""
-    parts: list[str] = []
-    for override in overrides:
-        steps, value, _ = _parse_override(override)
-        knobs = list(split_section(Config, steps, value))
-        if [knob for knob, _ in knobs] in ([], [steps]):
-            parts.append(override)
-            continue
-        key = override.partition("=")[0].strip()
-        for knob, one in knobs:
-            inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
-            parts.append(f"{key}{inner}={yaml_line(one)}")
-    return parts
 
 
 def _parse_override(override: str) -> tuple[list[str], Any, str]:

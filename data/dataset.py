@@ -54,13 +54,12 @@ def load_dataset(
     seed: int,
     count_tokens: _CountTokens = lambda prompt: 0,
     check_reward: _CheckReward = lambda spec: None,
-    hub_answers: Callable[[], bool] = lambda: True,
 ) -> Dataset:
     """Read every source, remove duplicate questions, and split off the held-out prompts. A question
     held out by one source isn't used for training in any other.
 
-    `count_tokens` returns the length of a rendered prompt. `check_reward` and `hub_answers` are
-    passed on to `load_jsonl`. Raises ConfigError if a source can't be read or has too few distinct
+    `count_tokens` returns the length of a rendered prompt. `check_reward` is passed on to
+    `load_jsonl`. Raises ConfigError if a source can't be read or has too few distinct
     questions, or if a prompt is too long (under `long_prompts: error`).
     """
 
@@ -69,7 +68,7 @@ def load_dataset(
             return load_reasoning_gym(source, seed=seed)
         if source.source == "environment":
             return load_episodes(source)
-        return load_jsonl(source, check_reward, hub_answers)
+        return load_jsonl(source, check_reward)
 
     splits = {s.name: _split(load(s), s, config, seed, count_tokens) for s in config.sources}
     held = [item for split in splits.values() for item in split.heldout]

@@ -75,17 +75,15 @@ _PLACEHOLDER = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
 def load_jsonl(
     source: SourceConfig,
     check_reward: _CheckReward = lambda spec: None,
-    hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
     """Read up to `source.size` prompts from `source.path`, or all of them if the size is 0.
 
-    `check_reward` raises ValueError if a reward spec is invalid. If `hub_answers` returns False,
-    hub datasets are read from the local cache. Raises ConfigError if the file is missing or
-    contains no prompts. A malformed line also raises ConfigError, unless `on_bad_line: skip` is
-    set.
+    `check_reward` raises ValueError if a reward spec is invalid. Raises ConfigError if the file is
+    missing or contains no prompts. A malformed line also raises ConfigError, unless
+    `on_bad_line: skip` is set.
     """
     knob = f"data.sources[{source.name}]"
-    rows = read_source_rows(source, hub_answers, f"{knob}.path")
+    rows = read_source_rows(source, f"{knob}.path")
     reader, strict = _Reader(source, check_reward), source.on_bad_line == "error"
     items: dict[str, Item] = {}
     skipped: list[str] = []

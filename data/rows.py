@@ -4,10 +4,9 @@
 `.csv` and `.tsv` files have a header. All of these can be compressed (`.gz`). `.parquet` and
 `.arrow` files are read with pyarrow. Each row records its location for messages.
 
-A folder may have been written by `save_to_disk` of the package `datasets`. Otherwise it has the
-same layout as on the hub: `data/train-00000-of-00002.parquet`, `main/test.jsonl`,
-`train/part1.csv`. The split is part of the name of a file or its folder, and the subset is part of
-the folder name.
+A folder has the same layout as on the hub or from `save_to_disk` of the package `datasets`:
+`data/train-00000-of-00002.parquet`, `main/test.jsonl`, `train/data-00000-of-00001.arrow`. The split
+is part of the name of a file or its folder, and the subset is part of the folder name.
 """
 
 import codecs
@@ -25,10 +24,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
-    HfHubHTTPError,
     HFValidationError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage]: of httpx or httpx2, by its release
-    LocalEntryNotFoundError,
 )
 
 from keel.configs.paths import data_path
@@ -338,7 +335,7 @@ def drop_nulls(value: Any) -> Any:
 
 # --- Finding files ---
 
-_HUB_TIMEOUT_S = 30.0
+_HUB_TIMEOUT_S = 10.0
 _CONVERTED = "refs/convert/parquet"
 """Revision in which the hub stores its Parquet conversion, as `subset/split/0000.parquet`."""
 _PLAIN_FOLDERS = ("data", "default")  # folder names that are not subsets
@@ -359,34 +356,32 @@ class _FilesNotFound(ValueError):
 _Source = SourceConfig | ConversationsConfig
 
 
-def read_source_rows(source: _Source, hub_answers: Callable[[], bool], knob: str) -> Iterator[Row]:
+def read_source_rows(source: _Source, knob: str) -> Iterator[Row]:
     """Yield a source's rows. `knob` is the name of the setting that holds the source's path. Raises
     ConfigError listing the available splits or subsets if no file matches."""
     if source.source == "jsonl":
         return _read_jsonl_rows(data_path(source.path), knob)
-    return read_file_rows(_files_of(source, hub_answers, knob), knob)
+    return read_file_rows(_files_of(source, knob), knob)
 
 
-def _files_of(source: _Source, hub_answers: Callable[[], bool], knob: str) -> list[Path]:
+def _files_of(source: _Source, knob: str) -> list[Path]:
     try:
         if source.source == "hub":
-            return _find_hub_files(source, hub_answers)
+            return _find_hub_files(source)
         path = data_path(source.path)
-        if not path.is_dir():
-            if source.subset or source.split:
-                name = "subset" if source.subset else "split"
-                knob = f"{knob.removesuffix('.path')}.{name}"
-                raise ConfigError(f"{knob} is for folders, but {source.path!r} is a file")
-            return [path]
-        if saved := _find_saved_files(path, source.split):
-            return saved
-        names = _choose_files(_list_files(path), source.split, source.subset)
-        return [path / name for name in names]
+        if path.is_dir():
+            return [path / name for name in _choose_files(_list_files(path), source)]
     except _FilesNotFound as error:
         raise ConfigError(f"{knob} = {source.path!r}: {error}") from error
+    if source.subset or source.split:
+        name = "subset" if source.subset else "split"
+        knob = f"{knob.removesuffix('.path')}.{name}"
+        raise ConfigError(f"{knob} is for folders, but {source.path!r} is a file")
+    return [path]
 
 
-def _choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
+def _choose_files(names: Iterable[str], source: _Source) -> list[str]:
+    split, subset = source.split, source.subset
     subsets: dict[str, list[str]] = {}
     for name in sorted(names):
         *folders, file = PurePosixPath(name).parts
@@ -432,7 +427,7 @@ def _stem(name: str) -> str:
 
 def _split_of(name: str) -> str:
     stem = _stem(name)
-    if _SHARD.fullmatch(name):
+    if _SHARD.fullmatch(name) and stem != "data":
         return _SPLITS.get(stem, stem)
     return _SPLITS.get(re.split(r"[^a-z]", stem.lower(), maxsplit=1)[0], "")
 
@@ -445,68 +440,48 @@ def _list_files(folder: Path) -> list[str]:
     ]
 
 
-def _find_saved_files(folder: Path, split: str) -> list[Path]:
+def _find_hub_files(source: _Source) -> list[Path]:
+    """Download a hub dataset, or look it up in the cache if the hub refuses or does not answer."""
     try:
-        if (index := folder / "dataset_dict.json").is_file():
-            splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]
-            name = split or (splits[0] if len(splits) == 1 else "train")
-            if name not in splits:
-                raise _FilesNotFound(f"has no split {name!r}; it has {', '.join(splits)}")
-            folder = folder / name
-        if not (state := folder / "state.json").is_file():
-            return []
-        files = json.loads(state.read_text("utf-8"))["_data_files"]
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise _FilesNotFound(f"{folder} cannot be read: {error!r}") from error
-    return [folder / entry["filename"] for entry in files]
-
-
-def _find_hub_files(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
-    repo: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
-    try:
-        if not hub_answers():
-            return _from_cache(source, repo)
-        revision = None
+        return _download(source, lambda revision: _names(source.path, revision))
+    except (HTTPError, HFValidationError, OSError) as refusal:
         try:
-            files = _choose_files(_names(source.path, None), source.split, source.subset)
-        except _FilesNotFound as original:
-            revision = _CONVERTED
-            try:
-                files = _choose_files(_names(source.path, revision), source.split, source.subset)
-            except (_FilesNotFound, HfHubHTTPError, HTTPError):
-                raise original from None
-        folder = Path(snapshot_download(**repo, revision=revision, allow_patterns=files))
-        return [folder / name for name in files]
-    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
-        raise _FilesNotFound(
-            f"the hub ({constants.ENDPOINT}) refuses it: {error}. Correct the name (owner/name), "
-            "set HF_TOKEN if it is private or gated, or download it elsewhere and name its folder "
-            "with source: file"
-        ) from error
+            return _download(source, lambda revision: _cached_names(source.path, revision), True)
+        except OSError as error:
+            raise _FilesNotFound(
+                f"the hub ({constants.ENDPOINT}) does not give it ({refusal}), and there is no "
+                f"complete download ({error}). Correct the name (owner/name), set HF_TOKEN if it "
+                "is private or gated, or download it elsewhere (`hf download --repo-type dataset "
+                f"{source.path}`) and name its folder with source: file"
+            ) from refusal
 
 
-def _names(repo: str, revision: str | None) -> list[str]:
+def _download(
+    source: _Source, list_names: Callable[[str], list[str]], cached: bool = False
+) -> list[Path]:
+    """Download the files of a split, from the dataset or else from its conversion to Parquet. If
+    `cached` is true, only check that all parts have been downloaded."""
+    revision = constants.DEFAULT_REVISION
+    try:
+        files = _choose_files(list_names(revision), source)
+    except (_FilesNotFound, FileNotFoundError) as original:
+        revision = _CONVERTED
+        try:
+            files = _choose_files(list_names(revision), source)
+        except (_FilesNotFound, HTTPError, OSError):
+            raise original from None
+    parts = sorted({re.sub(r"\d+", "*", name) for name in files}) if cached else files
+    options: dict[str, Any] = {"repo_type": "dataset", "local_files_only": cached}
+    folder = snapshot_download(source.path, revision=revision, allow_patterns=parts, **options)
+    return [Path(folder, name) for name in files]
+
+
+def _names(repo: str, revision: str) -> list[str]:
     info = HfApi().dataset_info(repo, revision=revision, timeout=_HUB_TIMEOUT_S)
     return [each.rfilename for each in info.siblings or []]
 
 
-def _from_cache(source: _Source, repo: dict[str, Any]) -> list[Path]:
-    problem = "it was not downloaded before"
-    cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
-    for revision in (constants.DEFAULT_REVISION, _CONVERTED):
-        try:
-            commit = (cache / "refs" / revision).read_text("utf-8").strip()
-            names = _list_files(cache / "snapshots" / commit)
-            files = _choose_files(names, source.split, source.subset)
-            # Checks all parts: a download may have been interrupted.
-            parts = sorted({re.sub(r"\d+", "*", name) for name in files})
-            snapshot_download(**repo, revision=commit, local_files_only=True, allow_patterns=parts)
-            return [cache / "snapshots" / commit / name for name in files]
-        except (_FilesNotFound, LocalEntryNotFoundError) as error:
-            problem = f"the earlier download is incomplete: {error}"
-        except OSError:
-            continue
-    raise _FilesNotFound(
-        f"the hub ({constants.ENDPOINT}) does not answer, and {problem}. Download it elsewhere "
-        f"(`hf download --repo-type dataset {source.path}`) and name the folder with source: file"
-    )
+def _cached_names(repo: str, revision: str) -> list[str]:
+    cache = Path(constants.HF_HUB_CACHE) / f"datasets--{repo.replace('/', '--')}"
+    commit = (cache / "refs" / revision).read_text("utf-8").strip()
+    return _list_files(cache / "snapshots" / commit)

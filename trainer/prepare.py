@@ -27,7 +27,7 @@ from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
 from keel.data.dataset import Dataset, load_dataset, source_lines, source_warnings
 from keel.model.batch_invariant.layers import check_invariant
-from keel.model.hub import hub_answers, ignored_code, local_folder, missing_weights
+from keel.model.hub import ignored_code, local_folder, missing_weights
 from keel.model.load import (
     ModelFacts,
     digest_of_tokenizer,
@@ -277,7 +277,6 @@ def prepare_sft(
         solve=_solve_with_reasoning,
         tokenizer=model.tokenizer_digest,
         encoded=encoded,
-        hub_answers=hub_answers,
         reserved=set(prompts.reserved) if prompts else set(),
         reserved_ids={prompt.prompt_id for each in heldout for prompt in each},
     )
@@ -417,7 +416,6 @@ def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
         seed=config.run.seed,
         count_tokens=lambda prompt: prompt_tokens(prompt, tokenizer, facts),
         check_reward=check_spec,
-        hub_answers=hub_answers,
     )
 
 

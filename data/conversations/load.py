@@ -110,7 +110,6 @@ def load_lessons(
     solve: _Solve,
     tokenizer: str,
     encoded: Encoded | None = None,
-    hub_answers: Callable[[], bool] = lambda: True,
     reserved: Collection[str] = (),
     reserved_ids: Collection[str] = (),
 ) -> Lessons:
@@ -120,7 +119,7 @@ def load_lessons(
     the held-out set, only its last windows are held out. Prompts held out by the recipe are
     excluded by question (`reserved`) and by ID (`reserved_ids`), because an environment may change
     the first message. `tokenizer` is a digest of the model's tokenizer, and `encoded` tokenizes
-    text sources. If `hub_answers` returns False, no hub is contacted.
+    text sources.
 
     Raises ConfigError if a source is empty or can't be read, or if a conversation can't be rendered
     with the chat template or is too long (under `long_conversations: error`).
@@ -130,7 +129,7 @@ def load_lessons(
         if source.source == "solutions":
             return _worked_solutions(source, solve, seed=seed)
         if not source.is_text:
-            return read_conversations(source, hub_answers, tokenizer=tokenizer)
+            return read_conversations(source, tokenizer=tokenizer)
         assert encoded is not None
         if source.source == "text":
             return read_text(source, encoded, window=config.max_context_tokens)
@@ -332,7 +331,6 @@ _Placed = tuple[str, dict[str, Any]]
 
 def read_conversations(
     source: ConversationsConfig,
-    hub_answers: Callable[[], bool] = lambda: True,
     *,
     tokenizer: str = "",
 ) -> ReadSource:
@@ -343,7 +341,7 @@ def read_conversations(
         return _read_trajectories(source, tokenizer=tokenizer)
     knob = f"sft.sources[{source.name}]"
     check_keys(source.columns, KNOWN, knob)
-    placed = ((row.at, row) for row in read_source_rows(source, hub_answers, f"{knob}.path"))
+    placed = ((row.at, row) for row in read_source_rows(source, f"{knob}.path"))
     return _read_examples(source, placed, lambda at, row: [(at, _keyed(row, source.columns))])
 
 

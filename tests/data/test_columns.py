@@ -99,12 +99,13 @@ def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jso
 
 def of(folder: Path, *rows: Mapping[str, Any]) -> dict[str, Any]:
     flags = Namespace(subset="", prompt="", answer="", reward="mine.brief", environment="")
-    return _data_source(lines(folder, rows), flags, None, 10)
+    flags.data = lines(folder, rows)
+    return _data_source(flags)
 
 
-MATHS = "compared as mathematics"
+MATHS = "boxed"
 WORKED = "Half of 48 is 24, and 48 + 24 = 72.\n#### "
-CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
+CASES: dict[str, tuple[dict[str, Any], str | None, dict[str, str], str]] = {
     "Keel's own": ({"prompt": "2+2?", "answer": "4"}, MATHS, {}, ""),
     "gsm8k": ({"question": "?", "answer": f"{WORKED}72"}, MATHS, {"prompt": "question"}, "####"),
     "formulas": (
@@ -118,7 +119,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
     "two verdicts": ({"prompt": "?", "answer": "1", "tests": "x"}, MATHS, {"tests": ""}, ""),
     "whole solutions": (
         {"prompt": "?", "solution": "First we note that " * 12},
-        "your function",
+        None,
         {},
         "",
     ),
@@ -127,8 +128,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_columns_and_reward(case: str, tmp_path: Path) -> None:
-    row, judged, columns, after = CASES[case]
+    row, template, columns, after = CASES[case]
     found = of(tmp_path, row, row, row)
-    assert found["about_rewards"].startswith(judged)
-    assert (found["columns"], found["mark"]) == (columns, after)
-    assert found["source"] == "jsonl" and "of 3 rows" in found["about_holdout"]
+    assert (found["template"], found["columns"], found["mark"]) == (template, columns, after)
+    assert (found["source"], found["holdout"]) == ("jsonl", 1)
+    assert ("correct" in found["rewards"]) == bool(template)

@@ -27,6 +27,7 @@ def filled(folder: Path, *names: str) -> Path:
 
 
 SHARDS = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]
+SAVED = [f"{split}/data-00000-of-00001.arrow" for split in ("train", "test")]
 OWN = ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"]
 
 
@@ -40,17 +41,18 @@ OWN = ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.p
         (["main/train.csv", "socratic/train.csv"], "", "main", ["main/train.csv"]),
         (["main/train/0.parquet", "main/test/0.parquet"], "test", "", ["main/test/0.parquet"]),
         (OWN, "train_sft", "", OWN[:1]),
+        ([*SAVED, "dataset_dict.json", "test/state.json"], "test", "", SAVED[1:]),
         (["a.jsonl.gz", "b.jsonl.gz", "state.json"], "", "", ["a.jsonl.gz", "b.jsonl.gz"]),
     ],
 )
 def test_split_and_subset(names: list[str], split: str, subset: str, chosen: list[str]) -> None:
-    assert _choose_files(names, split, subset) == chosen
+    assert _choose_files(names, source("x", split=split, subset=subset)) == chosen
 
 
 def test_missing_files() -> None:
     for names in (["main/0.csv", "socratic/0.csv"], ["state.json"], ["train-00001-of-00002.csv"]):
         with pytest.raises(_FilesNotFound):
-            _choose_files(names, "", "")
+            _choose_files(names, source("x"))
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -67,14 +69,20 @@ def test_folders(tmp_path: Path) -> None:
 def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "datasets--owner--sums"
-    names = {None: ["main/train.jsonl", "main/test.jsonl", "README.md"], "converted": ["x.xml"]}
+    names = {"main": ["main/train.jsonl", "main/test.jsonl", "README.md"]}
     asked: list[str] = []
 
-    def download(*, allow_patterns: list[str], **_: Any) -> str:
+    def listed(_: str, revision: str) -> list[str]:
+        return names.get(revision, ["x.xml"])
+
+    def offline(_: str, revision: str) -> list[str]:
+        raise ConnectionError(revision)
+
+    def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
         asked.extend(allow_patterns)
         return str(filled(folder / "snapshots/c0ffee", *allow_patterns))
 
-    monkeypatch.setattr(rows, "_names", lambda _, revision: names[revision and "converted"])
+    monkeypatch.setattr(rows, "_names", listed)
     monkeypatch.setattr(rows, "snapshot_download", download)
     gsm = hub(subset="main")
     items = load_jsonl(gsm).items
@@ -82,12 +90,15 @@ def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["main/train.jsonl"]
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text("c0ffee")
-    again = load_jsonl(gsm, hub_answers=lambda: False).items
-    assert [item.prompt for item in again] == [item.prompt for item in items]
-    assert [place.name for place in cached_places()] == [folder.name]
-    for answers in (True, False):
+    for names_of in (listed, offline):
+        monkeypatch.setattr(rows, "_names", names_of)
+        again = load_jsonl(gsm).items
+        assert [item.prompt for item in again] == [item.prompt for item in items]
         with pytest.raises(ConfigError, match="minor"):
-            load_jsonl(hub(subset="minor"), hub_answers=lambda answers=answers: answers)
+            load_jsonl(hub(subset="minor"))
+    assert [place.name for place in cached_places()] == [folder.name]
+    with pytest.raises(ConfigError, match="does not give it"):
+        load_jsonl(source("owner/other", source="hub", **GSM8K))
 
 
 def hub(**knobs: Any) -> SourceConfig:
