@@ -163,7 +163,7 @@ class _Builder:
                 label = f"{label}.{step}".lstrip(".")
             else:
                 named = isinstance(node, Mapping)
-                label += f"[{(cast(Any, node).get('name') if named else None) or step}]"
+                label += f"[{(node.get('name') if named else None) or step}]"
         return label
 
     def problem(self, keys: _Keys, message: str, inner: str = "") -> Any:
