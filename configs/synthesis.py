@@ -201,11 +201,8 @@ class SearchTasksConfig(Section):
     term."""
     breadth: int = knob(2, ge=1)
     """Minimum number of facts that a question combines."""
-    helpful: float = knob(0.0, ge=0, le=1)
-    """Fraction of open questions. A rubric grades their answers, and search must help to answer
-    them."""
     least_gain: float = knob(0.2, gt=0, le=1)
-    """helpful: minimum difference between the scores of an answer with tools and one without."""
+    """prompts: minimum difference between the scores of an answer with tools and one without."""
     most_turns: int = knob(30, ge=1)
     """Maximum number of turns per agent."""
     tries: int = knob(3, ge=1)

@@ -1,7 +1,7 @@
-"""`family: search` of `keel synthesize`: create search questions and open requests, and select
-existing prompts that search helps to answer.
+"""`family: search` of `keel synthesize`: create search questions, and select existing prompts that
+search helps to answer.
 
-A question has a rule that checks the answer, and an open request has a rubric.
+A question has a rule that checks the answer, and a prompt has a rubric.
 
 tasks.jsonl   accepted tasks, for `source: jsonl` with the search environment
 recipe.yaml   part of a training recipe: the source that reads these tasks
@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +36,6 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import (
     AcceptedQuestions,
     Answerer,
-    DraftStart,
     Workspace,
     accepts,
     answer_rule,
@@ -80,7 +79,7 @@ class SearchPipeline:
         ]
         self._verifier = another(config.verifier) if config.verifier else author
         self._kept, self._written = AcceptedQuestions(), set[str]()
-        self._starts: dict[str, DraftStart] = {}
+        self._starts: dict[str, tuple[str, str]] = {}
         self._prompts: dict[str, dict[str, Any]] = {}
         self.keys: Sequence[str] = ()
 
@@ -123,9 +122,8 @@ class SearchPipeline:
         if key in self._prompts:
             line = await self._filtered(self._prompts[key])
         else:
-            start = self._starts[key]
-            line = await (self._helpful(start) if start.open else self._question(start, key))
-            line["provenance"] |= {"entity": start.entity, "language": start.language}
+            entity, language = self._starts[key]
+            line = await self._question(entity, language, key)
         line["provenance"] |= {
             "authors": sorted({one.author.name for one in self._answerers} | {self._author.name}),
             "verifier": self._verifier.name,
@@ -139,8 +137,8 @@ class SearchPipeline:
             file.write(json.dumps({"id": key, **line}, ensure_ascii=False) + "\n")
         self._written.add(key)
 
-    async def _question(self, start: DraftStart, key: str) -> dict[str, Any]:
-        draft = await write_draft(self._workspace, self._author, start, self._kept)
+    async def _question(self, entity: str, language: str, key: str) -> dict[str, Any]:
+        draft = await write_draft(self._workspace, self._author, entity, language, self._kept)
         rule = answer_rule(draft.spellings)
         taken = accepts(rule)
         if lost := [one for one in draft.spellings if not taken(one)]:
@@ -164,30 +162,17 @@ class SearchPipeline:
                 "evidence": [asdict(one) for one in draft.evidence],
                 "wrong_answers": wrong,
                 "passes": self._config.passes,
-            },
-        }
-
-    async def _helpful(self, start: DraftStart) -> dict[str, Any]:
-        draft = await write_draft(self._workspace, self._author, start, self._kept)
-        scores = await self._gain(draft.text, draft.rubric)
-        return {
-            "prompt": draft.text,
-            "criteria": draft.rubric["criteria"],
-            "reference": draft.rubric["reference"],
-            "environment": {"evidence": draft.documents},
-            "provenance": {
-                "evidence": [asdict(one) for one in draft.evidence],
-                "scores": scores,
+                "entity": entity,
+                "language": language,
             },
         }
 
     async def _filtered(self, task: Mapping[str, Any]) -> dict[str, Any]:
         self._kept.check(task["prompt"], "", ())
-        scores = await self._gain(task["prompt"], _rubric_of(task))
+        scores = await measure_gain(
+            self._workspace, self._author, self._verifier, task["prompt"], _rubric_of(task)
+        )
         return {**task, "environment": {"evidence": []}, "provenance": {"scores": scores}}
-
-    async def _gain(self, text: str, rubric: Mapping[str, Any]) -> dict[str, float]:
-        return await measure_gain(self._workspace, self._author, self._verifier, text, rubric)
 
     def _given_prompts(self) -> dict[str, dict[str, Any]]:
         prompts: dict[str, dict[str, Any]] = {}
@@ -210,7 +195,8 @@ class SearchPipeline:
     def _file(self) -> Path:
         return self._folder / "tasks.jsonl"
 
-    def _drawn(self, library: Library) -> dict[str, DraftStart]:
+    def _drawn(self, library: Library) -> dict[str, tuple[str, str]]:
+        """Draw the entities to start from, each with the language of its question."""
         config = self._config
         entities: list[str] = []
         if config.entities:
@@ -227,16 +213,8 @@ class SearchPipeline:
         if len(entities) < config.count:
             cure = "lower it, add to search.entities, or raise search.most_documents"
             raise ConfigError(f"search.count = {config.count}: {len(entities)} entities; {cure}")
-        starts: dict[str, DraftStart] = {}
-        drawn = {True: 0, False: 0}
-        for number, entity in enumerate(entities):
-            # Evenly spaced, independent of `count`.
-            is_open = int((number + 1) * config.helpful) > int(number * config.helpful)
-            # Each kind cycles through the languages.
-            language = config.languages[drawn[is_open] % len(config.languages)]
-            drawn[is_open] += 1
-            starts[f"{entity}/{language}"] = DraftStart(entity, language, is_open)
-        return starts
+        pairs = zip(entities, cycle(config.languages), strict=False)
+        return {f"{entity}/{language}": (entity, language) for entity, language in pairs}
 
     def _read_accepted(self) -> None:
         """Read the tasks accepted by earlier runs, and drop any incomplete last line."""

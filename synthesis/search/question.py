@@ -1,8 +1,8 @@
-"""Agents that write, answer and verify search questions. An author writes questions and open
-requests with evidence, which are checked, and from which the rule that rewards an answer is
-derived. Other agents answer a question, and a verifier judges their answers. For open requests,
-the gain from searching is measured. All agents have the same search tools as the policy. Documents
-are untrusted, so control tokens and invisible characters are escaped."""
+"""Agents that write, answer and verify search questions. An author writes questions with evidence,
+which are checked, and from which the rule that rewards an answer is derived. Other agents answer a
+question, and a verifier judges their answers. For prompts with a rubric, the gain from searching is
+measured. All agents have the same search tools as the policy. Documents are untrusted, so control
+tokens and invisible characters are escaped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import ascii_uppercase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from keel.agents.env_runtime.tool_objects import Tool, methods_of
 from keel.agents.environments.search.documents import (
@@ -157,15 +157,6 @@ spellings of it; and as evidence each fact with the document that you opened and
 that state it. One of the quotes has to contain the answer."""
 
 
-class DraftStart(NamedTuple):
-    """The starting point for a draft: an entity, a language, and the kind of task."""
-
-    entity: str
-    language: str
-    open: bool
-    """True for an open request with a rubric, False for a question."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Evidence:
     claim: str
@@ -175,13 +166,10 @@ class _Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A drafted question, or an open request with a rubric for grading answers."""
-
     text: str
+    answer: str
+    also: tuple[str, ...]
     evidence: tuple[_Evidence, ...]
-    answer: str = ""
-    also: tuple[str, ...] = ()
-    rubric: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def documents(self) -> list[str]:
@@ -197,122 +185,66 @@ class _Draft:
         return list(result.values())
 
 
-_EVIDENCE = object_schema(
-    claim=_text_schema(500), document=_text_schema(400), quote=_text_schema(1000)
-)
-_SUBMIT_QUESTION = ToolSpec(
+_SUBMIT = ToolSpec(
     name="submit",
     description="Submit the question.",
     parameters=object_schema(
         question=_text_schema(),
         answer=_text_schema(200),
         other_spellings=_list_schema(_text_schema(200), 0, _MOST),
-        evidence=_list_schema(_EVIDENCE, 1, _MOST),
-    ),
-)
-
-
-_MIN_CRITERIA, _MAX_CRITERIA = 3, 8
-_REQUEST_SYSTEM = """\
-You write requests to an assistant that can search: to explain, compare, summarize or advise. A \
-good request needs at least {breadth} facts from at least {depth} documents, which people do not \
-know by heart.
-
-Search for the given entity, open the documents that you find, and follow it from document to \
-document. Then submit with the tool `submit`: the request; the facts of a good answer, each with \
-the document that you opened and the words in it that state it; and {least} to {most} criteria of \
-different kinds (required facts, errors, completeness, clarity, relevance), each with a short \
-name, a text that tells when it is met, clear enough that two people would agree, and a weight \
-above 0."""
-_SUBMIT_REQUEST = ToolSpec(
-    name="submit",
-    description="Submit the request.",
-    parameters=object_schema(
-        request=_text_schema(),
-        evidence=_list_schema(_EVIDENCE, 1, _MOST),
-        criteria=_list_schema(
+        evidence=_list_schema(
             object_schema(
-                name=_text_schema(60),
-                text=_text_schema(500),
-                weight={"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+                claim=_text_schema(500), document=_text_schema(400), quote=_text_schema(1000)
             ),
-            _MIN_CRITERIA,
-            _MAX_CRITERIA,
+            1,
+            _MOST,
         ),
     ),
 )
 
 
 async def write_draft(
-    workspace: Workspace, author: Author, start: DraftStart, accepted: AcceptedQuestions
+    workspace: Workspace,
+    author: Author,
+    entity: str,
+    language: str,
+    accepted: AcceptedQuestions,
 ) -> _Draft:
-    """Ask the author model for a new question or open request that passes all gates. Raises
-    Rejected if a gate rejects it, and AuthorLost or BudgetSpent if a call fails."""
+    """Ask the author model for a new question that passes all gates. Raises Rejected if a gate
+    rejects it, and AuthorLost or BudgetSpent if a call fails."""
+    config = workspace.config
     drafts: list[_Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
-        draft = _request_of(value) if start.open else _question_of(value)
-        _check_evidence(draft.evidence, search, workspace.config)
-        if not start.open:
-            if isinstance(
-                workspace.library, SearchIndex
-            ):  # others do not know which terms are rare
-                _check_chain(draft.evidence, search, workspace.library)
-            _check_answer(draft, workspace.library, depth=workspace.config.depth)
+        draft = _Draft(
+            text=" ".join(value["question"].split()),
+            answer=" ".join(value["answer"].split()),
+            also=tuple(" ".join(one.split()) for one in value["other_spellings"]),
+            evidence=tuple(
+                _Evidence(claim=one["claim"], document=one["document"].strip(), quote=one["quote"])
+                for one in value["evidence"]
+            ),
+        )
+        _check_evidence(draft, search, config)
+        if isinstance(workspace.library, SearchIndex):  # others do not know which terms are rare
+            _check_chain(draft.evidence, search, workspace.library)
+        _check_answer(draft, workspace.library, depth=config.depth)
         best, likely = detect_language(draft.text)
-        if best != start.language and likely.get(start.language, 0.0) < _UNLIKELY:
-            raise Rejected("language", f"the question is in {best!r} instead of {start.language!r}")
+        if best != language and likely.get(language, 0.0) < _UNLIKELY:
+            raise Rejected("language", f"the question is in {best!r} instead of {language!r}")
         accepted.check(draft.text, draft.answer, draft.documents)
         drafts.append(draft)
 
-    kind, system, tool = "question", _QUESTION_SYSTEM, _SUBMIT_QUESTION
-    ending = " Keep the spelling of the answer from the document."
-    if start.open:
-        kind, system, tool, ending = "request", _REQUEST_SYSTEM, _SUBMIT_REQUEST, ""
     await workspace.work(
         author,
-        system.format(
-            depth=workspace.config.depth,
-            breadth=workspace.config.breadth,
-            least=_MIN_CRITERIA,
-            most=_MAX_CRITERIA,
-        ),
-        f"Write a {kind} in the language with the ISO 639-1 code {start.language}, beginning from "
-        f"the entity between the fences.{ending}",
-        material={"entity": start.entity},
+        _QUESTION_SYSTEM.format(depth=config.depth, breadth=config.breadth),
+        f"Write a question in the language with the ISO 639-1 code {language}, beginning from "
+        "the entity between the fences. Keep the spelling of the answer from the document.",
+        material={"entity": entity},
         purpose="question",
-        hand_in=(tool, hand_in),
+        hand_in=(_SUBMIT, hand_in),
     )
     return drafts[-1]
-
-
-def _question_of(value: Mapping[str, Any]) -> _Draft:
-    return _Draft(
-        text=" ".join(value["question"].split()),
-        evidence=_evidence_of(value),
-        answer=" ".join(value["answer"].split()),
-        also=tuple(" ".join(one.split()) for one in value["other_spellings"]),
-    )
-
-
-def _request_of(value: Mapping[str, Any]) -> _Draft:
-    total = sum(one["weight"] for one in value["criteria"])
-    criteria = [{**one, "weight": one["weight"] / total} for one in value["criteria"]]
-    evidence = _evidence_of(value)
-    reference = "\n".join(one.claim for one in evidence)
-    rubric = {"kind": "rubric", "criteria": criteria, "reference": reference}
-    try:
-        Rubric.parse(rubric)
-    except ValueError as error:
-        raise Rejected("criteria", str(error)) from error
-    return _Draft(text=" ".join(value["request"].split()), evidence=evidence, rubric=rubric)
-
-
-def _evidence_of(value: Mapping[str, Any]) -> tuple[_Evidence, ...]:
-    return tuple(
-        _Evidence(claim=one["claim"], document=one["document"].strip(), quote=one["quote"])
-        for one in value["evidence"]
-    )
 
 
 _NUMBER = re.compile(r"[-+−]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d*[1-9])?\s*%?")
@@ -371,23 +303,25 @@ _UNLIKELY = 0.02
 """Reject a question if the probability that it is in the requested language is below this."""
 
 
-def _check_evidence(
-    evidence: Sequence[_Evidence], search: Search, config: SearchTasksConfig
-) -> None:
+def _check_evidence(draft: _Draft, search: Search, config: SearchTasksConfig) -> None:
     """Check that every fact quotes a document that the author opened, and that there are enough
     facts and documents. Raises Rejected otherwise."""
-    for one in evidence:
+    for one in draft.evidence:
         _check_quote("evidence", one.document, one.quote, search)
-    facts = _separate_quotes(evidence, search)
+    quotes = {(one.document, letters_and_digits(one.quote)) for one in draft.evidence}
+    # A quote that is part of another one is not a fact of its own.
+    facts = sum(
+        not any(name == other and quote != longer and quote in longer for other, longer in quotes)
+        for name, quote in quotes
+    )
     if facts < config.breadth:
         raise Rejected(
             "breadth", f"only {facts} facts are joined, at least {config.breadth} are required"
         )
-    documents = {one.document for one in evidence}
-    if len(documents) < config.depth:
+    if len(draft.documents) < config.depth:
         raise Rejected(
             "depth",
-            f"only {len(documents)} documents are used, at least {config.depth} are required",
+            f"only {len(draft.documents)} documents are used, at least {config.depth} are required",
         )
 
 
@@ -399,21 +333,6 @@ def _check_quote(gate: str, name: str, quote: str, search: Search) -> None:
         raise Rejected(gate, f"{name!r} was not opened; name documents you read")
     if wrong := explain_invalid_quote(quote, document):
         raise Rejected(gate, wrong)
-
-
-def _separate_quotes(evidence: Sequence[_Evidence], search: Search) -> int:
-    places: list[tuple[str, int, int]] = []
-    for one in evidence:
-        start = letters_and_digits(search.opened[one.document].text).find(
-            letters_and_digits(one.quote)
-        )
-        places.append((one.document, start, start + len(letters_and_digits(one.quote))))
-    count, document, last = 0, "", 0
-    for name, start, end in sorted(places):
-        count += name != document or start >= last
-        last = max(end, last) if name == document else end
-        document = name
-    return count
 
 
 def _check_chain(evidence: Sequence[_Evidence], search: Search, index: SearchIndex) -> None:

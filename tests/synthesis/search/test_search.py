@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -332,50 +332,6 @@ def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
     assert drawn(1) == drawn(1) != drawn(2) and drawn(1, 6)[:4] == drawn(1)
 
 
-REQUEST = "Explain to a visitor how the bridge, its designer and the society are connected."
-CRITERIA = [
-    {"name": "chain", "text": "Says that the designer's notebooks are there.", "weight": 3},
-    {"name": "founder", "text": "Names the founder.", "weight": 2},
-    {"name": "brief", "text": "Has at most two paragraphs.", "weight": 1},
-]
-REQUESTED = {"request": REQUEST, "evidence": list(EVIDENCE), "criteria": CRITERIA}
-
-
-def made_request(folder: Path, *, by_memory: str = "missed", **changes: Any) -> World:
-    agents = Agents(
-        submits=[{**REQUESTED, **changes}],
-        answers=["With tools.", "From memory."],
-        judged={"With tools.": "met", "From memory.": by_memory},
-    )
-    world = world_of(folder, agents, helpful=1.0)
-
-    return made(world, 0)
-
-
-def test_request_with_rubric(tmp_path: Path) -> None:
-    (line,) = made_request(tmp_path).lines
-    assert line["provenance"]["scores"] == {"with_tools": 1.0, "without": 0.0}
-    path = tmp_path / "out" / "tasks.jsonl"
-    source = SourceConfig(name="s", source="jsonl", path=str(path))
-    environment = EnvironmentConfig(target="keel.agents.environments.search.environment:Search")
-    (item,) = load_jsonl(replace(source, environment=environment), check_spec).items
-    assert item.prompt.reward["kind"] == "rubric"
-    assert "Tobias Wrenfield founded it." in item.prompt.reward["reference"]
-
-
-@pytest.mark.parametrize(
-    ("gate", "changes"),
-    [
-        ("gain", {"by_memory": "met"}),
-        ("breadth", {"evidence": [EVIDENCE[0]]}),
-        ("criteria", {"criteria": [CRITERIA[0]] * 3}),
-    ],
-)
-def test_gates_refuse_requests(tmp_path: Path, gate: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(Rejected, match=gate):
-        made_request(tmp_path, **changes)
-
-
 def test_prompts_that_search_helps_to_answer_are_selected(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     criteria = [{"name": "good", "text": "It is right.", "weight": 1.0}]
@@ -399,6 +355,11 @@ def test_prompts_that_search_helps_to_answer_are_selected(tmp_path: Path) -> Non
     (line,) = world.lines
     assert (line["prompt"], line["criteria"]) == (texts[0], criteria)
     assert line["provenance"]["scores"] == {"with_tools": 1.0, "without": 0.0}
+    environment = EnvironmentConfig(target="keel.agents.environments.search.environment:Search")
+    path = str(tmp_path / "out" / "tasks.jsonl")
+    source = SourceConfig(name="s", source="jsonl", path=path, environment=environment)
+    (item,) = load_jsonl(source, check_spec).items
+    assert item.prompt.reward["kind"] == "rubric"
 
 
 def reply(answer: AuthorReply | str) -> Reply:
