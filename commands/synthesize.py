@@ -4,16 +4,22 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig
-from keel.synthesis.author import Author, AuthorLost, BudgetSpent, EndpointAuthor, SynthesisBudget
+from keel.synthesis.author import (
+    AuthorLost,
+    BudgetSpent,
+    EndpointAuthor,
+    SynthesisBudget,
+    gather_or_cancel,
+)
 from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
-from keel.trainer.run.progress import Wait, waiting
+from keel.trainer.run.progress import waiting
 
 MakeTask = Callable[[str], Awaitable[Sequence[Rejected] | None]]
 """Create the task for a key and write it to the folder, completely or not at all. Returns the
@@ -24,86 +30,6 @@ if the next call could exceed the budget.
 """
 _MOST_LOST = 5
 """Stop after this many consecutive tasks without a response from the author model."""
-
-
-async def _make_all(
-    keys: Sequence[str],
-    make: MakeTask,
-    ledger: Ledger,
-    *,
-    at_once: int,
-    say: Callable[[str], object],
-    stop: asyncio.Event,
-) -> str:
-    """Create all tasks that aren't in the ledger yet. Returns the reason for stopping early, or ""
-    if all tasks were processed."""
-    remaining = [key for key in keys if key not in ledger.outcomes]
-    if made := len(keys) - len(remaining):
-        say(f"{made:,} of {len(keys):,} tasks already made")
-    if not remaining:
-        return ""
-    queue, why, lost, under_way = list(reversed(remaining)), "", 0, set[str]()
-
-    async def outcome_of(key: str) -> TaskOutcome:
-        begun, gate, reason = time.monotonic(), "", ""
-        try:
-            drafts = await make(key) or ()
-        except Rejected as refused:
-            gate, reason, drafts = refused.gate, refused.reason, refused.drafts
-        return TaskOutcome(
-            key=key,
-            outcome="refused" if gate else "kept",
-            gate=gate,
-            reason=reason,
-            seconds=round(time.monotonic() - begun, 3),
-            drafts=[(draft.gate, draft.reason) for draft in drafts],
-        )
-
-    async def worker() -> None:
-        nonlocal why, lost
-        while queue and not why and not stop.is_set():
-            key = queue.pop()
-            under_way.add(key)
-            try:
-                outcome = await outcome_of(key)
-            except AuthorLost as error:
-                lost += 1
-                say(f"{key}: {error}. The next start retries it")
-                if lost >= _MOST_LOST:
-                    why = f"{lost} tasks in a row got no answer from their author: {error}"
-                continue
-            except BudgetSpent as error:
-                why = str(error)
-                return
-            finally:
-                under_way.discard(key)
-            lost = 0
-            ledger.add(outcome)
-            reply = f"rejected by {outcome.gate}: {outcome.reason}" if outcome.gate else "kept"
-            shown.done += 1
-            say(f"{shown.done:,.0f} of {len(keys):,}: {key} {reply}")
-
-    def measure(wait: Wait) -> None:
-        wait.note = f"{len(under_way)} in flight, {len(ledger.spent):,} model calls"
-
-    with waiting("making tasks", total=len(keys), unit="tasks") as shown:
-        shown.done = shown.before = made
-        shown.measure = measure
-        workers = [asyncio.create_task(worker()) for _ in range(min(at_once, len(queue)))]
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            ended = asyncio.gather(*workers)
-            # Retrieve the exception here, so that asyncio does not log it as never retrieved.
-            ended.add_done_callback(lambda done: done.cancelled() or done.exception())
-            await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (*workers, stopping):
-                task.cancel()
-            results = await asyncio.gather(*workers, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-    return why or ("stopped" if any(key not in ledger.outcomes for key in remaining) else "")
 
 
 class _Pipeline(Protocol):
@@ -119,31 +45,6 @@ class _Pipeline(Protocol):
     async def make(self, key: str) -> Sequence[Rejected] | None: ...
 
 
-def _open_pipeline(
-    config: SynthesisConfig,
-    author: EndpointAuthor,
-    folder: Path,
-    more: Callable[[AuthorConfig], Author],
-) -> _Pipeline:
-    if config.family == "general":
-        from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
-
-        reference = more(config.reference) if config.reference else author
-        return GeneralPipeline(
-            config.general, folder, author=author, reference=reference, seed=config.seed
-        )
-    if config.family == "code":
-        from keel.synthesis.code.pipeline import CodePipeline  # noqa: PLC0415
-
-        return CodePipeline(config.code, author, folder)
-    from keel.synthesis.search.pipeline import SearchPipeline  # noqa: PLC0415
-
-    try:
-        return SearchPipeline(config.search, author, author.another, folder, seed=config.seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def synthesize(config: SynthesisConfig) -> int:
     """Create the tasks. Returns exit status 0 if all tasks are done, or 1 if the command stopped
     early. Raises ConfigError if the recipe or folder can't be used."""
@@ -153,51 +54,36 @@ def synthesize(config: SynthesisConfig) -> int:
 async def _synthesize(config: SynthesisConfig) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
     with Ledger(folder, _task_settings(config)) as ledger:
-        loop = asyncio.get_running_loop()
-        # asyncio's handler needs the loop, which preparing may block for long.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, _leave)
         budget = SynthesisBudget(config.budget, ledger.spent, ledger.used)
-        authors: list[EndpointAuthor] = []
+        async with AsyncExitStack() as stack:
 
-        def author_of(value: AuthorConfig) -> EndpointAuthor:
-            try:
-                authors.append(EndpointAuthor(value, budget))
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-            return authors[-1]
+            def author_of(value: AuthorConfig) -> EndpointAuthor:
+                author = EndpointAuthor(value, budget)
+                stack.push_async_callback(author.close)
+                return author
 
-        try:
-            author = author_of(config.author)
-            async with AsyncExitStack() as stack:
-                with waiting("preparing task sources"):
-                    pipeline = _open_pipeline(config, author, folder, author_of)
-                    await stack.enter_async_context(pipeline)
-                for name in (signal.SIGINT, signal.SIGTERM):
-                    loop.add_signal_handler(name, stop.set)
+            with waiting("preparing task sources"):
                 try:
-                    why = await _make_all(
-                        pipeline.keys,
-                        pipeline.make,
-                        ledger,
-                        at_once=config.at_once,
-                        say=print,
-                        stop=stop,
-                    )
-                finally:
-                    _print_report(ledger.report())
-        finally:
-            for each in authors:
-                await each.close()
+                    pipeline = _pipeline_of(config, folder, author_of)
+                except ValueError as error:
+                    raise ConfigError(str(error)) from error
+                await stack.enter_async_context(pipeline)
             for name in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(name)
+                asyncio.get_running_loop().add_signal_handler(name, stop.set)
+            try:
+                why = await _make_all(
+                    pipeline.keys,
+                    pipeline.make,
+                    ledger,
+                    at_once=config.at_once,
+                    say=print,
+                    stop=stop,
+                )
+            finally:
+                _print_report(ledger.report())
     if why:
         print(f"keel synthesize: {why}. Run the same command to continue")
     return int(bool(why))
-
-
-def _leave(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _task_settings(config: SynthesisConfig) -> dict[str, Any]:
@@ -205,6 +91,90 @@ def _task_settings(config: SynthesisConfig) -> dict[str, Any]:
     which can be changed on a rerun."""
     section = asdict(getattr(config, config.family))
     return {"family": config.family, "seed": config.seed, **section}
+
+
+def _pipeline_of(
+    config: SynthesisConfig, folder: Path, author_of: Callable[[AuthorConfig], EndpointAuthor]
+) -> _Pipeline:
+    author = author_of(config.author)
+    if config.family == "general":
+        from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
+
+        reference = author_of(config.reference) if config.reference else author
+        return GeneralPipeline(
+            config.general, folder, author=author, reference=reference, seed=config.seed
+        )
+    if config.family == "code":
+        from keel.synthesis.code.pipeline import CodePipeline  # noqa: PLC0415
+
+        return CodePipeline(config.code, author, folder)
+    from keel.synthesis.search.pipeline import SearchPipeline  # noqa: PLC0415
+
+    return SearchPipeline(config.search, author, author.another, folder, seed=config.seed)
+
+
+async def _make_all(
+    keys: Sequence[str],
+    make: MakeTask,
+    ledger: Ledger,
+    *,
+    at_once: int,
+    say: Callable[[str], object],
+    stop: asyncio.Event,
+) -> str:
+    """Create all tasks that aren't in the ledger yet. Returns the reason for stopping early, or ""
+    if all tasks were processed."""
+    queue = [key for key in reversed(keys) if key not in ledger.outcomes]
+    if made := len(keys) - len(queue):
+        say(f"{made:,} of {len(keys):,} tasks already made")
+    why, lost = "", 0
+
+    async def worker() -> None:
+        nonlocal why, lost
+        while queue and not why:
+            key, begun = queue.pop(), time.monotonic()
+            gate, reason, reply = "", "", "kept"
+            try:
+                drafts = await make(key) or ()
+            except Rejected as refused:
+                gate, reason, drafts = refused.gate, refused.reason, refused.drafts
+                reply = f"rejected by {gate}: {reason}"
+            except AuthorLost as error:
+                lost += 1
+                say(f"{key}: {error}. The next start retries it")
+                if lost >= _MOST_LOST:
+                    why = f"{lost} tasks in a row got no answer from their author: {error}"
+                continue
+            except BudgetSpent as error:
+                why = str(error)
+                return
+            lost = 0
+            ledger.add(
+                TaskOutcome(
+                    key=key,
+                    outcome="refused" if gate else "kept",
+                    gate=gate,
+                    reason=reason,
+                    seconds=round(time.monotonic() - begun, 3),
+                    drafts=[(draft.gate, draft.reason) for draft in drafts],
+                )
+            )
+            shown.done += 1
+            say(f"{shown.done:,.0f} of {len(keys):,}: {key} {reply}")
+
+    with waiting("making tasks", total=len(keys), unit="tasks") as shown:
+        shown.done = shown.before = made
+        workers = [worker() for _ in range(at_once)]
+        work = asyncio.create_task(gather_or_cancel(*workers))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+    return why or ("stopped" if any(key not in ledger.outcomes for key in keys) else "")
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
