@@ -14,19 +14,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import torch
 import yaml
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
+from keel.data.results import align_columns
 from keel.model.hub import download
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import Failed, FailureKind, Judged, ServedJudge, judged_spec
+from keel.rewards.judge.specs import Failed, Judged, ServedJudge, judged_spec
 from keel.rl.types import Prompt
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer.placement.nodes import start_ray, stop_ray
@@ -70,7 +69,7 @@ def judge(options: argparse.Namespace) -> None:
             for _ in range(settings.server.replicas):
                 servers.append(JudgeServer(settings, gpu=gpu))
                 stack.callback(servers[-1].stop)
-        failed = _judge_answers(items, settings, out, Console(), servers=servers)
+        failed = _judge_answers(items, settings, out, servers=servers)
     if failed:
         raise RuntimeError(f"{failed} of {len(items)} answers could not be judged")
 
@@ -155,7 +154,6 @@ def _judge_answers(
     answers: Sequence[_Answer],
     settings: JudgeConfig,
     out: Path,
-    console: Console,
     *,
     servers: Sequence[ServedJudge] = (),
 ) -> int:
@@ -168,14 +166,12 @@ def _judge_answers(
     with JudgeService(settings, servers=servers) as judge:
         with waiting("starting the judge" if servers else "connecting to the judge"):
             judge.check_reachable()
-        try:
-            file = out.open("w", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{out} cannot be written: {error}") from error
-        console.print(f"{len(answers)} answers, judged by", Text(settings.model), highlight=False)
-        futures = [judge.submit_text(a.prompt, a.answer, thinking=a.thinking) for a in answers]
         results: list[Judged | Failed] = []
-        with waiting("judging", total=len(answers), unit="answers") as progress, file:
+        with (
+            out.open("w", encoding="utf-8") as file,
+            waiting("judging", total=len(answers), unit="answers") as progress,
+        ):
+            futures = [judge.submit_text(a.prompt, a.answer, thinking=a.thinking) for a in answers]
             for answer, future in zip(answers, futures, strict=True):
                 result = future.result()
                 line: dict[str, Any] = {"id": answer.prompt.prompt_id}
@@ -189,51 +185,39 @@ def _judge_answers(
                 results.append(result)
                 progress.done = len(results)
         counts = judge.counts()
-    console.print(_results_table(answers, results))
-    judged = [result for result in results if isinstance(result, Judged)]
+    print("\n".join(_results_table(answers, results)))
     scores: dict[str, list[float]] = {}
-    for result in judged:
-        scores.setdefault("mean score", []).append(result.value)
-        for verdict in result.verdicts:
-            scores.setdefault(verdict.name, []).append(verdict.score)
-    failures = len(results) - len(judged)
-    summary = (
-        f"{' · '.join(f'{name} {sum(v) / len(v):.3f}' for name, v in scores.items())}\n"
-        f"judged {len(judged)}, failed {failures}{_by_kind(counts.failed)}; {counts.calls} calls, "
-        f"{counts.retried.total()} of them retries{_by_kind(counts.retried)}, "
-        f"{counts.cache_hits} cached; {counts.prompt_tokens:,} tokens in, "
-        f"{counts.reply_tokens:,} out\nreasons: {out}"
+    for result in results:
+        if isinstance(result, Judged):
+            scores.setdefault("mean score", []).append(result.value)
+            for verdict in result.verdicts:
+                scores.setdefault(verdict.name, []).append(verdict.score)
+    failures = sum(isinstance(result, Failed) for result in results)
+    print(" · ".join(f"{_printable(name)} {fmean(of):.3f}" for name, of in scores.items()))
+    print(
+        f"judged {len(results) - failures}, failed {failures}; {counts.calls} calls, "
+        f"{counts.retried.total()} of them retries, {counts.cache_hits} cached; "
+        f"{counts.prompt_tokens:,} tokens in, {counts.reply_tokens:,} out\nreasons: {out}"
     )
-    console.print(summary, markup=False, highlight=False)
     return failures
 
 
-def _by_kind(counts: Mapping[FailureKind, int]) -> str:
-    text = ", ".join(f"{number} {kind}" for kind, number in counts.items())
-    return f" ({text})" if text else ""
-
-
-def _results_table(answers: Sequence[_Answer], results: Sequence[Judged | Failed]) -> Table:
-
-    def printable(text: str) -> Text:
-        # A judge may quote an answer with escape sequences.
-        return Text("".join(c if c.isprintable() else " " for c in text)[:300])
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("id", no_wrap=True)
-    table.add_column("score", justify="right")
-    table.add_column("spread", justify="right")
-    table.add_column("verdicts")
+def _results_table(answers: Sequence[_Answer], results: Sequence[Judged | Failed]) -> list[str]:
+    rows = [["", "score", "spread", ""]]
     for answer, result in list(zip(answers, results, strict=True))[:_MAX_ROWS]:
-        label = printable(answer.prompt.prompt_id)
+        score, spread, text = "failed", "", ""
         if isinstance(result, Failed):
-            table.add_row(label, "failed", "", printable(result.reason))
-            continue
-        verdicts = ", ".join(f"{verdict.name} {verdict.score:g}" for verdict in result.verdicts)
-        if not any(result.parts.values()) and result.verdicts:
-            verdicts += f" ({result.verdicts[0].reason})"
-        spread = f"{result.parts['disagreement']:.2f}"
-        table.add_row(label, f"{result.value:.3f}", spread, printable(verdicts))
+            text = result.reason
+        else:
+            score, spread = f"{result.value:.3f}", f"{result.parts['disagreement']:.2f}"
+            text = ", ".join(f"{verdict.name} {verdict.score:g}" for verdict in result.verdicts)
+        rows.append([_printable(answer.prompt.prompt_id), score, spread, _printable(text)])
     if len(results) > _MAX_ROWS:
-        table.add_row("…", "", "", f"{len(results) - _MAX_ROWS} more in the file")
-    return table
+        rows.append(["…", "", "", f"{len(results) - _MAX_ROWS} more in the file"])
+    table = align_columns([row[:3] for row in rows])
+    return [f"{line}  {row[3]}".rstrip() for line, row in zip(table, rows, strict=True)]
+
+
+def _printable(text: str) -> str:
+    """Replace control characters, because a judge may quote an answer with escape sequences."""
+    return "".join(c if c.isprintable() else " " for c in text)[:300]

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
+from keel.configs.paths import write_whole
 from keel.configs.schema import Config
 from keel.configs.work_folder import WorkFolder
 from keel.data.items import prompt_digest, read_records, remove_source_system
@@ -106,7 +107,6 @@ _SAMPLING_KNOBS = (
     "filter.samples",
     "rollout.timeout_s",
 )
-_MAX_REASONS = 5  # maximum number of reasons for missing completions to list in the report
 
 
 class FilterFolder:
@@ -120,7 +120,6 @@ class FilterFolder:
         self._table_path = self.path / "pass_rates.jsonl"
         self._filter = config.filter
         self._sources = {s.name: s for s in config.data.sources if s.name in prompts}
-        self._idle = [s.name for s in config.data.sources if s.name not in prompts]
         self._settings = {"policy": policy} | {
             knob: repr(value)
             for knob, value in flatten_config(config).items()
@@ -184,19 +183,18 @@ class FilterFolder:
         folder.mkdir(exist_ok=True)
         for name, source in self._sources.items():
             rates = [rate for rate in kept if rate.source == name]
-            fresh = folder / f".{name}.tmp"
-            with fresh.open("w", encoding="utf-8") as file:
-                for rate in rates:
-                    prompt = self._prompts[rate.id][0]
-                    messages = remove_source_system(source, prompt.messages)
-                    record = {
-                        "id": prompt.prompt_id.removeprefix(f"{name}/"),
-                        "messages": [dict(message) for message in messages],
-                        "reward": dict(prompt.reward),
-                        "pass_rate": rate.rate,
-                    }
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            fresh.replace(folder / f"{name}.jsonl")
+            lines: list[str] = []
+            for rate in rates:
+                prompt = self._prompts[rate.id][0]
+                messages = remove_source_system(source, prompt.messages)
+                record = {
+                    "id": prompt.prompt_id.removeprefix(f"{name}/"),
+                    "messages": [dict(message) for message in messages],
+                    "reward": dict(prompt.reward),
+                    "pass_rate": rate.rate,
+                }
+                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+            write_whole(folder / f"{name}.jsonl", "".join(lines))
         waiting = len(self.waiting)
         pending = f"{waiting:,} prompts are still to be sampled; the same command resumes"
         return "\n".join(
@@ -237,25 +235,13 @@ class FilterFolder:
         least, most = self._filter.least_pass_rate, self._filter.most_pass_rate
         rates = list(self._rates.values())
         counts = {
-            "without a scored completion (sampled again by the next run)": sum(
+            "without a scored completion (sampled again by the next run)": [
                 not rate.known for rate in rates
-            ),
-            "never passed": sum(rate.known and not rate.passes for rate in rates),
-            f"passed less often than {least:g}": sum(
-                rate.passes > 0 and rate.rate < least for rate in rates
-            ),
-            f"passed more often than {most:g}": sum(rate.rate > most for rate in rates),
+            ],
+            "never passed": [rate.known and not rate.passes for rate in rates],
+            f"passed less often than {least:g}": [0 < rate.rate < least for rate in rates],
+            f"passed more often than {most:g}": [rate.rate > most for rate in rates],
         }
-        lines = [f"left out: {count:,} {why}" for why, count in counts.items() if count]
-        if self._idle:
-            lines.append(
-                f"left out: {', '.join(self._idle)}: no training on it "
-                "(data.sources[].weight, data.train_on)"
-            )
-        reasons = Counter[str]()
-        for rate in rates:
-            reasons.update(rate.dropped)
-        return lines + [
-            f"{count:,} completions missing, counted as wrong: {reason}"
-            for reason, count in reasons.most_common(_MAX_REASONS)
-        ]
+        lost = sum(sum(rate.dropped.values()) for rate in rates)
+        lines = [f"left out: {sum(of):,} {why}" for why, of in counts.items() if any(of)]
+        return lines + [f"{lost:,} completions missing, counted as wrong"] * bool(lost)

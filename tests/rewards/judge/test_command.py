@@ -1,12 +1,10 @@
 """`keel judge`: a file of answers in, a table and a file of results out."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from keel.commands.judge import _judge_answers, _read_answers
 from keel.configs.schema import JudgeConfig
@@ -21,7 +19,9 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
+def test_a_table_and_a_file(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
 
     def behave(request: dict[str, Any]) -> Reply:
         refused = material_of(request["messages"])["answer"] == "two"
@@ -31,14 +31,15 @@ def test_a_table_and_a_file(server: Server, tmp_path: Path) -> None:
     hostile = "[red]red[/red] \x1b]0;title\x07 blue"
     more = ({"answer": hostile, "id": "h"}, {"answer": ""}, {"answer": "two"})
     answers = write(tmp_path / "a.jsonl", LINE, *({**LINE, **one} for one in more))
-    out, shown = tmp_path / "out.jsonl", io.StringIO()
+    out = tmp_path / "out.jsonl"
     config = JudgeConfig(base_url=server.url, model="m")
-    assert _judge_answers(_read_answers(answers), config, out, Console(file=shown, width=100)) == 1
+    assert _judge_answers(_read_answers(answers), config, out) == 1
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["id"], r["score"]) for r in results] == [("1", 1), ("h", 1), ("3", 0), ("4", None)]
     assert results[0]["verdicts"] == [{"name": "blue", "score": 1.0, "reason": "looked for blue"}]
     assert results[3]["failed"]["kind"] == "refused"
-    assert "mean score 0.667 · blue 0.667" in shown.getvalue() and "\x1b" not in shown.getvalue()
+    shown = capsys.readouterr().out
+    assert "mean score 0.667 · blue 0.667" in shown and "\x1b" not in shown
 
 
 def test_a_rubric_for_all_lines(tmp_path: Path) -> None:
