@@ -15,10 +15,9 @@ from keel.agents.episode import BROKE
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.dataset import Dataset, load_dataset, source_lines
-from keel.data.eval_store import EvaluationFolder, SampledPrompt, collect_samples, read_evaluation
-from keel.data.items import prompt_digest
+from keel.data.eval_store import EvaluationFolder, collect_samples
 from keel.data.pass_rates import FilterFolder
-from keel.data.results import comparison_lines, format_results, results
+from keel.data.results import format_results, results
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
@@ -101,7 +100,6 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     variants = config.eval.each_variant
     for variant in variants:
         config.check_variant(variant)
-    baseline = read_evaluation(Path(config.eval.against)) if config.eval.against else ()
     policy = _choose_policy(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
     sets = policy.sets
     if not any(sets.values()):
@@ -112,8 +110,6 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     if policy.count_tokens is not None:
         for variant in variants:
             _check_prompts_fit(policy.config, variant, sets, policy.count_tokens)
-    if baseline:
-        _check_comparable(config, sets, baseline)
     with EvaluationFolder(config, policy.identity, policy.name) as out:
         print(f"{policy.text}\nsampling with {policy.label}", flush=True)
         with policy.running(out.path) as (runtime, stop):
@@ -123,27 +119,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         complete = not any(
             out.waiting(variant.name, prompts) for variant in variants for prompts in sets.values()
         )
-        print("\n".join(_summary(out, policy, complete=complete, baseline=baseline)))
-
-
-def _check_comparable(
-    config: Config, sets: Mapping[str, Sequence[Prompt]], baseline: Sequence[SampledPrompt]
-) -> None:
-    digests = {one.id: one.digest for one in baseline}
-    common = [p for prompts in sets.values() for p in prompts if p.prompt_id in digests]
-    problem = "" if common else "it has none of these prompts"
-    variants = {one.variant for one in baseline}
-    if variants.isdisjoint(variant.name for variant in config.eval.each_variant):
-        problem = f"it has other variants ({', '.join(sorted(variants))})"
-    for prompt in common:
-        if digests[prompt.prompt_id] != prompt_digest(prompt):
-            problem = f"it has another prompt called {prompt.prompt_id}"
-            break
-    if problem:
-        raise ConfigError(
-            f"eval.against = {config.eval.against}: {problem}. Use the same data, run.seed and "
-            "eval.variants"
-        )
+        print("\n".join(_summary(out, policy, complete=complete)))
 
 
 def _summary(
@@ -151,7 +127,6 @@ def _summary(
     policy: _SampledPolicy,
     *,
     complete: bool,
-    baseline: Sequence[SampledPrompt],
 ) -> list[str]:
     config = policy.config
     ids = {prompt.prompt_id for prompts in policy.sets.values() for prompt in prompts}
@@ -168,11 +143,6 @@ def _summary(
         out.finish(scores)
     else:
         lines.append("not all is sampled; rerun the same command to resume")
-    if baseline:
-        try:
-            lines += [f"− {config.eval.against}:", *comparison_lines(baseline, request)]
-        except ValueError as error:  # nothing in common so far
-            lines.append(f"− {config.eval.against}: {error}")
     return [*lines, f"completions and results: {out.path}"]
 
 

@@ -46,6 +46,14 @@ RENAMED = {
     "trainer.park": "offload_while_sampling",
 }
 """Maps the old path of a knob or section to its current name in the same section."""
+_KEPT = "`keel filter` writes the selected prompts to kept/<source>.jsonl (source: jsonl)"
+REMOVED = {
+    "data.sources[].least_pass_rate": _KEPT,
+    "data.sources[].most_pass_rate": _KEPT,
+    "data.sources[].pass_rates": _KEPT,
+    "eval.against": "run `keel compare` on the folders of two evaluations",
+}
+"""Maps the path of a removed knob to what to use instead."""
 
 _NAMES = (
     "allowed_token_ids bad_words beam_width best_of frequency_penalty guided_decoding guided_json "
@@ -116,6 +124,8 @@ def suggest(path: str, root: type) -> str:
     plain = re.sub(r"\[[^]]*\]", "[]", path)
     if plain in RENAMED:
         return f"renamed to {section}.{RENAMED[plain]}"
+    if plain in REMOVED:
+        return REMOVED[plain]
     knobs = sorted(_knob_paths(root), key=lambda knob: knob.count("."))
     names = [*knobs, *dict.fromkeys(knob.rpartition(".")[0] for knob in knobs)]
     matches = [name for name in names if f".{name}".endswith(f".{key}")]

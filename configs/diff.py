@@ -30,7 +30,7 @@ _RESUMABLE = {
     "activation_checkpointing attention_kernels keep_attention share_prompts compile "
     "offload_while_sampling threads publish_bucket_mib timeout_s",
     "eval": "prompts size samples submissions file temperature top_p top_k pass_at variants "
-    "checkpoint dir against",
+    "checkpoint dir",
     "filter": "dir checkpoint samples least_pass_rate most_pass_rate",
     "sft": "epochs",
 }

@@ -44,8 +44,7 @@ _FLOAT = re.compile(
     r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )
 _ROW_KNOBS = frozenset(
-    {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
-    | {"pass_rates", "least_pass_rate", "most_pass_rate"}
+    ("name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain")
 )
 """Knobs that define which rows of a source are used. The others define how rows are read and
 scored."""

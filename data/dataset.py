@@ -5,11 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 from keel.data.items import Item, Loaded, digest, first_lines
 from keel.data.jsonl import load_jsonl
-from keel.data.pass_rates import read_pass_rates
 from keel.data.procedural import load_episodes, load_reasoning_gym
 from keel.data.stream import Stream
 from keel.rl.types import Prompt
@@ -24,7 +22,7 @@ class _SourceReport:
     heldout: int
     dropped: Mapping[str, int]  # number of dropped prompts for each reason
     notes: tuple[str, ...]
-    """One line per malformed row, prompt without a pass rate, and pass rate without a prompt."""
+    """One line per malformed row."""
     unread: Mapping[str, str]  # maps each unused column to the location where it first occurs
 
 
@@ -147,7 +145,7 @@ def _split(
     if source.has_rows:
         questions.sort(key=lambda question: digest(f"{seed}/{source.name}/{question}"))
     heldout = set(questions[:holdout])
-    split = _Split(
+    return _Split(
         loaded=loaded,
         heldout=[item for item in short if item.question in heldout],
         train=[item for item in short if item.question not in heldout],
@@ -158,39 +156,6 @@ def _split(
         },
         notes=[f"skipped: {line}" for line in loaded.skipped],
     )
-    if source.pass_rates:
-        _filter_by_pass_rate(split, source)
-    return split
-
-
-def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
-    path = data_path(source.pass_rates)
-    every = {item.prompt.prompt_id for item in split.loaded.items}
-    kept: list[Item] = []
-    unrated = 0
-    try:
-        table = read_pass_rates(path)
-        rates = {name: rate for name, rate in table.items() if rate.source == source.name}
-        if not rates:
-            others = ", ".join(sorted({rate.source for rate in table.values()})) or "none"
-            raise ValueError(f"{path} has no prompt of this source; its sources: {others}")
-        for item in split.train:
-            rate = rates.get(item.prompt.prompt_id)
-            if rate is None or not rate.known:
-                unrated += 1
-                split.notes.append(f"without a pass rate: {item.prompt.prompt_id}")
-                continue
-            rate.check(item.prompt, path)
-            if rate.within(source.least_pass_rate, source.most_pass_rate):
-                kept.append(item)
-    except ValueError as error:
-        knob = f"data.sources[{source.name}].pass_rates = {source.pass_rates!r}"
-        raise ConfigError(f"{knob}: {error}") from error
-    unknown = sorted(rates.keys() - every)
-    split.notes += [f"in pass_rates but not in the source: {name}" for name in unknown]
-    split.dropped["without a pass rate"] = unrated
-    split.dropped["out of the bounds of pass rates"] = len(split.train) - len(kept) - unrated
-    split.train = kept
 
 
 def source_warnings(config: Config, dataset: Dataset) -> list[str]:

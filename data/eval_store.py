@@ -29,7 +29,7 @@ _DEPENDS_ON = (
     *("data.max_prompt_tokens", "data.long_prompts", "rollout.timeout_s"),
     *("rollout.dtype", "rollout.head_dtype"),
 )
-_IGNORED = ("eval.dir", "eval.against", "eval.variants")
+_IGNORED = ("eval.dir", "eval.variants")
 _SCORED_BY = re.compile(
     r"(model|rewards)\.|data\.sources\[.*\]\.(rewards|environment|budget|length)\.|"
     r"data\.sources\[.*\]\.(thinking|system|raw)"

@@ -1,4 +1,4 @@
-"""Compute pass rates and read the table of `keel filter`, which has one JSON line per prompt.
+"""The results folder of `keel filter`, with a table of pass rates that has one line per prompt.
 
     {"id": "sums/7", "source": "sums", "domain": "maths", "samples": 100, "passes": 12,
      "pass_rate": 0.12, "score": 0.15, "unscored": 1, "dropped": {"late: …": 1}, "digest": "…"}
@@ -51,20 +51,8 @@ class _PassRate:
         prompt."""
         return self.unscored < self.samples
 
-    def within(self, least: float, most: float) -> bool:
-        return self.passes > 0 and least <= self.rate <= most
-
     def line(self) -> dict[str, Any]:
         return {**asdict(self), "pass_rate": self.rate}
-
-    def check(self, prompt: Prompt, path: Path) -> None:
-        """Raise ValueError if the pass rate was measured on a different prompt with the same ID."""
-        if self.digest != prompt_digest(prompt):
-            raise ValueError(
-                f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "
-                "(or run.seed) has changed since it was sampled. Restore it, or run keel filter "
-                "again"
-            )
 
 
 def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> _PassRate:
@@ -144,17 +132,14 @@ class FilterFolder:
                     "Choose another filter.dir, or restore these settings to resume it"
                 )
             self._lines = folder.lines(self._table_path.name)
-            try:
-                self._rates = read_pass_rates(self._table_path)
-                for name, rate in self._rates.items():
-                    if name not in self._prompts:
-                        raise ValueError(
-                            f"{self._table_path} has the pass rate of {name}, which the recipe's "
-                            "sources do not have. Choose another filter.dir, or restore the data"
-                        )
-                    rate.check(self._prompts[name][0], self._table_path)
-            except ValueError as error:
-                raise folder.error(str(error)) from error
+            self._rates = read_pass_rates(self._table_path)
+            for name, rate in self._rates.items():
+                prompt, _ = self._prompts.get(name, (None, ""))
+                if prompt is None or prompt_digest(prompt) != rate.digest:
+                    raise folder.error(
+                        f"has the pass rate of {name}, but the data (or run.seed) has changed. "
+                        "Restore it, or choose another filter.dir"
+                    )
             self._number = len(self._kept())
             folder.claim(self._settings)
             self._opened = stack.pop_all()
@@ -212,8 +197,8 @@ class FilterFolder:
         return [rate for rate in rates if self._keeps(rate)]
 
     def _keeps(self, rate: _PassRate | None) -> bool:
-        bounds = (self._filter.least_pass_rate, self._filter.most_pass_rate)
-        return rate is not None and rate.within(*bounds)
+        least, most = self._filter.least_pass_rate, self._filter.most_pass_rate
+        return rate is not None and rate.passes > 0 and least <= rate.rate <= most
 
     def _table(self) -> list[str]:
         rates = list(self._rates.values())

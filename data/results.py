@@ -229,18 +229,12 @@ def _format_comparison(result: Mapping[str, Mapping[str, tuple[int, _Difference]
     return align_columns(rows)
 
 
-def comparison_lines(first: Sequence[SampledPrompt], second: Sequence[SampledPrompt]) -> list[str]:
-    """Return a table that compares pass@1 on the prompts that two evaluations share. Raises
-    ValueError if they share none, or if prompts with the same name differ."""
-    return _format_comparison(_compare_pass_rates(first, second))
-
-
 def compare(first: str, second: str) -> str:
     """Compare two `keel eval` folders and return a table. Raises ConfigError if either can't be
     compared."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
-        lines = comparison_lines(before, after)
+        lines = _format_comparison(_compare_pass_rates(before, after))
     except ValueError as error:
         raise ConfigError(f"{first}, {second}: {error}") from error
     return "\n".join([f"{second} − {first}:", *lines])

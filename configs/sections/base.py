@@ -125,13 +125,6 @@ def require_unique(name: str, values: Sequence[str]) -> None:
     require(not repeated, name, repeated, "must be unique")
 
 
-def require_pass_rates(section: Any) -> None:
-    """Check that a section's `least_pass_rate` and `most_pass_rate` form a valid range."""
-    least, most = section.least_pass_rate, section.most_pass_rate
-    rule = f"must be above 0 and not below least_pass_rate = {least:g}"
-    section.require(least <= most and most > 0, "most_pass_rate", rule)
-
-
 def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
     """Check that `rewards` or `others` include a nonzero weight. Otherwise, every advantage would
     be 0."""

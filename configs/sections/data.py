@@ -14,7 +14,6 @@ from keel.configs.sections.base import (
     knob,
     require,
     require_gradient,
-    require_pass_rates,
     require_unique,
 )
 from keel.configs.sections.evaluation import BOXED
@@ -120,14 +119,6 @@ class SourceConfig(Section):
     """Multi-turn environment (`agents`). With source: jsonl, each line is a task for the
     environment. With reasoning_gym, the environment provides the tools and the task's verifier
     grades."""
-    pass_rates: str = ""
-    """Table written by `keel filter` (`pass_rates.jsonl`). Only prompts with a pass rate above 0
-    and between `least_pass_rate` and `most_pass_rate` are trained on. Held-out sets are unaffected.
-    """
-    least_pass_rate: float = knob(0.0, ge=0, le=1)
-    """Minimum pass rate in the table `pass_rates` for a prompt to be trained on."""
-    most_pass_rate: float = knob(1.0, ge=0, le=1)
-    """Maximum pass rate in the table `pass_rates` for a prompt to be trained on."""
     size: int = knob(0, ge=0, le=MOST)
     """reasoning_gym, environment: number of prompts. Other sources: maximum number of rows to read
     (0: all)."""
@@ -192,11 +183,6 @@ class SourceConfig(Section):
         count = 0 if self.holdout == "all" else self.holdout
         fits = self.size == 0 or count < self.size or self.weight == 0
         self.require(fits, "holdout", f"must be below size = {self.size}, or set weight: 0")
-        bounds = (self.least_pass_rate, self.most_pass_rate)
-        require_pass_rates(self)
-        named = bool(self.pass_rates) or bounds == (0, 1)
-        rule = "must name the table for least_pass_rate and most_pass_rate"
-        self.require(named, "pass_rates", rule)
         self.require(
             self.weight > 0 or self.holdout != 0,
             "weight",

@@ -9,7 +9,6 @@ from keel.configs.sections.base import (
     Section,
     knob,
     require_endpoint,
-    require_pass_rates,
     require_unique,
 )
 
@@ -121,8 +120,6 @@ class EvalConfig(Section):
     `base`, or a step."""
     dir: str = ""
     """`keel eval`: folder for completions and results. Empty: a new folder in `run.dir`/eval."""
-    against: str = ""
-    """`keel eval`: folder of an earlier evaluation of the same prompts for a paired comparison."""
 
     def check(self) -> None:
         most = self.samples
@@ -170,7 +167,9 @@ class FilterConfig(Section):
 
     def check(self) -> None:
         _require_checkpoint(self)
-        require_pass_rates(self)
+        least, most = self.least_pass_rate, self.most_pass_rate
+        rule = f"must be above 0 and not below least_pass_rate = {least:g}"
+        self.require(least <= most and most > 0, "most_pass_rate", rule)
 
 
 def _require_checkpoint(section: EvalConfig | FilterConfig) -> None:

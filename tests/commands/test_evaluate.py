@@ -180,19 +180,16 @@ def test_two_evaluations_compared(fake: Fake, tmp_path: Path, capsys: Capture) -
     one, two = tmp_path / "one", tmp_path / "two"
     assert main(["eval", *words, f"eval.dir={one}"]) == 0
     fake.skill = 1
-    assert main(["eval", *words, f"eval.dir={two}", f"eval.against={one}"]) == 0
-    out = capsys.readouterr().out
+    assert main(["eval", *words, f"eval.dir={two}"]) == 0
+    capsys.readouterr()
     assert main(["compare", str(one), str(two)]) == 0
     head, *table = capsys.readouterr().out.splitlines()
-    assert head == f"{two} − {one}:" and "\n".join(table) in out
+    assert head == f"{two} − {one}:"
     name, pairs, difference = table[-1].split()[:3]
     rates = [results_of(folder)["recipe"]["all"]["pass@1"] for folder in (one, two)]
     assert (name, pairs) == ("all", "8") and rates[1] > rates[0]
     assert float(difference) == pytest.approx(rates[1] - rates[0], abs=1e-3)
     assert main(["compare", str(one), str(tmp_path)]) == 2
-    for other in ("eval.variants=[{name: plain, thinking: without}]", "run.seed=3"):
-        against = (other, f"eval.dir={tmp_path / 'three'}", f"eval.against={one}")
-        assert main(["eval", *words, *against]) == 2
 
 
 def test_training_prompts_can_be_evaluated(fake: Fake, tmp_path: Path) -> None:
@@ -284,11 +281,6 @@ def test_filter_writes_pass_rates(fake: Fake, tmp_path: Path, capsys: Capture) -
     plain = prepare("quickstart", words[1:])
     trained = plain.dataset.train.sources.values()
     assert set(rates) == {prompt.prompt_id for some in trained for prompt in some}
-
-    read = prepare("quickstart", (*words[1:], f"data.sources[spelling].pass_rates={table}"))
-    (spelling, spiral) = read.dataset.train.sources.values()
-    assert {p.prompt_id for p in spelling} == {n for n, r in rates.items() if r and "spell" in n}
-    assert spiral == plain.dataset.train.sources["spiral"]
 
     # Other bounds are a matter of the table alone.
     asked = len(fake.asked)

@@ -1,4 +1,4 @@
-"""The folder of a filter, tables of pass rates, and training within bounds."""
+"""The folder of a filter."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from keel.configs.schema import (
     SourceConfig,
 )
 from keel.data.dataset import Dataset, load_dataset
-from keel.data.pass_rates import FilterFolder, _compute_pass_rate
+from keel.data.pass_rates import FilterFolder
 from keel.rl.types import Group, Prompt, ScoredGroup
 from tests.rl.rollouts import segment, trajectory
 
@@ -153,50 +153,3 @@ def test_kept_prompts_round_trip(tmp_path: Path) -> None:
     )
     read = load_dataset(DataConfig(sources=again), seed=0).train.sources
     assert read == dataset(first).train.sources
-
-
-def load(seed: int = 0, **knobs: Any) -> Dataset:
-    knobs = {"size": 12, "holdout": 2, **knobs}
-    sums = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", **knobs)
-    return load_dataset(DataConfig(sources=(sums,)), seed=seed)
-
-
-def prompts(dataset: Dataset) -> list[Prompt]:
-    return list(dataset.train.sources["sums"])
-
-
-def write(path: Path, passes: dict[str, int], known: list[Prompt], source: str = "sums") -> Path:
-    rates = [
-        _compute_pass_rate(prompt, source, [scored(prompt, passes[prompt.prompt_id])])
-        for prompt in known
-        if prompt.prompt_id in passes
-    ]
-    path.write_text("".join(f"{json.dumps(rate.line())}\n" for rate in rates))
-    return path
-
-
-def test_bounds(tmp_path: Path) -> None:
-    whole = load()
-    passes = {prompt.prompt_id: i % 5 for i, prompt in enumerate(prompts(whole))}
-    table = write(tmp_path / "t.jsonl", passes, prompts(whole))
-    for least, most in ((0.0, 1.0), (0.25, 0.75), (0.5, 1.0)):
-        chosen = load(pass_rates=str(table), least_pass_rate=least, most_pass_rate=most)
-        wanted = [n for n, c in passes.items() if c and least <= c / 4 <= most]
-        assert [prompt.prompt_id for prompt in prompts(chosen)] == wanted
-        report = chosen.report["sums"]
-        assert report.train == len(wanted)
-        assert chosen.heldout == whole.heldout
-
-
-def test_tables_of_other_prompts(tmp_path: Path) -> None:
-    whole = prompts(load())
-    passes = {p.prompt_id: 2 for p in whole}
-    table = write(tmp_path / "t.jsonl", passes, whole)
-    with pytest.raises(ConfigError, match="sums/2"):
-        load(seed=1, pass_rates=str(table))
-    write(table, passes, whole, source="others")
-    with pytest.raises(ConfigError, match=r"sums\]\.pass_rates.*others"):
-        load(pass_rates=str(table))
-    write(table, dict.fromkeys(passes, 0), whole)
-    with pytest.raises(ConfigError, match="pass rates"):
-        load(pass_rates=str(table))
