@@ -19,20 +19,22 @@ assigns a test to a subtask. The points of the subtasks are in `"subtasks": {NAM
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from types import NoneType
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard, cast
+
+from pydantic import BaseModel, Field, model_validator
 
 from keel.rewards.sandbox.sandbox import Limits, Sandbox, SandboxOutcome, open_sandbox
+from keel.rewards.spec import STRICT, RewardSpec
 from keel.rewards.text import outside_think
 from keel.rl.strict_json import allow_long_integers
 
@@ -80,29 +82,65 @@ _LANGUAGES: dict[str, _Language] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CodeTest:
+class _CodeTest(BaseModel):
     """A test of the output of a program or, if `call` is set, of the return value of a function."""
 
-    stdin: bytes = b""
-    stdout: str = ""
-    call: str = ""
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    model_config = STRICT
+    stdin: str = ""
+    stdout: str | None = None
+    call: str | None = Field(None, pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)?$")
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
     returns: Any = None
     sample: bool = False  # True if the task shows this test to the policy as an example
     subtask: str = ""
 
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if (self.stdout is None) == (self.call is None):
+            raise ValueError("needs either `stdout` or `call`")
+        if self.call is not None and "returns" not in self.model_fields_set:
+            raise ValueError("needs `returns`, the expected value of the call")
+        return self
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CodeTask:
-    language: _Language
-    tests: tuple[_CodeTest, ...]
-    partial: bool  # if True, the score is the fraction of tests that pass
-    subtasks: Mapping[str, float]  # the share of the score for each, which sum to 1
-    reference: str | None
-    tolerance: float | None
-    limits: Mapping[str, Any]  # fields of `Limits` that the task sets
+
+class _CodeTask(RewardSpec):
+    language: Literal["python", "c++", "c"] = "python"
+    tests: tuple[_CodeTest, ...] = Field(min_length=1, strict=False)
+    partial: bool = False  # if True, the score is the fraction of tests that pass
+    subtasks: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = None
+    reference: str | None = None
+    tolerance: float | None = Field(None, gt=0, lt=1)
+    time_limit_s: float | None = None
+    memory_mib: int | None = None
+
+    @model_validator(mode="after")
+    def _check_tests(self) -> Self:
+        if self.partial and self.subtasks:
+            raise ValueError("`partial` and `subtasks` exclude each other; remove one")
+        if self.language != "python" and any(test.call for test in self.tests):
+            raise ValueError("tests: only Python functions can be called; use stdin and stdout")
+        points, named = {*(self.subtasks or {})}, {test.subtask for test in self.tests} - {""}
+        if points != named:
+            different = ", ".join(sorted(points ^ named))
+            raise ValueError(
+                f"subtasks and tests must name the same subtasks; differ in {different}"
+            )
+        if points and not all(test.subtask or test.sample for test in self.tests):
+            raise ValueError("with subtasks, all tests need a `subtask` or `sample: true`")
+        self.limits(Limits())
+        return self
+
+    def limits(self, defaults: Limits) -> Limits:
+        """Return the resource limits, where those of the task replace `defaults`."""
+        own = {"time_s": self.time_limit_s, "memory_mib": self.memory_mib}
+        return replace(defaults, **{knob: v for knob, v in own.items() if v is not None})
+
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        """The share of the score for each subtask."""
+        points = self.subtasks or {}
+        return {name: value / sum(points.values()) for name, value in points.items()}
 
 
 def code_blocks(text: str) -> list[str]:
@@ -128,106 +166,13 @@ def code_blocks(text: str) -> list[str]:
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
 
 
-_Kinds = Mapping[str, type | tuple[type, ...]]
-_NUMBER = (int, float, NoneType)
-_TASK: _Kinds = {
-    **{"kind": str, "language": str, "tests": list, "subtasks": (dict, NoneType), "partial": bool},
-    **{"time_limit_s": _NUMBER, "memory_mib": (int, NoneType), "tolerance": _NUMBER},
-    **{"reference": (str, NoneType), "environment": object, "columns": object},
-}
-_OUTPUT_TEST: _Kinds = {"stdin": str, "stdout": str, "sample": bool, "subtask": str}
-_CALL_TEST: _Kinds = {
-    **{"call": str, "args": list, "kwargs": dict, "returns": object},
-    **{"sample": bool, "subtask": str},
-}
-
-
 def read_task(spec: Mapping[str, Any]) -> _CodeTask:
-    """Parse a programming task's reward spec. Raises ValueError naming the invalid key or test."""
-    fields = _check_fields(spec, _TASK, "code reward")
-    name, tests = fields.get("language", "python"), fields.get("tests")
-    if name not in _LANGUAGES:
-        raise ValueError(f"code reward: language {name!r}; use one of {', '.join(_LANGUAGES)}")
-    if not tests:
-        raise ValueError("code reward: tests must be a list of at least one test")
+    """Parse a programming task's reward spec. Raises ValueError naming the invalid field."""
     allow_long_integers()  # in tests and in return values
-    cases = tuple(
-        _read_test(test, f"code reward: tests[{index}]", _LANGUAGES[name])
-        for index, test in enumerate(tests)
-    )
-    subtasks = _subtask_weights(fields.get("subtasks") or {}, cases)
-    partial, tolerance = fields.get("partial", False), fields.get("tolerance")
-    if partial and subtasks:
-        raise ValueError("code reward: `partial` and `subtasks` exclude each other; remove one")
-    if tolerance is not None and tolerance >= 1:
-        raise ValueError(f"code reward: tolerance = {tolerance!r} must be below 1")
-    knobs = {"time_s": fields.get("time_limit_s"), "memory_mib": fields.get("memory_mib")}
-    limits = {knob: value for knob, value in knobs.items() if value is not None}
-    Limits(**limits)
-    return _CodeTask(
-        language=_LANGUAGES[name],
-        tests=cases,
-        partial=partial,
-        subtasks=subtasks,
-        reference=fields.get("reference"),
-        tolerance=tolerance,
-        limits=limits,
-    )
-
-
-def _read_test(test: Any, where: str, language: _Language) -> _CodeTest:
-    if not isinstance(test, dict) or "call" not in test:
-        fields = _check_fields(test, _OUTPUT_TEST, where)
-        if "stdout" not in fields:
-            raise ValueError(f"{where}: needs stdout, the expected output, or set `call`")
-        return _CodeTest(**{**fields, "stdin": fields.get("stdin", "").encode()})
-    fields = _check_fields(cast(Any, test), _CALL_TEST, where)
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", fields["call"]):
-        call = fields["call"]
-        raise ValueError(f"{where}: call = {call!r} must be a function, or a class and its method")
-    if "returns" not in fields:
-        raise ValueError(f"{where}: needs returns, the expected value")
-    if not language.calls:
-        raise ValueError(f"{where}: only Python functions can be called; use stdin and stdout")
-    return _CodeTest(**fields)
-
-
-def _subtask_weights(points: Mapping[str, Any], tests: Sequence[_CodeTest]) -> dict[str, float]:
-    _check_fields(points, dict.fromkeys(points, (int, float)), "code reward: subtasks")
-    named = {test.subtask for test in tests} - {""}
-    for name in (*sorted(named - points.keys()), *(points.keys() - named)):
-        problem = "is missing in `subtasks`" if name in named else "has no test"
-        raise ValueError(f"code reward: subtask {name!r} {problem}")
-    for index, test in enumerate(tests):
-        if points and not test.subtask and not test.sample:
-            raise ValueError(f"code reward: tests[{index}] needs a `subtask` or `sample: true`")
-    return {name: value / sum(points.values()) for name, value in points.items()}
-
-
-def _check_fields(fields: Any, kinds: _Kinds, where: str) -> dict[str, Any]:
-    """Validate an object's keys and value types against `kinds`. Numbers must be positive. Raises
-    ValueError naming the first invalid key."""
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"{where} must be an object")
-    values = dict(cast(Mapping[str, Any], fields))
-    for key, value in values.items():
-        if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(kinds)}"
-            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
-        kind = kinds[key]
-        fits = kind is object or isinstance(value, kind)
-        if kind not in (bool, object) and isinstance(value, (bool, int, float)):
-            fits = fits and not isinstance(value, bool) and 0 < value < math.inf
-        if not fits:
-            names = [one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,))]
-            hint = f"must be {' or '.join(names)}, and numbers positive"
-            raise ValueError(f"{where}: {key} = {value!r} {hint}")
-    return values
+    return _CodeTask.parse(spec)
 
 
 _REL_TOLERANCE = 1e-9
-_MAX_COMPARISONS = 500_000
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -236,52 +181,21 @@ def _same_value(expected: Any, value: Any, tolerance: float | None = None) -> bo
 
     A list equals a tuple with the same items, and the order of sets and dicts doesn't matter. A
     number never equals a boolean. Integers must match exactly. Other numbers may differ by up to
-    `tolerance`, which is relative unless the expected number is an integer. Values that take more
-    than `_MAX_COMPARISONS` comparisons count as different.
+    `tolerance`, which is relative unless the expected number is an integer.
     """
-    return _Comparison(tolerance).same(expected, value)
-
-
-class _Comparison:
-    def __init__(self, tolerance: float | None) -> None:
-        self._tolerance = tolerance
-        self._budget = _MAX_COMPARISONS
-
-    def same(self, expected: Any, value: Any) -> bool:
-        if _is_number(expected) and _is_number(value):
-            return _numbers_match(expected, value, self._tolerance)
-        kind, left = _collection_items(expected)
-        other, right = _collection_items(value)
-        if kind != other or kind == "?":  # malformed
-            return False
-        if kind == "":
-            return type(expected) is type(value) and expected == value
-        if len(left) != len(right):
-            return False
-        if kind != "~tuple":
-            return self._same_unordered(left, right)
-        return all(map(self.same, left, right))
-
-    def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Sort two unordered collections and compare them. Items that end up in different positions
-        because of rounding are matched one by one."""
-        expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
-        pairs = zip(expected, value, strict=True)
-        differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
-        if differing and not any(isinstance(v, float) for v in _values_in([expected, value])):
-            return False
-        remaining = list(differing)
-        for i in differing:
-            for j in remaining:
-                self._budget -= 1 + sum(1 for _ in _values_in([expected[i], value[j]]))
-                if self._budget < 0:
-                    return False
-                if self.same(expected[i], value[j]):
-                    remaining.remove(j)
-                    break
-            else:
-                return False
-        return True
+    if _is_number(expected) and _is_number(value):
+        return _numbers_match(expected, value, tolerance)
+    kind, left = _collection_items(expected)
+    other, right = _collection_items(value)
+    if kind != other or kind == "?":  # malformed
+        return False
+    if kind == "":
+        return type(expected) is type(value) and expected == value
+    if kind != "~tuple":
+        left, right = sorted(left, key=_sort_key), sorted(right, key=_sort_key)
+    return len(left) == len(right) and all(
+        _same_value(one, two, tolerance) for one, two in zip(left, right, strict=True)
+    )
 
 
 def _same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
@@ -357,18 +271,11 @@ def _collection_items(value: Any) -> tuple[str, list[Any]]:
     return "~dict", [[key, item] for key, item in items.items()]
 
 
-def _values_in(value: Any) -> Iterator[Any]:
-    pending = [value]
-    while pending:
-        value = pending.pop()
-        yield value
-        pending += _collection_items(value)[1]
-
-
 def _sort_key(item: Any) -> tuple[int, Any]:
-    """Return a sort key that orders numbers by value, so that 9.999999 ends up next to 10.0."""
+    """Return a sort key that orders numbers by value. They are rounded, so that 9.9999999 ends up
+    next to 10.0."""
     if _is_number(item):
-        return 0, math.inf if math.isnan(item) else item
+        return 0, (True, 0) if math.isnan(item) else (False, round(item, 6))
     kind, inside = _collection_items(item)
     if kind in ("", "?"):
         return 1, json.dumps(item)
@@ -376,7 +283,6 @@ def _sort_key(item: Any) -> tuple[int, Any]:
     return 2, (kind, keys if kind == "~tuple" else sorted(keys))
 
 
-_SAMPLES, _SUBTASK = "samples", "subtask/"  # reward components of examples and subtasks
 _MAX_CHARACTERS = 1 << 18
 _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(
@@ -420,8 +326,7 @@ def verify_code(
     Raises ValueError if the spec is malformed or this machine can't isolate programs, and
     RuntimeError if the sandbox itself fails.
     """
-    settings = settings or CodeSettings()
-    task = read_task(spec)
+    settings, task = settings or CodeSettings(), read_task(spec)
     sandbox = open_sandbox(settings.isolation)
     blocks = code_blocks(outside_think(answer_text))
     if not blocks:
@@ -438,10 +343,10 @@ def check_task(
     `run_reference`, if the `reference` solution fails a test."""
     limit, task = settings.limits.output_kib, read_task(spec)
     for index, test in enumerate(task.tests):
-        # A number within the tolerance may have fewer digits.
-        shortest = len("\n".join(_lines(test.stdout)).encode(errors="replace"))
-        if task.tolerance is not None:
-            shortest = max(0, 2 * len(test.stdout.split()) - 1)
+        output = test.stdout or ""
+        shortest = len("\n".join(_lines(output)).encode(errors="replace"))
+        if task.tolerance is not None:  # a number within the tolerance may have fewer digits
+            shortest = 2 * len(output.split()) - 1
         if shortest / 1024 > limit:
             raise ValueError(
                 f"{name}: tests[{index}] expects more output than {limit} KiB; raise "
@@ -467,13 +372,12 @@ def _verdict(task: _CodeTask, failures: list[str], skipped: str = "not run") -> 
     failures += [skipped] * (len(task.tests) - len(failures))
     failed = _failed_subtasks(task, failures)
     if task.subtasks:
-        score = math.fsum(worth for name, worth in task.subtasks.items() if name not in failed)
+        score = math.fsum(share for name, share in task.shares.items() if name not in failed)
     else:
         score = failures.count("") / len(failures) if task.partial else float(not any(failures))
-    parts: dict[str, float] = {}
+    parts = {f"subtask/{k}": share * (k not in failed) for k, share in task.shares.items()}
     if shown := [why for test, why in zip(task.tests, failures, strict=True) if test.sample]:
-        parts[_SAMPLES] = float(not any(shown))
-    parts |= {f"{_SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}
+        parts["samples"] = float(not any(shown))
     return _CodeVerdict(score, tuple(failures), parts)
 
 
@@ -482,18 +386,19 @@ class _Attempt:
         self, task: _CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings
     ) -> None:
         self._task, self._sandbox = task, sandbox
-        self._limits = replace(settings.limits, **task.limits)
+        self._language = _LANGUAGES[task.language]
+        self._limits = task.limits(settings.limits)
         self._deadline = time.monotonic() + settings.completion_s
         # A lone surrogate cannot be encoded; escaped, it is a syntax error.
         source = code.encode(errors="backslashreplace")
-        self._files: Mapping[str, bytes] = {task.language.source: source, **task.language.extra}
+        self._files: Mapping[str, bytes] = {self._language.source: source, **self._language.extra}
 
     def verdict(self) -> _CodeVerdict:
         task = self._task
-        if task.language.compile:
+        if self._language.compile:
             # The binary comes out through a pipe: no folder is shared with the sandbox.
             words = ["/bin/sh", "-c", '"$@" >&2 && exec cat program', "sh"]
-            outcome = self._run([*words, *task.language.compile], limits=_COMPILE_LIMITS)
+            outcome = self._run([*words, *self._language.compile], limits=_COMPILE_LIMITS)
             if not outcome.ok:
                 return _verdict(task, [], f"does not compile: {outcome.why()}")
             self._files = {"program": outcome.stdout}
@@ -502,35 +407,35 @@ class _Attempt:
             test = task.tests[len(failures)]
             if any(failures[-1:]) and not task.partial and not task.subtasks:
                 break
-            if (
-                test.subtask
-                and not test.sample
-                and test.subtask in _failed_subtasks(task, failures)
-            ):
+            lost = test.subtask in _failed_subtasks(task, failures)
+            if test.subtask and lost and not test.sample:
                 failures.append("not run")
             elif self._remaining_s() <= 0:
                 return _verdict(task, failures, _OUT_OF_TIME)
             elif test.call:
                 failures += self._run_calls(len(failures))
             else:
-                outcome = self._run(task.language.run, stdin=test.stdin)
-                why = outcome.why()
-                try:
-                    if not why and not _same_text(
-                        test.stdout, outcome.stdout.decode(), task.tolerance
-                    ):
-                        why = "wrong output"
-                except UnicodeDecodeError:
-                    why = "its output is not UTF-8"
-                failures.append(why)
+                failures.append(self._run_program(test))
         return _verdict(task, failures)
+
+    def _run_program(self, test: _CodeTest) -> str:
+        """Run the program on the input of a test. Returns the failure, or "" if it passed."""
+        outcome = self._run(self._language.run, stdin=test.stdin.encode())
+        if why := outcome.why():
+            return why
+        try:
+            output = outcome.stdout.decode()
+        except UnicodeDecodeError:
+            return "its output is not UTF-8"
+        same = _same_text(test.stdout or "", output, self._task.tolerance)
+        return "" if same else "wrong output"
 
     def _run_calls(self, start: int) -> list[str]:
         """Run consecutive function-call tests in one process, starting at test `start`. Returns the
         failure ("" if it passed) for each test that ran before the process exited."""
         tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
         calls = json.dumps([[test.call, test.args, test.kwargs] for test in tests]).encode()
-        outcome = self._run(self._task.language.calls, stdin=calls, lines=len(tests))
+        outcome = self._run(self._language.calls, stdin=calls, lines=len(tests))
         failures: list[str] = []
         lines = outcome.stdout.split(b"\n")[:-1][: len(tests)]
         for test, line in zip(tests, lines, strict=False):

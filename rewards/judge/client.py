@@ -20,13 +20,12 @@ import openai
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
 from keel.configs.sections.rewards import JudgeConfig
-from keel.rewards.judge.prompts import BadReply, Question, json_length, new_fence
+from keel.rewards.judge.prompts import BadReply, Question, new_fence
 from keel.rewards.judge.specs import Counts, FailureKind, JudgeStopped, ServedJudge, Unjudged
 from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_PAUSE_S = 30.0
-_IDLE_GRACE_S = 60.0
 _RETRIED = frozenset({408, 409, 425})  # HTTP statuses that are retried, in addition to 429 and 5xx
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
 _TOO_LONG = re.compile(
@@ -48,19 +47,15 @@ class _ReplyCache:
 
     def __init__(self, folder: str) -> None:
         self._in_memory = not folder
+        path = Path(folder).expanduser() / _CACHE_FILE if folder else ":memory:"
         try:
-            path = Path(folder).expanduser()
-            if folder:
-                path.mkdir(parents=True, exist_ok=True)
+            if isinstance(path, Path):
+                path.parent.mkdir(parents=True, exist_ok=True)
             # Opened by the driver, then used by the judge's thread alone.
             self._db = sqlite3.connect(
-                path / _CACHE_FILE if folder else ":memory:",
-                timeout=_BUSY_TIMEOUT_S,
-                isolation_level=None,
-                check_same_thread=False,
+                path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute(
                 "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)"
             )
@@ -99,7 +94,7 @@ class _Backend:
     url: str = ""
     client: AsyncOpenAI | None = None
     calls: int = 0
-    locating: asyncio.Task[None] | None = None  # looks up the URL; calls wait for it
+    lookup: asyncio.Task[None] | None = None  # finds the URL; calls wait for it
 
 
 class JudgeEndpoint:
@@ -125,16 +120,9 @@ class JudgeEndpoint:
             raise ValueError(f"rewards.judge.api_key_env: export the judge's key in {variable}")
         self._backends = [_Backend(server.key, server) for server in servers]
         if not servers:
-            self._backends = [_Backend(key, url=settings.base_url)]
-            self._connect(self._backends[0])
+            self._backends = [_Backend(key)]
+            self._connect(self._backends[0], settings.base_url)
         self._changed = asyncio.Condition()
-        self._changed_at = time.monotonic()
-        attempt_s = settings.timeout_s + _MAX_PAUSE_S
-        self._idle_limit_s = (
-            attempt_s * (settings.retries + 1) + settings.server.startup_timeout_s + _IDLE_GRACE_S
-        )
-        """Seconds after which a waiting call fails unless a slot becomes free or a server becomes
-        available."""
         self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
         if settings.chats:
@@ -196,10 +184,11 @@ class JudgeEndpoint:
             raise JudgeStopped(self._stopped)
         return len(self._backends)
 
-    def _connect(self, backend: _Backend) -> None:
+    def _connect(self, backend: _Backend, url: str) -> None:
         timeout_s = self._settings.timeout_s
+        backend.url = url
         backend.client = AsyncOpenAI(
-            base_url=backend.url,
+            base_url=url,
             # Never the library's default OPENAI_API_KEY, which is meant for another service.
             api_key=backend.key or "none",
             max_retries=0,  # retries are counted by reason and against `max_calls`
@@ -210,47 +199,41 @@ class JudgeEndpoint:
 
     def _start_lookup(self, backend: _Backend) -> asyncio.Task[None]:
         """Start looking up a server's URL. Restarts the server if it has died."""
-        if backend.locating is None:
-            backend.locating = asyncio.create_task(self._update_url(backend))
-        return backend.locating
+        if backend.lookup is None:
+            backend.lookup = asyncio.create_task(self._update_url(backend))
+        return backend.lookup
 
     async def _update_url(self, backend: _Backend) -> None:
-        if backend.server:
-            try:
-                url = await asyncio.to_thread(backend.server.url)
-            except Exception as error:  # Ray's errors and timeouts as well
-                self.stop(str(error) or repr(error))
-            else:
-                if url != backend.url:
-                    # Calls in flight on the old client fail.
-                    self.counts.restarts += bool(backend.url)
-                    backend.url = url
-                    self._connect(backend)
-        backend.locating = None
-        await self._notify(len(self._in_flight))
+        try:
+            url = await asyncio.to_thread(backend.server.url) if backend.server else backend.url
+            if url != backend.url:  # calls in flight on the old client fail
+                self.counts.restarts += bool(backend.url)
+                self._connect(backend, url)
+        except Exception as error:  # Ray's errors and timeouts as well
+            self.stop(str(error) or repr(error))
+        backend.lookup = None
+        async with self._changed:
+            self._changed.notify_all()
 
-    def _choose(self, avoided: _Backend | None) -> _Backend | None:
+    def _choose(self) -> _Backend | None:
         """Return the server with the fewest calls in flight, or None if all servers are full or
         down."""
         ready: list[_Backend] = []
         for backend in self._backends:
             if not backend.url:
                 self._start_lookup(backend)
-            elif not backend.locating and backend.calls < self._settings.max_concurrent:
+            elif not backend.lookup and backend.calls < self._settings.max_concurrent:
                 ready.append(backend)
-        return min(ready, key=lambda one: (one is avoided, one.calls), default=None)
+        return min(ready, key=lambda one: one.calls, default=None)
 
     @asynccontextmanager
-    async def _acquire_server(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
-        """Wait for a server with a free slot, preferring servers other than `avoided`."""
+    async def _acquire_server(self) -> AsyncGenerator[_Backend]:
+        """Wait for a server with a free slot. The calls in flight and the lookups of URLs, one of
+        which has to end first, have their own deadlines."""
         started, backend = time.monotonic(), None
         async with self._changed:
-            while not self._stopped and (backend := self._choose(avoided)) is None:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), self._idle_limit_s)
-                idle_s = time.monotonic() - self._changed_at
-                if idle_s >= self._idle_limit_s:
-                    raise self.stop(f"no judge server could take a call for {idle_s:.0f} s")
+            while not self._stopped and (backend := self._choose()) is None:
+                await self._changed.wait()
         if backend is None:
             raise JudgeStopped(self._stopped)
         self.counts.queue_s = self.counts.queue_s.merge(Mean(time.monotonic() - started, 1))
@@ -259,19 +242,14 @@ class JudgeEndpoint:
             yield backend
         finally:
             backend.calls -= 1
-            await self._notify(1 if not self._stopped else len(self._in_flight))
-
-    async def _notify(self, calls: int) -> None:
-        """Wake at most `calls` of the calls that are waiting for a free server."""
-        self._changed_at = time.monotonic()
-        async with self._changed:
-            self._changed.notify(calls)
+            async with self._changed:
+                self._changed.notify(len(self._in_flight) if self._stopped else 1)
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
-        attempt, backend = 0, None
+        attempt = 0
         while True:
             # The slot is held during the pause, which slows all calls down if the server is busy.
-            async with self._acquire_server(backend) as backend:
+            async with self._acquire_server() as backend:
                 try:
                     messages = question.messages(new_fence())
                     content = await self._call(backend, question, messages)
@@ -324,49 +302,43 @@ class JudgeEndpoint:
                     response_format=cast(Any, {"type": "json_schema", "json_schema": schema}),
                     extra_body=dict(settings.extra) or None,
                 )
-        except (TimeoutError, openai.APIError) as error:
-            failure = self._failure(error, question)
+            content = self._read_content(response.text)
+            question.read(content)
+            return content
+        except (TimeoutError, openai.APIError, BadReply) as error:
+            failure = self._failure(error)
             if backend.server and failure.kind in ("timeout", "unreachable"):
                 self._start_lookup(backend)  # its machine may be gone
             raise failure from error
         finally:
             self.counts.call_s = self.counts.call_s.merge(Mean(time.monotonic() - started, 1))
-        try:
-            content = self._read_content(response.text)
-            question.read(content)
-        except BadReply as error:
-            raise self._unjudged_error("invalid", f"invalid reply: {error}", retry=True) from error
-        return content
 
-    def _failure(self, error: Exception, question: Question[Any]) -> Unjudged:
-        if isinstance(error, openai.APIStatusError):
+    def _failure(self, error: Exception) -> Unjudged:
+        kind: FailureKind
+        retry, after_s = True, 0.0
+        cause = error if isinstance(error, _ReplyTooLarge) else error.__cause__
+        if isinstance(error, BadReply):
+            kind, reason = "invalid", f"invalid reply: {error}"
+        elif isinstance(error, openai.APIStatusError):
             code, reason = error.status_code, f"HTTP {error.status_code}: {error.message}"
             if code == 429 or code >= 500:
-                try:
+                kind = "busy" if code == 429 else "server"
+                with suppress(ValueError):  # a date
                     after_s = max(0.0, float(error.response.headers.get("retry-after", "0")))
-                except ValueError:  # a date
-                    after_s = 0.0
-                kind: FailureKind = "busy" if code == 429 else "server"
-                return self._unjudged_error(kind, reason, retry=True, after_s=after_s)
-            if code in _TOO_LONG_STATUSES and _TOO_LONG.search(error.message):
-                thinking = json_length(question.material.get("thinking", ""))
-                return self._unjudged_error("too_long", reason, retry=False, thinking=thinking)
-            return self._unjudged_error("refused", reason, retry=code in _RETRIED)
-        if isinstance(error, TimeoutError | openai.APITimeoutError):
-            reason = f"no reply within {self._settings.timeout_s:g} s"
-            return self._unjudged_error("timeout", reason, retry=True)
-        cause = error if isinstance(error, _ReplyTooLarge) else error.__cause__
-        if isinstance(cause, _ReplyTooLarge):
-            return self._unjudged_error("invalid", cause.message, retry=True)
-        return self._unjudged_error(
-            "unreachable", f"cannot be reached ({cause or error})", retry=True
-        )
-
-    def _unjudged_error(self, kind: FailureKind, reason: str, **more: Any) -> Unjudged:
+            elif code in _TOO_LONG_STATUSES and _TOO_LONG.search(error.message):
+                kind, retry = "too_long", False
+            else:
+                kind, retry = "refused", code in _RETRIED
+        elif isinstance(error, TimeoutError | openai.APITimeoutError):
+            kind, reason = "timeout", f"no reply within {self._settings.timeout_s:g} s"
+        elif isinstance(cause, _ReplyTooLarge):
+            kind, reason = "invalid", cause.message
+        else:
+            kind, reason = "unreachable", f"cannot be reached ({cause or error})"
         for backend in self._backends:
             reason = reason.replace(backend.key, "***") if backend.key else reason
         reason = "".join(c if c.isprintable() else " " for c in reason[:300])
-        return Unjudged(kind, reason, **more)
+        return Unjudged(kind, reason, retry=retry, after_s=after_s)
 
     def _read_content(self, body: str) -> str:
         try:

@@ -138,7 +138,8 @@ class JudgeService:
             result = spec.combine(cast(Any, parsed), await self._judge_samples(judge_sample))
         except Unjudged as error:
             # A completion too long for the context is the policy's fault, not the judge's.
-            if error.kind == "too_long" and json_length(final) + error.thinking > limit * _LONG:
+            size = json_length(final) + spec.sees_thinking * json_length(thinking)
+            if error.kind == "too_long" and size > limit * _LONG:
                 self._counts.skipped += 1
                 return self._count_result(
                     spec.zero_result(f"it exceeds the judge's context: {error}")

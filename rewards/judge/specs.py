@@ -29,9 +29,9 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from keel.rewards.compose import JUDGED_PARTS
 from keel.rewards.judge.prompts import (
@@ -43,6 +43,7 @@ from keel.rewards.judge.prompts import (
     rubric_question,
     verify_question,
 )
+from keel.rewards.spec import STRICT, RewardSpec
 from keel.rewards.text import BOXED, marked_answer
 from keel.rl.metrics import Mean, Metric, Sum
 
@@ -52,7 +53,7 @@ exceeds the judge's context, any other HTTP error, or a response that does not m
 
 
 @dataclass(frozen=True, slots=True)
-class _CriterionVerdict:
+class _Verdict:
     """How well an answer meets a criterion, averaged over all samples."""
 
     name: str
@@ -68,7 +69,7 @@ class Judged:
     parts: Mapping[str, float]
     """The reward components, each from 0 to 1. Prompts of the same kind have the same components.
     `disagreement` measures how much the samples differ."""
-    verdicts: tuple[_CriterionVerdict, ...] = ()
+    verdicts: tuple[_Verdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +82,13 @@ class Failed:
 
 
 class Unjudged(Exception):
-    """Raised if a call to the judge returned no usable response.
+    """Raised if a call to the judge returned no usable response. `after_s` is the retry delay the
+    endpoint asked for."""
 
-    `after_s` is the retry delay the endpoint asked for. `thinking` is the number of characters of
-    thinking in the request.
-    """
-
-    def __init__(
-        self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0, thinking: int = 0
-    ) -> None:
+    def __init__(self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0) -> None:
         super().__init__(reason)
         self.kind: FailureKind = kind
-        self.retry, self.after_s, self.thinking = retry, after_s, thinking
+        self.retry, self.after_s = retry, after_s
 
 
 class JudgeStopped(RuntimeError):
@@ -149,34 +145,26 @@ class ServedJudge(Protocol):
 
 _Ask = Callable[[Question[Any]], Awaitable[Any]]
 _Task = Sequence[Mapping[str, Any]]
-_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class _Spec(BaseModel):
+class _JudgedSpec(RewardSpec):
     """Base class for reward specs that use a judge.
 
     `read` parses an answer, or returns why it is malformed. `sample` judges it once, and raises
     Unjudged if the judge gives no usable response. `combine` merges several samples into a reward.
-    `zero_result` is the result for an answer that scores 0 without being judged.
     """
 
-    model_config = _STRICT
-    kind: str = ""
-    environment: Any = None
-    columns: Any = None
+    PARTS: ClassVar[tuple[str, ...]]
+    ZERO_VERDICT: ClassVar[str] = ""
 
-    @classmethod
-    def parse(cls, spec: Mapping[str, Any]) -> Self:
-        """Parse a reward spec. Raises ValueError naming the invalid field."""
-        try:
-            return cls.model_validate(dict(spec))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            value = repr(first["input"])[:100]
-            raise ValueError(
-                f"{spec.get('kind')}: {where and f'{where}: '}{first['msg']}, is {value}"
-            ) from error
+    @property
+    def sees_thinking(self) -> bool:
+        return False
+
+    def zero_result(self, reason: str) -> Judged:
+        """Return the result for an answer that scores 0 without being judged."""
+        verdict = _Verdict(self.ZERO_VERDICT, 0.0, reason)
+        return Judged(0.0, dict.fromkeys(self.PARTS, 0.0), (verdict,))
 
 
 # --- Rubrics ---
@@ -185,7 +173,7 @@ class _Spec(BaseModel):
 class Criterion(BaseModel):
     """A single requirement that the judge checks."""
 
-    model_config = _STRICT
+    model_config = STRICT
     name: str = Field(pattern=r"\S")
     text: str = Field(pattern=r"\S")
     weight: float = Field(gt=0, allow_inf_nan=False)  # the criterion's share. They sum to 1.
@@ -196,8 +184,10 @@ _SUM_TOLERANCE = 1e-3  # how far the sum of the weights may differ from 1, as th
 _Verdicts = Mapping[str, tuple[float, str]]
 
 
-class Rubric(_Spec):
+class Rubric(_JudgedSpec):
     """Criteria for an answer. Each can be met fully (1), partly (0.5) or not at all (0)."""
+
+    PARTS = JUDGED_PARTS["rubric"]
 
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
     reference: str | None = None  # an optional reference answer, which is shown to the judge
@@ -211,6 +201,10 @@ class Rubric(_Spec):
         if abs(total - 1) > _SUM_TOLERANCE:
             raise ValueError(f"the weights of the criteria sum to {total:g}; make them sum to 1")
         return self
+
+    @property
+    def sees_thinking(self) -> bool:
+        return any(criterion.thinking for criterion in self.criteria)
 
     def read(self, answer: str) -> Mapping[str, str]:
         return {"answer": answer}
@@ -230,31 +224,26 @@ class Rubric(_Spec):
                 rotated = dict(texts[first:] + texts[:first])
                 material = {"thinking": thinking, **answer} if about_thinking else answer
                 questions.append(rubric_question(task, rotated, self.reference or "", material))
-        replies = await asyncio.gather(*map(ask, questions), return_exceptions=True)
-        # Errors other than Unjudged first, then the call without the thinking.
-        failures = [reply for reply in replies if isinstance(reply, BaseException)]
-        if failures:
-            raise min(failures, key=lambda failure: isinstance(failure, Unjudged))
-        verdicts = [cast(_Verdicts, reply) for reply in replies]
-        return {ids[k].name: verdict for one in verdicts for k, verdict in one.items()}
+        replies: list[_Verdicts] = await asyncio.gather(*map(ask, questions))
+        return {ids[k].name: verdict for reply in replies for k, verdict in reply.items()}
 
     def combine(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
         """Average each criterion's score over the samples, and return the weighted sum.
         `disagreement` is the weighted mean of max − min over the samples."""
         total = sum(c.weight for c in self.criteria)
         value = spread = 0.0
-        verdicts: list[_CriterionVerdict] = []
+        verdicts: list[_Verdict] = []
         for criterion in self.criteria:
             scores = [sample[criterion.name][0] for sample in samples]
             mean = sum(scores) / len(scores)
             value += criterion.weight * mean / total
             spread += criterion.weight * (max(scores) - min(scores)) / total
-            verdicts.append(_CriterionVerdict(criterion.name, mean, samples[0][criterion.name][1]))
+            verdicts.append(_Verdict(criterion.name, mean, samples[0][criterion.name][1]))
         return Judged(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
 
     def zero_result(self, reason: str) -> Judged:
-        verdicts = tuple(_CriterionVerdict(c.name, 0.0, reason) for c in self.criteria)
-        return Judged(0.0, {"rubric": 0.0, "disagreement": 0.0}, verdicts)
+        verdicts = tuple(_Verdict(c.name, 0.0, reason) for c in self.criteria)
+        return Judged(0.0, dict.fromkeys(self.PARTS, 0.0), verdicts)
 
 
 _DECLINES = Criterion(
@@ -273,7 +262,7 @@ _HELPS = Criterion(
 REFUSAL = {"kind": "refusal", "refuse": True}
 
 
-class _Refusal(_Spec):
+class _Refusal(RewardSpec):
     refuse: bool
 
     @classmethod
@@ -348,8 +337,11 @@ class _ProofSample(NamedTuple):
         return 1 - confirmed * (1 - self.verification.score)
 
 
-class _ProofSpec(_Spec):
+class _ProofSpec(_JudgedSpec):
     """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`."""
+
+    PARTS = JUDGED_PARTS["proof"]
+    ZERO_VERDICT = "proof_format"
 
     reference: str | None = None  # a solution or marking scheme, shown to the verifier
     alpha: float = Field(0.76, ge=0, le=1)  # α, the weight of the proof itself
@@ -386,19 +378,15 @@ class _ProofSpec(_Spec):
         verifier = sum(c.score for c in checks) / len(checks) if checks else 1.0
         spread = max(proofs) - min(proofs)
         values = (right, honest, meta, verifier, 1.0, spread)
-        parts: dict[str, float] = dict(zip(JUDGED_PARTS["proof"], values, strict=True))
+        parts: dict[str, float] = dict(zip(self.PARTS, values, strict=True))
         reasons = {
             "proof": samples[0].verification.evaluation,
             "self_score": f"claims {answer.score:g}",
             "self_meta": samples[0].self_check.analysis,
             **({"verifier_meta": checks[0].analysis} if checks else {}),
         }
-        verdicts = [_CriterionVerdict(name, parts[name], text) for name, text in reasons.items()]
+        verdicts = [_Verdict(name, parts[name], text) for name, text in reasons.items()]
         return Judged(value, parts, tuple(verdicts))
-
-    def zero_result(self, reason: str) -> Judged:
-        verdict = _CriterionVerdict("proof_format", 0.0, reason)
-        return Judged(0.0, dict.fromkeys(JUDGED_PARTS["proof"], 0.0), (verdict,))
 
 
 class Evaluation(NamedTuple):
@@ -414,8 +402,11 @@ def read_proof_evaluation(answer: str) -> Evaluation | str:
     return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
 
 
-class _VerificationSpec(_Spec):
+class _VerificationSpec(_JudgedSpec):
     """The reward spec for evaluating a proof with a known score."""
+
+    PARTS = JUDGED_PARTS["verification"]
+    ZERO_VERDICT = "verification_format"
 
     problem: str = Field(pattern=r"\S")
     proof: str = Field(pattern=r"\S")
@@ -437,22 +428,18 @@ class _VerificationSpec(_Spec):
         checks = [sample.score for sample in samples]
         near, meta = 1 - abs(answer.score - self.score), sum(checks) / len(checks)
         verdicts = (
-            _CriterionVerdict("verification_score", near, f"says {answer.score:g}"),
-            _CriterionVerdict("verification_meta", meta, samples[0].analysis),
+            _Verdict("verification_score", near, f"says {answer.score:g}"),
+            _Verdict("verification_meta", meta, samples[0].analysis),
         )
         values = (near, meta, 1.0, max(checks) - min(checks))
-        parts: dict[str, float] = dict(zip(JUDGED_PARTS["verification"], values, strict=True))
+        parts: dict[str, float] = dict(zip(self.PARTS, values, strict=True))
         return Judged(near * meta, parts, verdicts)
-
-    def zero_result(self, reason: str) -> Judged:
-        verdict = _CriterionVerdict("verification_format", 0.0, reason)
-        return Judged(0.0, dict.fromkeys(JUDGED_PARTS["verification"], 0.0), (verdict,))
 
 
 # --- All kinds ---
 
-_JudgedSpec = Rubric | _ProofSpec | _VerificationSpec
-JUDGED_KINDS: dict[str, Callable[[Mapping[str, Any]], _JudgedSpec]] = {
+_AnySpec = Rubric | _ProofSpec | _VerificationSpec
+JUDGED_KINDS: dict[str, Callable[[Mapping[str, Any]], _AnySpec]] = {
     "rubric": Rubric.parse,
     "proof": _ProofSpec.parse,
     "refusal": _Refusal.rubric,
@@ -460,7 +447,7 @@ JUDGED_KINDS: dict[str, Callable[[Mapping[str, Any]], _JudgedSpec]] = {
 }
 
 
-def judged_spec(spec: Mapping[str, Any]) -> _JudgedSpec:
+def judged_spec(spec: Mapping[str, Any]) -> _AnySpec:
     """Parse a reward spec for the judge. Raises ValueError if it is malformed."""
     kind = spec.get("kind")
     if kind not in JUDGED_KINDS:

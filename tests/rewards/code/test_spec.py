@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rewards.code import verifier
 from keel.rewards.code.call_driver import _find, from_jsonable, to_jsonable
 from keel.rewards.code.verifier import _same_text, _same_value, code_blocks, read_task
+from keel.rewards.sandbox.sandbox import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN
 
 BLOCKS = {
@@ -43,11 +43,11 @@ def test_the_last_code_block_is_the_program() -> None:
         ({"tests": [ADD_CALL], "language": "c++"}, "Python"),
         ({"tests": [ADD_STDIN], "language": "cobol"}, "language"),
         ({"tests": [ADD_STDIN], "partial": 1}, "partial"),
-        ({"tests": [ADD_STDIN], "time_limit_s": -1}, "time_limit_s"),
+        ({"tests": [ADD_STDIN], "time_limit_s": -1}, "time_s"),
         ({"tests": [ADD_STDIN], "memory_mib": 0.5}, "memory_mib"),
-        ({"tests": [ADD_STDIN], "time_limit": 1}, "time_limit_s"),
+        ({"tests": [ADD_STDIN], "time_limit": 1}, "time_limit"),
         ({"tests": [ADD_STDIN | {"subtask": "a"}]}, "subtasks"),
-        ({"tests": [ADD_STDIN], "subtasks": {"a": 0}}, "subtasks: a"),
+        ({"tests": [ADD_STDIN], "subtasks": {"a": 0}}, r"subtasks\.a"),
         ({"tests": [ADD_STDIN], "subtasks": {"a": 1}}, "'a'"),
         ({"tests": [ADD_STDIN | {"subtask": "b"}], "subtasks": {"a": 1}}, "'b'"),
         ({"tests": [ADD_STDIN, ADD_CALL | {"subtask": "a"}], "subtasks": {"a": 1}}, "tests"),
@@ -60,7 +60,7 @@ def test_bad_specs_are_refused(fields: dict[str, Any], match: str) -> None:
 
 def test_a_prompt_may_set_limits() -> None:
     task = read_task({"kind": "code", "tests": [ADD_STDIN], "time_limit_s": 5, "memory_mib": 64})
-    assert task.limits == {"time_s": 5, "memory_mib": 64}
+    assert task.limits(Limits()) == Limits(time_s=5, memory_mib=64)
 
 
 def test_the_driver_encodes_values() -> None:
@@ -143,25 +143,6 @@ def test_sets_are_equal_in_some_order(
     value = [json.loads(json.dumps(one), parse_float=lambda x: float(x) * LOW) for one in expected]
     random.shuffle(value)
     assert _same_value(a_set(*expected), a_set(*value))
-
-
-def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = 0
-    close = verifier._numbers_match
-
-    def counted(*numbers: Any) -> bool:
-        nonlocal compared
-        compared += 1
-        return close(*numbers)
-
-    monkeypatch.setattr(verifier, "_numbers_match", counted)
-    monkeypatch.setattr(verifier, "_MAX_COMPARISONS", 5_000)
-    expected = [[1.0, number] for number in range(2_000)]
-    reversed_ = [[1.0 - number * 1e-14, number] for number in range(2_000)]
-    for value in (reversed_, [[LOW, 0.5]] * 2_000):
-        compared = 0
-        assert not _same_value(a_set(*expected), a_set(*value))
-        assert compared < 2 * len(expected) + 5_000
 
 
 def test_large_sets_match() -> None:
