@@ -112,7 +112,6 @@ def _run_server(
     log = Path(name)
     try:
         server = VllmServer(
-            options["model"],
             options,
             gpu=gpu,
             threads=len(os.sched_getaffinity(0)),

@@ -172,11 +172,6 @@ def _load_pickled(name: str) -> Any:
 
 # --- Loading ---
 
-_FOREIGN = frozenset(
-    "prompts completions queries responses solution_str data_source ground_truth".split()  # noqa: SIM905
-)
-"""Parameter names that reward functions have in TRL, verl or OpenRLHF."""
-
 
 def is_function(part: str) -> bool:
     """Return whether a reward component is a user-defined function. Only user-defined functions
@@ -191,10 +186,9 @@ def load_function(name: str) -> Callable[[Any, Any], Any]:
     """
     function = _load_pickled(name) if name.startswith(PREFIX) else _import_function(name)
     try:
-        names = _parameters(function)
         inspect.signature(function, follow_wrapped=False).bind("prompt", "trajectory")
-        if names[:1] != ["prompt"] and not {"prompt", *_FOREIGN}.isdisjoint(names[:2]):
-            raise TypeError("the parameters are others")
+        if "prompt" in _parameters(function)[1:]:
+            raise TypeError("`prompt` must be the first parameter")
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward {name!r} must take (prompt, trajectory), or (prompt, trajectories) for a "
@@ -230,12 +224,6 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function, follow_wrapped=False).parameters)
 
 
-def _function_location(function: Callable[..., Any]) -> str:
-    inner = inspect.unwrap(function)
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    return _format_location(code.co_filename, code.co_firstlineno, code.co_name) if code else ""
-
-
 def scores_group(name: str) -> bool:
     """Return whether a reward function scores a whole group at once."""
     return _parameters(load_function(name))[1:2] == ["trajectories"]
@@ -259,12 +247,7 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 class BadReward(ValueError):
-    """Raised if a reward function doesn't return a valid reward. `at` is the location of the
-    function's definition."""
-
-    def __init__(self, message: str, at: str) -> None:
-        super().__init__(message)
-        self.at = at
+    """Raised if a reward function doesn't return a valid reward."""
 
 
 def function_verifier(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
@@ -293,34 +276,29 @@ def function_verifier(spec: Mapping[str, Any]) -> Callable[[str], float | dict[s
             exited = RuntimeError(f"called exit({error.code})")
             raise exited.with_traceback(error.__traceback__) from error
 
-    def number(value: Any) -> float:
-        score = math.nan
-        # `float` would parse text.
-        if value is not None and not issubclass(type(value), (str, bytes, bytearray)):
-            with suppress(TypeError, ValueError):
-                score = float(value)
-        if not -_ROUNDING <= score <= 1.0 + _ROUNDING:
-            shown = f"{type(value).__name__} ({str(value)[:50]!r})"
-            raise BadReward(
-                f"returned a {shown}; return a number from 0 to 1", _function_location(reward)
-            )
-        return min(max(score, 0.0), 1.0)
-
     def verify_group(text: str) -> dict[str, float]:
         trajectories = tuple(map(TextTrajectory.loads, json.loads(text)))
-        result, values = call(trajectories), list[Any]()
-        if not issubclass(type(result), (str, bytes, Mapping, Set)):  # iterable, but no numbers
-            with suppress(TypeError):
-                values.extend(result)
-        if len(values) != len(trajectories):
-            message = f"must return a list of {len(trajectories)} numbers, one per trajectory"
-            raise BadReward(message, _function_location(reward))
-        scores = {str(index): number(value) for index, value in enumerate(values)}
-        return {"correct": math.fsum(scores.values()) / len(scores), **scores}
+        values, count = call(trajectories), len(trajectories)
+        unordered = isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__")
+        if unordered or len(values) != count:
+            raise BadReward(f"must return a list of {count} numbers, one per trajectory")
+        scores = {str(index): _to_score(value) for index, value in enumerate(values)}
+        return {"correct": math.fsum(scores.values()) / count, **scores}
 
     if spec.get("group"):
         return verify_group
-    return lambda text: number(call(TextTrajectory.loads(text)))
+    return lambda text: _to_score(call(TextTrajectory.loads(text)))
+
+
+def _to_score(value: Any) -> float:
+    score = math.nan
+    if not isinstance(value, (str, bytes, bytearray)):  # `float` would parse it
+        with suppress(TypeError, ValueError):
+            score = float(value)
+    if not -_ROUNDING <= score <= 1.0 + _ROUNDING:
+        shown = f"{type(value).__name__} ({str(value)[:50]!r})"
+        raise BadReward(f"returned a {shown}; return a number from 0 to 1")
+    return min(max(score, 0.0), 1.0)
 
 
 @functools.cache
@@ -353,7 +331,7 @@ class RewardStopped(RuntimeError):
 
 
 class FailureRate:
-    """Tracks the failure rate over the last `WINDOW` completions. Not thread-safe."""
+    """Tracks the failure rate over the last `_WINDOW` completions. Not thread-safe."""
 
     def __init__(self, max_fraction: float) -> None:
         self._max_fraction = max_fraction
@@ -388,31 +366,28 @@ class FailureBudget:
         Raises RewardStopped if `counted` is set and the component has failed too often. Verifiers
         aren't counted, because they usually fail on completions that can't be parsed.
         """
-        lines: list[str] = []
-        stop = ""
         with self._lock:
             reported = self._reported.setdefault(name, set())
             rate = self._rates.setdefault(name, FailureRate(self._max_fraction))
             for error, location in errors:
+                excess = rate.add(bool(error))
+                if not error:
+                    continue
                 # The text may quote a completion with control characters.
                 message = f"{error} ({location})" if location else error
-                message = "".join(c if c.isprintable() else "�" for c in message.replace("\n", " "))
+                message = "".join(c if c.isprintable() else " " for c in message)
                 key = location or error.partition(":")[0]
-                if error and key not in reported and len(reported) < _MAX_REPORTS:
+                if key not in reported and len(reported) < _MAX_REPORTS:
                     reported.add(key)
-                    lines.append(
+                    self.report(
                         f"reward {name} failed on prompt {prompt_id}: {message}. Such completions "
                         "score 0 and count in reward/error; further errors here are not printed"
                     )
-                if (excess := rate.add(bool(error))) and counted and not stop:
-                    stop = (
+                if excess and counted:
+                    raise RewardStopped(
                         f"reward {name} failed on {excess}, above rewards.max_failure_fraction = "
                         f"{self._max_fraction:g}; last error, on prompt {prompt_id}: {message}"
                     )
-        for line in lines:
-            self.report(line)
-        if stop:
-            raise RewardStopped(stop)
 
 
 def error_location(error: BaseException) -> str:
@@ -429,8 +404,5 @@ def dump_location(dump: str) -> str:
 def _innermost(frames: list[tuple[str, int, str]]) -> str:
     libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
     own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
-    return _format_location(*own[0]) if own else ""
-
-
-def _format_location(file: str, line: int, name: str) -> str:
-    return f"{file.removeprefix(os.getcwd() + os.sep)}:{line} in {name}"
+    file, line, name = own[0] if own else ("", 0, "")
+    return f"{file.removeprefix(os.getcwd() + os.sep)}:{line} in {name}" if own else ""

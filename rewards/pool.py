@@ -93,10 +93,6 @@ class WorkerPool:
         ValueError if the spec is malformed."""
         return self._threads.submit(self._verify, spec, completions)
 
-    def printed(self) -> bool:
-        """Return whether any worker has written anything to its log file."""
-        return any(worker.log_size() > worker.log_start for worker in self._workers)
-
     def close(self) -> None:
         """Stop the workers and discard any queued batches."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -135,23 +131,14 @@ class _Worker:
 
     def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
         self._code, self._log = code, log
-        self.log_start = self.log_size()
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115
         """The file for the stack trace of a process that crashes or exceeds its deadline."""
         self._timeout_s = 0.0
         self._called: set[str] = set()  # the functions that the current process has already called
-        self._returned: set[str] = set()
-        """The functions that have returned at least once, in any process of this worker."""
-        self._slow: set[str] = set()
-        """The functions that timed out in their first call. They do not get `_FIRST_CALL_S`
-        again."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = socket.socket()
         self._buffer = b""
         self._closed = False
-
-    def log_size(self) -> int:
-        return self._log.stat().st_size if self._log and self._log.exists() else 0
 
     def start(self) -> None:
         if self._closed:
@@ -188,31 +175,23 @@ class _Worker:
     def verify(
         self, spec: Mapping[str, Any], completions: Sequence[str], timeout_s: float
     ) -> list[VerifierScore]:
-        name = str(spec["name"]) if spec.get("kind") == "function" else ""
+        """Verify completions one after the other. A completion that ends the process scores 0, and
+        a new process continues with the next one."""
         scores: list[VerifierScore] = []
-        reassignments = 0
+        attempts = 0
         while len(scores) < len(completions):
-            ready, first_s = False, timeout_s
+            ready = False
             try:
-                if self._process is None or self._process.poll() is not None:
-                    self._stop()
-                    self.start()
-                if name and name not in self._called and name not in self._slow:
-                    first_s = max(timeout_s, _FIRST_CALL_S)
-                remaining = completions[len(scores) :]
-                self._begin(spec, remaining, {"first_s": first_s, "timeout_s": timeout_s})
+                self._begin(spec, completions[len(scores) :], timeout_s)
                 ready = True
-                for number in range(len(remaining)):
-                    self._timeout_s = timeout_s if number else first_s
+                while len(scores) < len(completions):
                     scores.append(_score(self._receive(self._timeout_s + GRACE_S)))
-                    self._called.add(name)
-                    self._returned.add(name)
+                    self._called.add(str(spec.get("name")))
+                    self._timeout_s = timeout_s
             except _WorkerLost as lost:
                 where = self._stop()
-                if ready and name not in self._returned and "deadline" in str(lost):
-                    self._slow.add(name)
-                reassignments += lost.blameless
-                if lost.blameless and reassignments <= _MAX_REASSIGNMENTS:
+                attempts += lost.blameless
+                if lost.blameless and attempts <= _MAX_REASSIGNMENTS:
                     continue
                 if not ready:  # caused by the libraries or the machine
                     raise RuntimeError(
@@ -222,12 +201,17 @@ class _Worker:
                 scores.append(VerifierScore(0.0, f"verifier {lost}", where))
         return scores
 
-    def _begin(
-        self, spec: Mapping[str, Any], completions: Sequence[str], limits: Mapping[str, float]
-    ) -> None:
+    def _begin(self, spec: Mapping[str, Any], completions: Sequence[str], timeout_s: float) -> None:
         """Send a batch to the worker and wait until it has built the verifier. Raises ValueError if
         the worker rejects the spec."""
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            self.start()
+        self._timeout_s = timeout_s
+        if spec.get("kind") == "function" and spec["name"] not in self._called:
+            self._timeout_s = max(timeout_s, _FIRST_CALL_S)
         request = {"spec": dict(spec), "completions": list(completions), "code": self._code}
+        limits = {"first_s": self._timeout_s, "timeout_s": timeout_s}
         self._socket.settimeout(_START_TIMEOUT_S)
         try:
             self._socket.sendall(json.dumps({**request, **limits}).encode() + b"\n")
@@ -296,7 +280,7 @@ class _Worker:
         dump = self._dump.read(1 << 16)
         self._dump.seek(0)
         self._dump.truncate()
-        if self._log is not None and dump:
+        if self._log and dump:
             with self._log.open("ab") as log:
                 log.write(dump)
         _, mark, frames = dump.decode(errors="replace").rpartition("most recent call first")

@@ -114,7 +114,6 @@ class Scorer:
         self._lengths, self._judge = lengths or {}, judge
         self._reported_counts = Counts()
         self._failures = FailureBudget(max_failure_fraction, say)
-        self._log, self._log_announced = log, False
         self._pool = pool or WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
 
     def tell(self, say: Callable[[str], None]) -> None:
@@ -257,9 +256,6 @@ class Scorer:
             drafts = self._collect_parts(group, pending)
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}: {error}") from error
-        if self._log is not None and not self._log_announced and self._pool.printed():
-            self._log_announced = True
-            self._failures.report(f"the reward workers print to {self._log}")
         scores: list[Score] = []
         for draft in drafts:
             cut = draft.trajectory.cut and draft.trajectory.finish_reason != "crash"

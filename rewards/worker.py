@@ -33,7 +33,7 @@ from io import TextIOWrapper
 from typing import Any, cast
 
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.custom import error_location
+from keel.rewards.custom import BadReward, error_location
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 
@@ -70,11 +70,9 @@ def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
             return {"score": score}
         return {"score": score["correct"], "parts": {k: score[k] for k in score if k != "correct"}}
     except Exception as error:  # third-party code on hostile text may raise anything
-        location = getattr(error, "at", "") or error_location(error)
-        notes: list[str] = getattr(error, "__notes__", [])
         message = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
-        text = "; ".join([message, *notes])[: 2 * _MAX_ERROR_CHARACTERS]
-        return {"error": text, "at": location}
+        at = "" if isinstance(error, BadReward) else error_location(error)
+        return {"error": message, "at": at}
 
 
 def _serve(connection: socket.socket) -> None:

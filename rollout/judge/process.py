@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,23 @@ from keel.rollout.judge import reaper
 _MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """Module that `vllm serve` runs. The command itself fails on the CPU build, because it looks for a
 distribution named `vllm`."""
+_OPTIONS = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+_CPU_ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # saves one process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 _HEALTH_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0
 _LOG_LINES = 30
-_LOG_BYTES = 32_768
+_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class VllmServer:
@@ -32,7 +45,6 @@ class VllmServer:
 
     def __init__(
         self,
-        name: str,
         options: Mapping[str, Any],
         *,
         gpu: bool,
@@ -46,40 +58,28 @@ class VllmServer:
         """Start the server without waiting for it to respond. Raises OSError if the address can't
         be bound.
 
-        `name` is used in error messages. `options` are passed to vLLM. `threads` and `kv_cache_gib`
-        are used only on CPUs. If `port` is 0, a free port is picked. `key` is the API key that
-        clients must send. If it is empty, `VLLM_API_KEY` from the environment is used.
+        `options` are passed to vLLM. `threads` and `kv_cache_gib` are used only on CPUs. If `port`
+        is 0, a free port is picked. `key` is the API key that clients must send. If it is empty,
+        `VLLM_API_KEY` from the environment is used.
         """
-        every = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
-        variables = {
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        }
+        env = {**os.environ, **_ENVIRONMENT}
+        defaults: dict[str, Any] = dict(_OPTIONS)
         if not gpu:
-            every |= {
-                "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
-                "enforce_eager": True,  # compiling takes a minute
-                "distributed_executor_backend": "uni",
-            }
-            variables |= {
-                "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton
-                # Saves one process.
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": str(threads),
-                "OMP_WAIT_POLICY": "PASSIVE",
-            }
+            env |= {**_CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+            defaults["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+            defaults["enforce_eager"] = True  # compiling takes a minute
+            defaults["distributed_executor_backend"] = "uni"
         if key:
-            variables["VLLM_API_KEY"] = key
-        self._name, self._host, self._log = name, host, log
+            env["VLLM_API_KEY"] = key
+        self._model, self._log = options["model"], log
         # Bound but not listening: reserves the port until the server listens on it.
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind((host, port))
-        self._port = int(self._reserved.getsockname()[1])
-        address = {"host": host, "port": self._port}
-        command = [sys.executable, "-m", _MODULE, *_flags({**every, **options, **address})]
+        port = int(self._reserved.getsockname()[1])
+        self._address = f"http://{host}:{port}"
+        arguments = _flags({**defaults, **options, "host": host, "port": port})
+        command = [sys.executable, "-m", _MODULE, *arguments]
         with log.open("ab") as output:
             self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__, *command],
@@ -87,28 +87,24 @@ class VllmServer:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the driver
-                env={**os.environ, **variables},
+                env=env,
             )
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self._port}/v1"
+        return f"{self._address}/v1"
 
-    def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server responds to requests. `knob` is the setting that `timeout_s` comes
-        from, for use in error messages. Raises RuntimeError with the end of the server's log if it
-        doesn't start."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the server responds to requests. Raises RuntimeError with the end of the
+        server's log if it doesn't start."""
         end = time.monotonic() + timeout_s
         while not self._is_healthy():
             reason = self.ended()
             if not reason and time.monotonic() > end:
-                reason = (
-                    f"no answer within {f'{knob} = ' * bool(knob)}{timeout_s:g} s\n"
-                    f"{_log_excerpt(self._log)}"
-                )
+                reason = f"no answer within {timeout_s:g} s\n{self._log_excerpt()}"
             if reason:
                 self.stop()
-                raise RuntimeError(f"{self._name}: the server did not start: {reason}")
+                raise RuntimeError(f"{self._model}: the server did not start: {reason}")
             time.sleep(_POLL_S)
         self._reserved.close()
 
@@ -123,7 +119,7 @@ class VllmServer:
             return ""
         status = output.read().decode().strip() or "unknown, its reaper was killed"
         output.close()
-        return f"it ended (exit status {status})\n{_log_excerpt(self._log)}"
+        return f"it ended (exit status {status})\n{self._log_excerpt()}"
 
     def stop(self) -> None:
         """Stop the server and its child processes."""
@@ -138,15 +134,15 @@ class VllmServer:
         self._reaper.wait(STOP_TIMEOUT_S)
 
     def _is_healthy(self) -> bool:
-        # http.client ignores proxy settings, which must not apply here.
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=_HEALTH_TIMEOUT_S)
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
+            with _NO_PROXY.open(f"{self._address}/health", timeout=_HEALTH_TIMEOUT_S) as reply:
+                return reply.status == 200
         except (OSError, http.client.HTTPException):
             return False
-        finally:
-            connection.close()
+
+    def _log_excerpt(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join([f"last lines of its log ({self._log}):", *lines[-_LOG_LINES:]])
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
@@ -159,13 +155,3 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
             text = json.dumps(value) if isinstance(value, Mapping | list | tuple) else str(value)
             arguments += [f"--{flag}", text]
     return arguments
-
-
-def _log_excerpt(log: Path) -> str:
-    if not log.is_file():
-        return ""
-    with log.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - _LOG_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join([f"last lines of its log ({log}):", *lines[-_LOG_LINES:]])

@@ -3,7 +3,6 @@
 
 import contextlib
 import logging
-import os
 import secrets
 import tempfile
 import threading
@@ -35,10 +34,6 @@ class _JudgeActor(VllmServer):
     """Ray actor that runs the server process. The server stops when the actor exits."""
 
     def __init__(self, config: JudgeConfig, gpu: bool, key: str) -> None:
-        stderr = Path("/proc/self/fd/2")
-        folder = Path(os.readlink(stderr)).parent if stderr.exists() else Path()
-        if not folder.is_dir() or not folder.is_absolute() or folder == Path("/dev"):
-            folder = Path(tempfile.gettempdir())
         server = config.server
         self._timeout_s = server.startup_timeout_s
         options: dict[str, Any] = {
@@ -55,19 +50,18 @@ class _JudgeActor(VllmServer):
             options["gpu_memory_utilization"] = server.gpu_memory_utilization
             options["tensor_parallel_size"] = server.tensor_parallel
         super().__init__(
-            f"rewards.judge.model = {config.model!r}",
             {**options, **server.options},
             gpu=gpu,
             threads=server.threads,
             kv_cache_gib=server.kv_cache_gib,
             host=get_node_ip_address(),
             key=key,
-            log=folder / f"judge-server-{os.getpid()}.log",  # among Ray's logs of this session
+            log=Path(tempfile.mkstemp(prefix="keel-judge-", suffix=".log")[1]),
         )
 
     def start(self) -> str:
         """Wait until the server responds to requests, and return its URL."""
-        self.wait(self._timeout_s, "rewards.judge.server.startup_timeout_s")
+        self.wait(self._timeout_s)
         return self.url
 
 
@@ -83,14 +77,14 @@ class JudgeServer:
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._stopped = False
-        self._times: list[float] = []
+        self._restarts: list[float] = []
         self._url = ""
         self._launch()
 
     @property
     def restarts(self) -> int:
         """Number of times the server has been restarted during this run."""
-        return len(self._times)
+        return len(self._restarts)
 
     def url(self) -> str:
         """Return the URL of the running server, restarting it first if it has died. Raises
@@ -101,14 +95,14 @@ class JudgeServer:
                 if not reason:
                     return self._url
                 now = time.monotonic()
-                recent = sum(now - at < RECENT_S for at in self._times)
+                recent = sum(now - at < RECENT_S for at in self._restarts)
                 if recent >= MAX_RESTARTS:
                     raise RuntimeError(
                         f"the judge server died {recent + 1} times within "
                         f"{RECENT_S / 3600:g} hours; last reason: {reason}"
                     )
                 self._url = ""
-                self._times.append(now)
+                self._restarts.append(now)
                 log.warning("judge server died and is restarted: %s", reason)
                 ray_timeouts.kill(self._actor)
                 self._launch()
@@ -144,15 +138,12 @@ class JudgeServer:
         try:
             return str(ray_timeouts.get(self._starting, seconds=limit))
         except RayTaskError as error:
-            raise RuntimeError(str(error.cause)) from error
+            reason = str(error.cause)
         except RayActorError as error:
             reason = "it was stopped" if self._stopped else f"its actor died: {error}"
-            raise RuntimeError(f"the judge server did not start: {reason}") from error
-        except GetTimeoutError as error:
-            raise RuntimeError(
-                f"the judge server did not start within {limit:.0f} s "
-                "(rewards.judge.server.startup_timeout_s); is there room in the cluster?"
-            ) from error
+        except GetTimeoutError:
+            reason = f"no answer within {limit:.0f} s; is there room in the cluster?"
+        raise RuntimeError(f"the judge server (rewards.judge.server) did not start: {reason}")
 
     def _ended(self) -> str:
         try:
