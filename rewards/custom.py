@@ -279,8 +279,10 @@ def function_verifier(spec: Mapping[str, Any]) -> Callable[[str], float | dict[s
     def verify_group(text: str) -> dict[str, float]:
         trajectories = tuple(map(TextTrajectory.loads, json.loads(text)))
         values, count = call(trajectories), len(trajectories)
-        unordered = isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__")
-        if unordered or len(values) != count:
+        wrong = issubclass(type(values), (str, bytes, Mapping, Set)) or not hasattr(
+            values, "__len__"
+        )
+        if wrong or len(values) != count:
             raise BadReward(f"must return a list of {count} numbers, one per trajectory")
         scores = {str(index): _to_score(value) for index, value in enumerate(values)}
         return {"correct": math.fsum(scores.values()) / count, **scores}
