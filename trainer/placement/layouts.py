@@ -9,7 +9,7 @@ is the last resort.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import product
@@ -28,7 +28,7 @@ from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
 
 Values = Mapping[str, Any]  # knob values, keyed by knob name
 _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
-_TIE = 1.02
+_TIE = 1.01
 _KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need
 _SHARE, _MAX_SHARE = 0.92, 0.95
 """Largest fraction of a GPU that an engine can get, with and without a safety margin. vLLM needs
@@ -40,10 +40,6 @@ _STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
 """Slowdown factor of each ZeRO stage, without communication. The measured slowdown is 2 to 6 % for
 stage 2, and 3 to 12 % for stage 3."""
 _MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096  # larger micro-batches gain nothing, smaller ones lose
-_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-"""Numbers of micro-batches to try per rank and optimizer step."""
-_SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
-"""Additional micro-batch sizes to try, in trajectories, in case only a few trajectories fit."""
 _SAVES = 0.98
 """If two micro-batch sizes give the same number of micro-batches, the larger one is tried only if
 it computes less than this fraction of the tokens of the smaller one."""
@@ -72,10 +68,6 @@ def with_values(config: Config, values: Values) -> Config:
 def _replace_knobs(section: _Section, values: tuple[tuple[str, Any], ...]) -> _Section:
     local = {knob.partition(".")[2]: value for knob, value in values}
     return replace(section, **local) if local else section
-
-
-def _drop_duplicates(values: Iterable[Mapping[str, Any]]) -> list[Values]:
-    return [dict(items) for items in dict.fromkeys(tuple(each.items()) for each in values)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +129,16 @@ class LayoutSearch:
         if not self._samples:
             self._trained = config.sft.step_contexts
 
-    def _open(self, values: Values) -> dict[str, Any]:
-        return {knob: value for knob, value in values.items() if knob in self.open_knobs}
+    def _options(self, *values: Values) -> list[Values]:
+        """Return the values of open knobs in each of `values`, without duplicates."""
+        opened = (
+            tuple((knob, value) for knob, value in each.items() if knob in self.open_knobs)
+            for each in values
+        )
+        return [dict(items) for items in dict.fromkeys(opened)]
 
     def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
-        if knob not in self.open_knobs:
-            return [{}]
-        return [{knob: False}, {knob: True}] if allowed else [{knob: False}]
+        return self._options({knob: False}, {knob: allowed})
 
     @cached_property
     def placements(self) -> list[Values]:
@@ -159,22 +154,20 @@ class LayoutSearch:
                 seats.append((ranks, ranks, gpus > 1 or config.rewards.judge.gpus > 0))
             if (is_open or not config.rollout.colocated) and gpus > 1:
                 seats.append((ranks, max(1, (gpus - ranks) // width), False))
-        return _drop_duplicates(self._open(dict(zip(_SEATS, each, strict=False))) for each in seats)
+        return self._options(*(dict(zip(_SEATS, each, strict=False)) for each in seats))
 
     def _rank_counts(self) -> list[int]:
-        """Return the rank counts to try, largest first: all GPUs, smaller multiples of 1/16 of
-        them, and the GPUs that the engines leave free."""
+        """Return the rank counts to try, largest first: up to 17 that are spread evenly, and those
+        that the engines leave free."""
         config, gpus = self.config, self.gpus
         trainer, width = config.trainer, config.rollout.tensor_parallel
         if "trainer.ranks" not in self.open_knobs:
             return [trainer.ranks]
         unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
         most = self._trained * trainer.sequence_parallel  # with more, some would be idle
-        counts = {*(gpus * part // 16 for part in range(1, 17)), gpus - width, min(most, gpus)}
+        counts = {*range(gpus, 0, -max(1, gpus // 16)), gpus - width, min(most, gpus)}
         if self._samples and "rollout.engines" not in self.open_knobs:
             counts.add(gpus - config.rollout.engines * width)
-        elif width > 1:
-            counts |= {gpus - engines * width for engines in range(1, gpus // width)}
         counts = {min(n, most) // unit * unit for n in counts}
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
 
@@ -208,8 +201,8 @@ class LayoutSearch:
         ways = [(False, fixed[1])]
         if self.config.algorithm.max_lag == 0 and self.config.algorithm.publish_every == 1:
             ways += [(True, False), (True, True)]
-        values: list[dict[str, Any]] = [dict(zip(knobs, way, strict=True)) for way in ways]
-        return [self._open(way) for way in values if closed.items() <= way.items()]
+        values = [dict(zip(knobs, way, strict=True)) for way in ways]
+        return self._options(*(way for way in values if closed.items() <= way.items()))
 
     def trainer_values(self, ranks: int) -> Iterator[list[Values]]:
         """Yield lists of trainer knob values to try. The entries in a list differ only in
@@ -236,7 +229,7 @@ class LayoutSearch:
     def _sharing(self) -> Values:
         """Return the values to try for prompt sharing. Sharing is turned on whenever possible,
         because packing shares a prompt only if that saves time."""
-        return self._open({"trainer.share_prompts": self._shares_prompts})
+        return self._options({"trainer.share_prompts": self._shares_prompts})[0]
 
     @property
     def _compiles(self) -> bool:
@@ -268,14 +261,13 @@ class LayoutSearch:
                 stages = {"float32": (0,), "bfloat16": (1,), "float16": (1, 2)}[model.dtype]
             pairs += [(away, max(stage, int(away))) for stage in stages]
         sharded = not (model.batch_invariant or model.lora.enabled) or zero not in self.open_knobs
-        return _drop_duplicates(
-            self._open({zero: s, offload: away}) for away, s in pairs if s < 3 or sharded
+        return self._options(
+            *({zero: stage, offload: away} for away, stage in pairs if stage < 3 or sharded)
         )
 
     def _micro_batches(self, ranks: int) -> list[Values]:
-        """Return the micro-batch sizes to try, largest first. They split a rank's part of a step
-        into one micro-batch, two, and so on. Each size takes less memory but more time than the one
-        before."""
+        """Return the micro-batch sizes to try, largest first. Each takes less memory but more time
+        than the one before."""
         knob, spread = "trainer.micro_batch_tokens", self.config.trainer.sequence_parallel
         if knob not in self.open_knobs:
             return [{}]
@@ -292,11 +284,9 @@ class LayoutSearch:
         for tokens, together in units.items():
             share = math.ceil(self._trained / together / groups)
             most = max(1, _MAX_TOKENS * spread // tokens)
-            least = max(1, min(share, most, _MIN_TOKENS // tokens))
-            counts = {max(least, min(most, math.ceil(share / parts))) for parts in _PARTS}
-            if together == 1:
-                counts |= {n for n in _SMALL if least <= n <= min(share, most)}
-            sizes |= {n * tokens for n in counts | {1}}
+            most = max(1, min(share, most))
+            least = max(1, min(most, _MIN_TOKENS // tokens))
+            sizes |= {n * tokens for n in (1, *range(least, most + 1))}
         worth, fewest, least_tokens = list[int](), math.inf, math.inf
         for size in sorted(sizes):
             count, tokens = (
@@ -447,27 +437,22 @@ class LayoutSearch:
 
     def explain_misfit(self) -> ConfigError:
         """Explain why even the layout that uses the least memory doesn't fit."""
-        ways = [
-            {**seats, **sizes[-1], **turns, **self.sequence_counts(seats, fewer=True)[-1]}
+        learning = [
+            with_values(self.config, {**seats, **sizes[-1]})
             for seats in self.placements
             for sizes in self.trainer_values(seats.get("trainer.ranks", self.config.trainer.ranks))
-            for turns in self.sharing_modes
         ]
-        placed = [
-            with_values(self.config, way) for way in ways if self._try_placement(way) is not None
-        ]
-        knob, config = "rollout.gpu_memory_utilization", self.config
-        if placed:
-            ranks = [memory.trainer_memory(each, self._facts, gpu=True) for each in placed]
-            rank, config = min(
-                zip(reversed(ranks), reversed(placed), strict=True), key=lambda way: way[0].total
-            )
-            if knob in self.open_knobs:
+        ranks = [memory.trainer_memory(each, self._facts, gpu=True).total for each in learning]
+        config = learning[ranks.index(min(ranks))]
+        engines = {"rollout.engines": config.rollout.engines}
+        fewest = self.sequence_counts(engines, fewer=True)[-1]
+        config = with_values(config, {**self.sharing_modes[-1], **fewest})
+        if "rollout.gpu_memory_utilization" in self.open_knobs:
+            rank, share = memory.trainer_memory(config, self._facts, gpu=True), 0.5
+            if config.rollout.time_share:
                 stays = memory.staying_gib(config, rank) + self.hardware.taken_gib
-                most = math.floor(100 * (1 - stays / self.hardware.gpu_gib)) / 100
-                shared = place(config, self.hardware.idle).shared
-                beside = shared and not config.rollout.time_share
-                config = with_values(config, {knob: 0.5 if beside else max(0.01, min(0.9, most))})
+                share = max(0.01, min(0.9, 1 - stays / self.hardware.gpu_gib))
+            config = with_values(config, {"rollout.gpu_memory_utilization": share})
         try:
             plan_on(config, self._facts, self.hardware)
         except ConfigError as error:

@@ -1,8 +1,7 @@
 """Estimate the memory and time of a run before it starts, and check that it fits."""
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
@@ -34,49 +33,36 @@ class Plan:
     time: StepTime | None  # estimated time per step, or None if it is unknown
 
 
-_CONTEXT_STEP = 1024
-
-
 def _hint(config: Config, facts: ModelFacts, hardware: Hardware, limit: MemoryLimit) -> str:
+    trainer, most = config.trainer, max(node.gpus for node in hardware.nodes)
     if limit == "engine":
-        most = max(node.gpus for node in hardware.nodes)
         return (
             "Spread an engine's weights over more GPUs (rollout.tensor_parallel = "
             f"{config.rollout.tensor_parallel}; above {most}, a multiple of it takes several "
             "nodes), or use larger GPUs"
         )
-    trainer, text = config.trainer, not config.data.sources
     if limit == "host":
-        ways = [
-            "trainer.offload_optimizer=false" * trainer.offload_optimizer,
-            "trainer.offload_while_sampling=false" * trainer.offload_while_sampling,
-            "fewer trainer ranks per node",
-        ]
-        return f"Save host memory with {', '.join(filter(None, ways))}, or use larger nodes"
-    ways = [
-        "trainer.activation_checkpointing=true" * (not trainer.activation_checkpointing),
-        "trainer.zero_stage=3" * (trainer.zero_stage < 3),
-        "a higher trainer.sequence_parallel"
-        * (trainer.sequence_parallel < trainer.ranks and not facts.linear_layers),
-        "more trainer.ranks" * (trainer.ranks < sum(node.gpus for node in hardware.nodes)),
-        "trainer.offload_optimizer=true" * (not trainer.offload_optimizer),
-        "a smaller trainer.micro_batch_tokens" * (trainer.micro_batch_tokens > config.max_context),
-        f"a smaller {'sft.max_context_tokens' if text else 'rollout.sampling.max_tokens'}",
-    ]
-    hint = f"Save memory with {', '.join(filter(None, ways))}, or use more or larger GPUs"
-
-    def fits(context: int) -> bool:
-        shorter = replace(
-            config,
-            sft=replace(config.sft, max_context_tokens=context),
-            trainer=replace(trainer, micro_batch_tokens=context),
-        )
-        return memory.trainer_memory(shorter, facts, gpu=True).total <= hardware.gpu_gib * GIB
-
-    lengths = range(_CONTEXT_STEP, config.max_context if text else 0, _CONTEXT_STEP)
-    count = bisect_left(lengths, True, key=lambda context: not fits(context))
-    shorter = f". With all else equal, contexts of {lengths[count - 1]:,} fit" if count else ""
-    return hint + shorter
+        ways = {
+            "trainer.offload_optimizer=false": trainer.offload_optimizer,
+            "trainer.offload_while_sampling=false": trainer.offload_while_sampling,
+            "fewer trainer ranks per node": True,
+        }
+        more = "larger nodes"
+    else:
+        splits = trainer.sequence_parallel < trainer.ranks and not facts.linear_layers
+        length = "rollout.sampling.max_tokens" if config.data.sources else "sft.max_context_tokens"
+        ways = {
+            "trainer.activation_checkpointing=true": not trainer.activation_checkpointing,
+            "trainer.zero_stage=3": trainer.zero_stage < 3,
+            "a higher trainer.sequence_parallel": splits,
+            "more trainer.ranks": trainer.ranks < sum(node.gpus for node in hardware.nodes),
+            "trainer.offload_optimizer=true": not trainer.offload_optimizer,
+            "a smaller trainer.micro_batch_tokens": trainer.micro_batch_tokens > config.max_context,
+            f"a smaller {length}": True,
+        }
+        more = "more or larger GPUs"
+    useful = ", ".join(way for way, helps in ways.items() if helps)
+    return f"Save {'host ' * (limit == 'host')}memory with {useful}, or use {more}"
 
 
 def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
@@ -96,10 +82,8 @@ def plan_placed(
 ) -> Plan:
     """Plan a run whose actors have already been assigned to GPUs."""
     plan = make_plan(config, facts, hardware, shared=placement.shared)
-    each, reading = (
-        memory.host_bytes(config, facts, plan.offload),
-        memory.reading_ranks(config.trainer),
-    )
+    each = memory.host_bytes(config, facts, plan.offload)
+    reading = memory.reading_ranks(config.trainer)
     whole = facts.parameters * memory.BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, reading)
