@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import ray
 
@@ -100,9 +100,9 @@ class ElasticLayouts:
             idle = [node.empty() for node in nodes]
             shortage = self._shortage(whole, nodes if elastic and not alone else idle)
         if shortage and alone:
-            smaller, reason = (
-                self._find_smaller_config(whole, idle) if self._min_ranks else (None, _REMEDY)
-            )
+            smaller, reason = None, _REMEDY
+            if self._min_ranks:
+                smaller, reason = self._find_smaller_config(whole, idle)
             if smaller is None:
                 raise ConfigError(f"{shortage}. {reason}")
             config = self._announce_smaller_config(smaller, shortage)
@@ -200,33 +200,23 @@ class ElasticLayouts:
     def _find_smaller_config(
         self, whole: Config, nodes: Sequence[Node]
     ) -> tuple[Config | None, str]:
-        limited, width = limit_nodes(nodes, whole.run), whole.rollout.tensor_parallel
+        limited, gpus = limit_nodes(nodes, whole.run), None
         free = [replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus)) for node in limited]
-        largest = [max((node.gpus for node in each), default=0) for each in (free, limited)]
-        if self._hardware.gpu and largest[0] < width <= largest[1]:  # not to be split over nodes
-            return None, f"No node has {width} free GPUs for an engine (rollout.tensor_parallel)"
-        gpus = None
         if self._hardware.gpu:
             gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus
-        hardware = replace(self._hardware, nodes=tuple(n for n in free if n.gpus))
-        open_knobs = frozenset(self._chosen)
+        hardware = replace(self._hardware, nodes=tuple(node for node in free if node.gpus))
+        knobs = frozenset(self._chosen) - {_RANKS, _ENGINES}
         if self.lowering.times:
-            open_knobs -= {f"trainer.{name}" for name in _REDUCED_KNOBS}
-        sized = open_knobs - {_RANKS, _ENGINES}
-        candidates = ((each, sized) for each in _smaller_configs(whole, self._min_ranks, gpus=gpus))
-        if {_RANKS, _ENGINES} <= open_knobs and free:
-            candidates = chain([(whole, open_knobs)], candidates)
+            knobs -= {f"trainer.{name}" for name in _REDUCED_KNOBS}
         reason = f"No layout of at least {self._min_ranks} ranks (trainer.min_ranks) fits there"
-        for config, knobs in islice(candidates, _MAX_LAYOUTS):
-            if knobs == sized and self._shortage(config, limited):
+        sizes = _smaller_configs(whole, self._min_ranks, gpus=gpus)
+        for config in islice(sizes, _MAX_LAYOUTS):
+            if self._shortage(config, limited):
                 continue
             try:
-                chosen = choose(config, knobs, self._facts, hardware).config
+                return choose(config, knobs, self._facts, hardware).config, ""
             except ConfigError as error:
                 reason = str(error)
-                continue
-            if chosen.trainer.ranks >= self._min_ranks and not self._shortage(chosen, limited):
-                return chosen, ""
         return None, reason
 
     def _record_warning(self, kind: str, line: str) -> None:
@@ -269,13 +259,6 @@ def _smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Ite
             yield with_values(config, {_RANKS: ranks, _ENGINES: engines})
 
 
-class _RetryableLearner(Protocol):
-    @property
-    def version(self) -> int: ...
-    def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
-    def apply_config(self, config: Config) -> None: ...
-
-
 @dataclass(kw_only=True)
 class OomRecovery:
     """Holds a run's current config and lowers its memory use when a step runs out of memory."""
@@ -308,7 +291,7 @@ class OomRecovery:
 class RetryOnOom:
     """Wraps a learner and retries steps that run out of memory."""
 
-    learner: _RetryableLearner
+    learner: Any
     lowering: OomRecovery
     say: Callable[[str], object]
 
